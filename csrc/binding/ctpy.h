@@ -1,0 +1,77 @@
+/* What every extension type shares: module state, errors, locks and hooks.
+ *
+ * The prefix ctpy_ marks helpers that need Python.h; ct_ marks the core, which
+ * must not. */
+#ifndef CTPY_H
+#define CTPY_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include "core/ct_status.h"
+
+/* Per-interpreter state. All pointers are strong and live as long as the module. */
+typedef struct ctpy_state {
+#define CTPY_TYPE(name) PyTypeObject *name;
+#include "binding/types.def"
+#undef CTPY_TYPE
+#define CTPY_NAME(name) PyObject *str_##name;
+#include "binding/hooks.def"
+#undef CTPY_NAME
+} ctpy_state;
+
+extern PyModuleDef ctpy_module;
+
+#define CTPY_TYPE(name) extern PyType_Spec name##_spec;
+#include "binding/types.def"
+#undef CTPY_TYPE
+
+/* Borrows the state through the type, so Python subclasses find it too. The caller
+ * has an instance in hand, hence the lookup cannot fail. */
+static inline ctpy_state *
+ctpy_state_borrow(PyObject *op)
+{
+    PyObject *module = PyType_GetModuleByDef(Py_TYPE(op), &ctpy_module);
+    assert(module != NULL);
+    return PyModule_GetState(module);
+}
+
+/* Raises what err describes; returns NULL, or -1, for the caller to return. CT_EHOST
+ * leaves the exception that the Python callback raised. */
+PyObject *ctpy_raise(const ct_error *err);
+int ctpy_raise_int(const ct_error *err);
+
+/* tp_traverse and tp_dealloc of a type that holds no Python object but its type. */
+int ctpy_leaf_traverse(PyObject *op, visitproc visit, void *arg);
+void ctpy_leaf_dealloc(PyObject *op);
+
+/* Guard an object's core struct on free-threaded builds; with a GIL they cost
+ * nothing. Never `return` or call a hook between them. */
+#if PY_VERSION_HEX >= 0x030d0000
+#define CTPY_LOCK(op) Py_BEGIN_CRITICAL_SECTION(op)
+#define CTPY_UNLOCK() Py_END_CRITICAL_SECTION()
+#else
+#define CTPY_LOCK(op) {
+#define CTPY_UNLOCK() }
+#endif
+
+#define CTPY_HOOK_MAX_ARGS 6
+
+/* Calls op.name(*args) by attribute lookup, so that a Python override wins.
+ * Borrows everything; returns a new reference or NULL. A hook runs arbitrary code:
+ * hold a strong reference to whatever is used after it. */
+static inline PyObject *
+ctpy_call_hook(PyObject *op, PyObject *name, PyObject *const *args, size_t nargs)
+{
+    PyObject *stack[2 + CTPY_HOOK_MAX_ARGS]; /* [0] is scratch space for vectorcall */
+    assert(nargs <= CTPY_HOOK_MAX_ARGS);
+    stack[1] = op;
+    for (size_t i = 0; i < nargs; i++) {
+        stack[2 + i] = args[i];
+    }
+    return PyObject_VectorcallMethod(
+        name, &stack[1], (1 + nargs) | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+}
+
+#endif

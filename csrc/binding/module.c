@@ -1,0 +1,105 @@
+/* Module ctrainer._C: creates the types and owns the per-interpreter state. */
+#include "binding/ctpy.h"
+
+static int
+add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
+{
+    *slot = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    return *slot == NULL ? -1 : PyModule_AddType(module, *slot);
+}
+
+static int
+intern(const char *name, PyObject **slot)
+{
+    *slot = PyUnicode_InternFromString(name);
+    return *slot == NULL ? -1 : 0;
+}
+
+/* A failure needs no cleanup here: the module is released, and module_clear drops
+ * whatever was set. */
+static int
+module_exec(PyObject *module)
+{
+    ctpy_state *state = PyModule_GetState(module);
+#define CTPY_NAME(name)                                                                \
+    if (intern(#name, &state->str_##name) < 0) {                                       \
+        return -1;                                                                     \
+    }
+#include "binding/hooks.def"
+#undef CTPY_NAME
+#define CTPY_TYPE(name)                                                                \
+    if (add_type(module, &name##_spec, &state->name) < 0) {                            \
+        return -1;                                                                     \
+    }
+#include "binding/types.def"
+#undef CTPY_TYPE
+    return 0;
+}
+
+static int
+module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    ctpy_state *state = PyModule_GetState(module);
+#define CTPY_TYPE(name) Py_VISIT(state->name);
+#include "binding/types.def"
+#undef CTPY_TYPE
+#define CTPY_NAME(name) Py_VISIT(state->str_##name);
+#include "binding/hooks.def"
+#undef CTPY_NAME
+    return 0;
+}
+
+static int
+module_clear(PyObject *module)
+{
+    ctpy_state *state = PyModule_GetState(module);
+#define CTPY_TYPE(name) Py_CLEAR(state->name);
+#include "binding/types.def"
+#undef CTPY_TYPE
+#define CTPY_NAME(name) Py_CLEAR(state->str_##name);
+#include "binding/hooks.def"
+#undef CTPY_NAME
+    return 0;
+}
+
+static void
+module_free(void *module)
+{
+    (void)module_clear(module);
+}
+
+#define CTPY_FUNCTION(name, flags)                                                     \
+    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
+    extern const char ctpy_##name##_doc[];
+#include "binding/functions.def"
+#undef CTPY_FUNCTION
+
+static PyMethodDef module_functions[] = {
+#define CTPY_FUNCTION(name, flags) {#name, ctpy_##name, flags, ctpy_##name##_doc},
+#include "binding/functions.def"
+#undef CTPY_FUNCTION
+    { NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+    {0,           NULL       },
+};
+
+PyModuleDef ctpy_module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "ctrainer._C",
+    .m_doc = "Native trainer types.",
+    .m_size = sizeof(ctpy_state),
+    .m_methods = module_functions,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC
+PyInit__C(void)
+{
+    return PyModuleDef_Init(&ctpy_module);
+}

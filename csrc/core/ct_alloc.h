@@ -1,0 +1,35 @@
+/* The core's allocator: malloc that can be told to fail, and aligned blocks.
+ *
+ * Tests set a countdown so that every out-of-memory branch runs; in normal use the
+ * countdown is off and costs one relaxed load an allocation. */
+#ifndef CT_ALLOC_H
+#define CT_ALLOC_H
+
+#include "core/ct_status.h"
+
+#include <stddef.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Each returns memory that ct_free releases, or NULL. Blocks are aligned to 64 bytes,
+ * a cache line and the widest vector. n * size is checked for overflow. */
+void *ct_alloc(size_t bytes);
+void *ct_calloc(size_t n, size_t size);
+
+/* Grows *block to hold n items of `size` bytes, keeping its content and at least
+ * doubling, and updates *capacity. CT_ENOMEM leaves both as they were. */
+CT_NODISCARD ct_status ct_grow(void **block, size_t *capacity, size_t n, size_t size,
+                               ct_error *err);
+
+void ct_free(void *block); /* NULL is fine */
+
+/* The n-th allocation from now fails, and all after it; 0 turns this off. */
+void ct_alloc_fail_after(size_t n);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,108 @@
+/* The device table: one entry per kernel, one table per kind of device.
+ *
+ * csrc/cpu/NAME.c and cuda/NAME.cu each implement entry NAME over a list of spans; the
+ * step engine sees only this table and an opaque stream, so it neither includes nor
+ * links CUDA. Work is only enqueued: operands must stay alive until the stream has
+ * drained, and no entry waits for it except sync. */
+#ifndef CT_DEVICE_H
+#define CT_DEVICE_H
+
+#include "core/ct_adamw.h"
+#include "core/ct_sgd.h"
+#include "core/ct_span.h"
+
+#include <stdbool.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
+ */
+#define CT_DEVICE_VERSION 1
+
+/* Memory of the device that a kernel may use for partial results; grown on demand by
+ * the device's own `grow`, released by `release`. Starts as {0}. */
+typedef struct ct_scratch {
+    void *data;
+    size_t bytes;
+} ct_scratch;
+
+/* The sum of squares of all elements, each squared and added in double, in an order
+ * that depends on the spans' lengths alone: neither on the number of threads nor on
+ * the instruction set. Inf or NaN in any element makes it Inf or NaN. *sum_sq is in
+ * the device's memory for a GPU (device.stats), in the host's for the CPU. */
+typedef ct_status ct_norm_fn(void *stream, ct_scratch *scratch, const ct_span *spans,
+                             size_t n_spans, double *sum_sq, ct_error *err);
+
+/* Updates every span with coefs[span.coef]; zero_grads writes zeros over the
+ * gradients in the same pass. */
+typedef ct_status
+ct_adamw_fn(void *stream, const ct_adamw_coef *coefs, const ct_adamw_span *spans,
+            size_t n_spans, bool zero_grads, ct_error *err);
+typedef ct_status
+ct_sgd_fn(void *stream, const ct_sgd_coef *coefs, const ct_sgd_span *spans,
+          size_t n_spans, bool zero_grads, ct_error *err);
+
+/* spans[i] *= factor, for float dtypes: what clips the gradients of an optimizer that
+ * is not ours. */
+typedef ct_status ct_scale_fn(void *stream, double factor, const ct_span *spans,
+                              size_t n_spans, ct_error *err);
+
+/* Every byte of every span becomes 0. */
+typedef ct_status
+ct_zero_fn(void *stream, const ct_span *spans, size_t n_spans, ct_error *err);
+
+/* to[i][k] = from[i][k], rounded to nearest even between float dtypes; equal lengths,
+ * not overlapping. Equal dtypes are copied byte for byte, any dtype allowed. */
+typedef ct_status ct_copy_fn(void *stream, const ct_span *to, const ct_span *from,
+                             size_t n_spans, ct_error *err);
+
+/* C (m x n) = alpha * op(A) (m x k) * op(B) (k x n) + beta * C, row major, fp32 or
+ * fp64; ld* are row strides in elements. */
+typedef struct ct_gemm {
+    ct_dtype dtype; /* CT_F32 or CT_F64 */
+    bool trans_a, trans_b;
+    size_t m, n, k;
+    double alpha, beta;
+    const void *a, *b;
+    void *c;
+    size_t lda, ldb, ldc;
+} ct_gemm;
+typedef ct_status ct_gemm_fn(void *stream, const ct_gemm *gemm, ct_error *err);
+
+/* Brings a double from the device to the host, waiting for the stream. */
+typedef ct_status
+ct_read_fn(void *stream, const double *device_value, double *host, ct_error *err);
+
+/* Makes scratch hold at least `bytes` of the device's memory. */
+typedef ct_status ct_scratch_grow_fn(ct_scratch *scratch, size_t bytes, ct_error *err);
+typedef void ct_scratch_release_fn(ct_scratch *scratch);
+
+typedef struct ct_device {
+    const char *name; /* "cpu", "cuda" */
+    ct_norm_fn *norm;
+    ct_adamw_fn *adamw;
+    ct_sgd_fn *sgd;
+    ct_scale_fn *scale;
+    ct_zero_fn *zero;
+    ct_copy_fn *copy;
+    ct_gemm_fn *gemm;
+    ct_read_fn *read;
+    ct_scratch_grow_fn *scratch_grow;
+    ct_scratch_release_fn *scratch_release;
+} ct_device;
+
+extern const ct_device ct_device_cpu;
+
+/* The instruction set in use, "base", "v3" or "v4" (x86-64-v3 has AVX2, v4 AVX-512);
+ * other processors have "base" alone. Chosen at the first call: the best that the
+ * processor has, or CTRAINER_ISA. CT_EINVAL when this processor lacks it. */
+const char *ct_cpu_isa(void);
+CT_NODISCARD ct_status ct_cpu_set_isa(const char *name, ct_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,81 @@
+/* An optimizer: groups of hyperparameters, parameters with their state, one update.
+ *
+ * The caller fills in where each parameter, gradient and state array lies, which may
+ * change from step to step; the optimizer counts steps per parameter (one without a
+ * gradient is left alone, and its count too), works out the constants of each (group,
+ * step) pair and calls the device's kernel once for all spans. */
+#ifndef CT_OPTIM_H
+#define CT_OPTIM_H
+
+#include "core/ct_adamw.h"
+#include "core/ct_device.h"
+#include "core/ct_sgd.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum ct_optim_kind {
+    CT_OPTIM_ADAMW,
+    CT_OPTIM_SGD,
+    CT_OPTIM_KIND_COUNT
+} ct_optim_kind;
+
+enum {
+    CT_OPTIM_MAX_STATES = 2
+}; /* arrays of a parameter's size that a kind keeps */
+
+typedef struct ct_optim_group {
+    union {
+        ct_adamw_config adamw;
+        ct_sgd_config sgd;
+    };
+    bool maximize; /* step up the gradient */
+} ct_optim_group;
+
+/* Borrowed memory of one parameter; all arrays have n elements of dtype. */
+typedef struct ct_optim_param {
+    void *param;
+    void *grad; /* NULL: no gradient this time, the parameter is skipped */
+    void *state[CT_OPTIM_MAX_STATES];
+    float *step_out; /* host memory where the new count is written too, or NULL */
+    size_t n;
+    uint64_t step; /* updates this parameter has had */
+    ct_dtype dtype;
+    uint32_t group; /* < n_groups */
+} ct_optim_param;
+
+typedef struct ct_optim ct_optim;
+
+/* A new optimizer with no groups and no parameters; NULL when out of memory. */
+ct_optim *ct_optim_new(ct_optim_kind kind, const ct_device *device);
+void ct_optim_free(ct_optim *optim); /* NULL is fine */
+
+/* Sets the numbers of groups and parameters and returns the arrays for the caller to
+ * fill; what they held is kept up to the smaller number. */
+CT_NODISCARD ct_status ct_optim_resize(ct_optim *optim, size_t n_groups,
+                                       size_t n_params, ct_error *err);
+ct_optim_group *ct_optim_groups_borrow(ct_optim *optim);
+ct_optim_param *ct_optim_params_borrow(ct_optim *optim);
+size_t ct_optim_n_params(const ct_optim *optim);
+ct_optim_kind ct_optim_get_kind(const ct_optim *optim);
+
+/* How many state arrays a parameter of this group needs (SGD without momentum: 0). */
+size_t ct_optim_n_states(const ct_optim *optim, size_t group);
+
+/* The L2 norm of all gradients present, before any scaling, summed in double; Inf or
+ * NaN when an element is. Waits for the stream. */
+CT_NODISCARD ct_status ct_optim_norm(ct_optim *optim, void *stream, double *norm,
+                                     ct_error *err);
+
+/* One update of every parameter that has a gradient, each gradient multiplied by
+ * grad_scale first. CT_EINVAL (a hyperparameter out of range, a missing state array)
+ * changes nothing. */
+CT_NODISCARD ct_status ct_optim_update(ct_optim *optim, void *stream, double grad_scale,
+                                       bool zero_grads, ct_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

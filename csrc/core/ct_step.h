@@ -1,0 +1,56 @@
+/* One update, in phases that a caller can step between.
+ *
+ *     ct_step_measure    norm of the gradients, Inf and NaN found, before any weight
+ *                        is touched
+ *     ct_step_apply      unscale + clip + update + zero, in one pass
+ *
+ * The policy says what happens when a gradient is not finite. */
+#ifndef CT_STEP_H
+#define CT_STEP_H
+
+#include "core/ct_optim.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum ct_nonfinite {
+    CT_NONFINITE_SKIP, /* leave weights and optimizer alone, go on */
+    CT_NONFINITE_STOP, /* CT_EFLOAT */
+    CT_NONFINITE_KEEP  /* update all the same, as torch does */
+} ct_nonfinite;
+
+typedef struct ct_step_config {
+    double max_norm; /* clip to this L2 norm; 0 or Inf: no clipping; < 0 is refused */
+    ct_nonfinite nonfinite;
+    bool zero_grads;
+} ct_step_config;
+
+typedef struct ct_step_result {
+    double grad_norm; /* after unscaling, before clipping */
+    double clip_coef; /* 1 where nothing was clipped */
+    bool finite;
+    bool updated; /* false when the step was skipped */
+} ct_step_result;
+
+/* Fills in grad_norm, clip_coef and finite. loss_scale is what the loss was multiplied
+ * by (1 without scaling; > 0). The coefficient is max_norm / (norm + 1e-6), at most 1,
+ * as torch.nn.utils.clip_grad_norm_ has it. */
+CT_NODISCARD ct_status ct_step_measure(ct_optim *optim, void *stream,
+                                       const ct_step_config *config, double loss_scale,
+                                       ct_step_result *result, ct_error *err);
+
+/* Updates as result says. With CT_NONFINITE_STOP and a gradient that is not finite:
+ * CT_EFLOAT, nothing touched. */
+CT_NODISCARD ct_status ct_step_apply(ct_optim *optim, void *stream,
+                                     const ct_step_config *config, double loss_scale,
+                                     ct_step_result *result, ct_error *err);
+
+/* max_norm / (norm + 1e-6) clamped to 1; 1 when max_norm is 0 or Inf. */
+double ct_clip_coef(double max_norm, double norm);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

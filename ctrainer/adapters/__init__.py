@@ -1,0 +1,1 @@
+"""What ctrainer needs of each framework: forward, backward, parameters."""
