@@ -1,8 +1,23 @@
-# The one entry to every task: demo test bench lint asan tsan leaks fuzz cuda format.
-# Tools come from $(VENV), which `make install` makes; PYTHON makes the environment.
+# The one entry to every task.
+#
+#   make demo      install if need be, then fine-tune a model that searches code
+#   make test      install if need be, then run every test
+#   make install   make $(VENV) and install ctrainer into it, editable
+#   make bench     run the benchmarks and write their table into the README
+#   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
+#   make format    let clang-format and ruff rewrite the sources
+#   make ext       rebuild the extension in place
+#   make check-core   the tests of the C core alone
+#   make clean     remove what was built; $(VENV) and out/ stay
+#
+# PYTHON makes the environment. TORCH is what pip is asked for: on an index that
+# serves a CUDA build under that name, give the CPU build you want instead.
 PYTHON ?= python3
 VENV ?= .venv
+TORCH ?= torch==2.13.0
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
 CC ?= cc
 BUILD := build
 STRICT := -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wvla -Werror
@@ -10,10 +25,45 @@ EXACT := -ffp-contract=off -fno-math-errno -fno-trapping-math
 CFLAGS := -O3 $(STRICT) $(EXACT) -pthread -fvisibility=hidden -Icsrc
 
 CORE := $(wildcard csrc/core/*.c csrc/cpu/*.c)
+BINDING := $(wildcard csrc/binding/*.c)
 HEADERS := $(wildcard csrc/*/*.h csrc/*/*.def)
 TESTS := $(patsubst tests/core/%.c,$(BUILD)/%,$(wildcard tests/core/test_*.c))
+FORMATTED := $(wildcard csrc/*/*.[hc] cuda/*.[hc] cuda/*.cu cuda/*/*.[hc] tests/core/*.[hc])
+BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: ext check-core
+.PHONY: install demo test bench lint format ext check-core clean
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ctrainer needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check 'setuptools>=77' numpy '$(TORCH)'
+	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[hf,plot,notebook,test]'
+	touch $@
+
+demo: $(INSTALLED) ext
+	$(PY) examples/code_search.py
+
+test: $(INSTALLED) ext check-core
+	$(PY) -m pytest tests
+
+bench: $(INSTALLED) ext
+	mkdir -p out/benchmarks
+	set -e; for b in $(BENCHES); do $(PY) $$b > out/benchmarks/$$(basename $$b .py).jsonl; done
+	$(PY) benchmarks/report.py out/benchmarks README.md
+
+lint: $(INSTALLED) ext
+	$(VENV)/bin/clang-format -n --Werror $(FORMATTED)
+	printf '%s\n' $(CORE) $(BINDING) | xargs -P $(JOBS) -n 1 sh -c '$(VENV)/bin/clang-tidy --quiet "$$@" -- \
+	    -std=c11 -Icsrc $(PYINC) 2>/dev/null' tidy
+	$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m mypy.stubtest ctrainer._C
+
+format:
+	$(VENV)/bin/clang-format -i $(FORMATTED)
+	$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
+
 ext:
 	PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
 
@@ -23,3 +73,10 @@ check-core: $(TESTS)
 $(BUILD)/test_%: tests/core/test_%.c $(CORE) $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -Itests/core -o $@ $< $(CORE) -lm
+
+clean:
+	rm -rf $(BUILD) ctrainer/*.so *.egg-info
+
+# Headers that are not ours count as the system's: their warnings are not for us.
+PYINC = $(shell $(PY) -c 'import sysconfig, numpy; \
+    print("-isystem", sysconfig.get_path("include"), "-isystem", numpy.get_include())')

@@ -52,9 +52,7 @@ class BuildExt(build_ext):
 
 native = Extension(
     "ctrainer._C",
-    sorted(
-        glob("csrc/core/*.c") + glob("csrc/cpu/*.c") + glob("csrc/binding/*.c")
-    ),
+    sorted(glob("csrc/core/*.c") + glob("csrc/cpu/*.c") + glob("csrc/binding/*.c")),
     include_dirs=["csrc", numpy.get_include()],
     depends=HEADERS,
     extra_compile_args=CFLAGS,
