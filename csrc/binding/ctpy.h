@@ -56,7 +56,7 @@ void ctpy_leaf_dealloc(PyObject *op);
 #define CTPY_UNLOCK() }
 #endif
 
-#define CTPY_HOOK_MAX_ARGS 6
+#define CTPY_HOOK_MAX_ARGS 10
 
 /* Calls op.name(*args) by attribute lookup, so that a Python override wins.
  * Borrows everything; returns a new reference or NULL. A hook runs arbitrary code:

@@ -1,0 +1,56 @@
+/* Ctrl-C and SIGTERM while training: a flag that the loops look at.
+ *
+ * A process has one disposition per signal, so this is process-wide by nature: the
+ * first train() on the main thread installs the handler, the last one to leave puts
+ * back what was there. */
+#include "binding/signals.h"
+
+#include <signal.h>
+#include <stdatomic.h>
+
+static atomic_int requested;
+
+static void
+on_signal(int number)
+{
+    int none = 0;
+    if (!atomic_compare_exchange_strong(&requested, &none, number)) {
+        /* A second signal means now: back to the system's own action. */
+        (void)signal(number, SIG_DFL);
+        (void)raise(number);
+    }
+}
+
+int
+ctpy_signal_requested(void)
+{
+    return atomic_load_explicit(&requested, memory_order_relaxed);
+}
+
+bool
+ctpy_stop_requested(void)
+{
+    return ctpy_signal_requested() != 0;
+}
+
+void
+ctpy_signals_install(ctpy_signals *saved)
+{
+    struct sigaction action = {.sa_handler = on_signal};
+    (void)sigemptyset(&action.sa_mask);
+    atomic_store(&requested, 0);
+    saved->installed = sigaction(SIGINT, &action, &saved->on_int) == 0 &&
+                       sigaction(SIGTERM, &action, &saved->on_term) == 0;
+}
+
+int
+ctpy_signals_restore(ctpy_signals *saved)
+{
+    int number = atomic_exchange(&requested, 0);
+    if (saved->installed) {
+        (void)sigaction(SIGINT, &saved->on_int, NULL);
+        (void)sigaction(SIGTERM, &saved->on_term, NULL);
+        saved->installed = false;
+    }
+    return number;
+}

@@ -1,0 +1,89 @@
+/* ctrainer._C.Trainer: the type, its private state and its method table. */
+#include "binding/trainer.h"
+
+static PyObject *
+Trainer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kw))
+{
+    PyObject *op = type->tp_alloc(type, 0);
+    if (op != NULL) {
+        Trainer *self = (Trainer *)op;
+        self->grad_norm = Py_NAN;
+        self->signatures = PyDict_New();
+        if (self->signatures == NULL) {
+            Py_CLEAR(op);
+        }
+    }
+    return op;
+}
+
+/* Takes whatever a cooperative __init__ passes on: ctrainer.Trainer has used it. */
+static int
+Trainer_init(PyObject *Py_UNUSED(op), PyObject *Py_UNUSED(args),
+             PyObject *Py_UNUSED(kw))
+{
+    return 0;
+}
+
+static int
+Trainer_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(((Trainer *)op)->signatures);
+    return 0;
+}
+
+static int
+Trainer_clear(PyObject *op)
+{
+    Py_CLEAR(((Trainer *)op)->signatures);
+    return 0;
+}
+
+static void
+Trainer_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    (void)Trainer_clear(op);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+#define METHOD_FLAGS_NOARGS METH_NOARGS
+#define METHOD_FLAGS_O METH_O
+#define METHOD_FLAGS_KEYWORDS METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef Trainer_methods[] = {
+#define CTPY_METHOD(name, flags)                                                       \
+    {#name, (PyCFunction)(void (*)(void))Trainer_##name, METHOD_FLAGS_##flags,         \
+     Trainer_##name##_doc},
+#include "binding/trainer_methods.def"
+#undef CTPY_METHOD
+    { NULL, NULL, 0, NULL},
+};
+
+PyDoc_STRVAR(
+    Trainer_doc,
+    "Trainer(*args, **kwargs)\n--\n\n"
+    "The loops of training and evaluation; ctrainer.Trainer is its public face.\n"
+    "\n"
+    "Every hook is called by attribute lookup on the instance, so overrides,\n"
+    "mixins and functions set on an instance win.");
+
+static PyType_Slot Trainer_slots[] = {
+    {Py_tp_doc,      (void *)Trainer_doc},
+    {Py_tp_new,      Trainer_new        },
+    {Py_tp_init,     Trainer_init       },
+    {Py_tp_traverse, Trainer_traverse   },
+    {Py_tp_clear,    Trainer_clear      },
+    {Py_tp_dealloc,  Trainer_dealloc    },
+    {Py_tp_methods,  Trainer_methods    },
+    {0,              NULL               },
+};
+
+PyType_Spec Trainer_spec = {
+    .name = "ctrainer._C.Trainer",
+    .basicsize = sizeof(Trainer),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = Trainer_slots,
+};

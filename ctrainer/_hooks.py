@@ -1,0 +1,18 @@
+"""What an overridden hook accepts."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def accepted_keywords(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Names that `function` takes as keywords; None when it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in _KEYWORD)
