@@ -7,6 +7,7 @@
 
 #include <signal.h>
 #include <stdatomic.h>
+#include <stddef.h>
 
 static atomic_int requested;
 
