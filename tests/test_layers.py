@@ -1,0 +1,268 @@
+"""The include graph is the architecture: a folder may use only what is below it."""
+
+import ast
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+BELOW = {
+    "math": {"math"},
+    "core": {"core", "math"},
+    "cpu": {"cpu", "core", "math"},
+    "cuda": {"cuda", "core", "math"},
+    "binding": {"binding", "cpu", "core", "math"},
+}
+# Who may include a header, by its first path component. cuda/module.c is the one
+# exception to "Python.h in the binding only": it hands over the plugin's tables.
+ONLY_IN = {
+    "Python.h": ("csrc/binding/", "cuda/module.c"),
+    "structmember.h": ("csrc/binding/", "cuda/module.c"),
+    "numpy": ("csrc/binding/",),
+    "cuda_runtime.h": ("cuda/",),
+    "cuda_runtime_api.h": ("cuda/",),
+    "dlfcn.h": ("cuda/dynlib.c", "csrc/binding/"),
+    "torch": (),
+    "ATen": (),
+    "c10": (),
+    "pybind11": (),
+    "cublas_v2.h": (),  # found at run time: a build must not need the wheels
+    "nccl.h": (),
+}
+# The core's own floors, lowest first. What is not named stands on the floor of
+# policies, between devices and optimizers.
+FLOORS = (
+    {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool", "ct_crc32c"},
+    {"ct_adamw", "ct_sgd", "ct_lion"},
+    {"ct_device", "ct_comm", "ct_comm_self", "ct_comm_local", "ct_plugin"},
+    set[str](),
+    {"ct_optim"},
+    {"ct_step"},
+)
+POLICIES = FLOORS.index(set())
+
+# Python packages that one layer only may import, wherever the statement stands.
+FRAMEWORKS = {
+    "torch": ("adapters/", "comm/", "fsdp.py", "optim.py", "hf.py"),
+    "transformers": ("adapters/", "hf.py"),
+    "accelerate": ("adapters/", "integrations/accelerate.py"),
+    "mpi4py": ("comm/",),
+    "deepspeed": (),
+    "fairseq": (),
+    "fairscale": (),
+}
+# Modules of ctrainer that know nothing of those above them.
+PYTHON_BELOW = {
+    "adapters/": {"_C", "_cuda", "adapters"},
+    "comm/": {"_C", "_cuda", "comm"},
+    "training_args.py": {"_C", "trainer_utils", "integrations", "adapters"},
+    "trainer_utils.py": {"_C", "adapters"},
+    "progress.py": {"_C", "trainer_utils"},
+}
+
+
+def c_sources() -> list[Path]:
+    suffixes = {".c", ".h", ".cu", ".cuh", ".def"}
+    found = [p for top in ("csrc", "cuda") for p in (ROOT / top).rglob("*")]
+    return sorted(p for p in found if p.suffix in suffixes)
+
+
+def headers() -> list[Path]:
+    return [p for p in c_sources() if p.suffix in {".h", ".cuh"}]
+
+
+def python_sources() -> list[Path]:
+    return sorted((ROOT / "ctrainer").rglob("*.py"))
+
+
+def includes(path: Path) -> list[tuple[str, str]]:
+    return INCLUDE.findall(path.read_text())
+
+
+def included_layer(path: Path, name: str) -> str:
+    """The layer that an include names; one without a folder is a neighbour's."""
+    return name.split("/")[0] if "/" in name else path.parent.name
+
+
+def floor(path_or_name: str) -> int:
+    stem = Path(path_or_name).stem
+    at = [i for i, names in enumerate(FLOORS) if stem in names]
+    return at[0] if at else POLICIES
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(c_sources()) > 20
+    assert len(python_sources()) > 1
+
+
+def test_includes_point_downwards() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {name}"
+        for path in c_sources()
+        for quote, name in includes(path)
+        if quote == '"'
+        and included_layer(path, name) in BELOW
+        and included_layer(path, name) not in BELOW[path.parent.name]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_foreign_headers_stay_in_their_layer() -> None:
+    wrong = []
+    for path in c_sources():
+        here = path.relative_to(ROOT).as_posix()
+        for _, name in includes(path):
+            allowed = ONLY_IN.get(name.split("/")[0])
+            if allowed is not None and not here.startswith(allowed or ("\0",)):
+                wrong.append(f"{here} includes {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_is_layered_in_itself() -> None:
+    wrong = [
+        f"{path.name} includes {name}"
+        for path in (ROOT / "csrc/core").glob("*.[ch]")
+        for _, name in includes(path)
+        if name.startswith("core/") and floor(name) > floor(path.name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_headers_do_not_include_each_other_in_a_circle() -> None:
+    known = {p.relative_to(ROOT / "csrc").as_posix(): p for p in headers()
+             if p.is_relative_to(ROOT / "csrc")}  # fmt: skip
+    graph = {
+        name: [n for _, n in includes(path) if n in known]
+        for name, path in known.items()
+    }
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        for below in graph[name]:
+            walk(below, (*trail, name))
+
+    for name in graph:
+        walk(name, ())
+
+
+@pytest.mark.parametrize("path", headers(), ids=lambda p: p.name)
+def test_a_header_has_a_guard(path: Path) -> None:
+    guard = re.search(r"#ifndef (\w+)\n#define (\w+)\n", path.read_text())
+    assert guard is not None
+    assert guard[1] == guard[2]
+
+
+@pytest.mark.parametrize("compiler", [("cc", "c", "c11"), ("c++", "c++", "c++17")])
+def test_core_headers_compile_alone_as_c_and_cpp(compiler: tuple[str, ...]) -> None:
+    command, language, standard = compiler
+    lines = [p for p in headers() if p.parent.name in {"math", "core"}]
+    for path in lines:
+        done = subprocess.run(
+            [command, "-x", language, f"-std={standard}", "-fsyntax-only",
+             "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", "-"],
+            input=f'#include "{path.parent.name}/{path.name}"\n',
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{path.name} as {language}:\n{done.stderr}"
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(dotted name, level) of every import, lazy and by string ones included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.module and node.module != "ctrainer":
+                yield node.module, node.level
+            else:
+                top = f"{node.module}." if node.module else ""
+                yield from ((top + alias.name, node.level) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func)
+            first = node.args[0]
+            if called.endswith(("import_module", "__import__")) and isinstance(
+                first, ast.Constant
+            ):
+                yield str(first.value), 0
+
+
+def without_type_checking(tree: ast.Module) -> ast.Module:
+    """Drops `if TYPE_CHECKING:` bodies, which no interpreter runs."""
+
+    class Drop(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            if ast.unparse(node.test).endswith("TYPE_CHECKING"):
+                return [self.visit(n) for n in node.orelse]
+            self.generic_visit(node)
+            return node
+
+    return Drop().visit(tree)
+
+
+def run_imports(path: Path) -> list[tuple[str, int]]:
+    return list(imports(without_type_checking(ast.parse(path.read_text()))))
+
+
+def test_frameworks_are_imported_where_the_design_says() -> None:
+    wrong = []
+    for path in python_sources():
+        here = path.relative_to(ROOT / "ctrainer").as_posix()
+        for name, level in run_imports(path):
+            allowed = FRAMEWORKS.get(name.split(".")[0])
+            if level == 0 and allowed is not None:
+                if not here.startswith(allowed or ("\0",)):
+                    wrong.append(f"ctrainer/{here} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def own_module(path: Path, name: str, level: int) -> str | None:
+    """The top-level module of ctrainer that an import means, or None."""
+    if level == 0:
+        parts = name.split(".")
+        return parts[1] if parts[0] == "ctrainer" and len(parts) > 1 else None
+    folder = path.parent
+    for _ in range(level - 1):
+        folder = folder.parent
+    inside = folder.relative_to(ROOT / "ctrainer").parts
+    return (*inside, *name.split("."))[0]
+
+
+def test_lower_python_modules_do_not_know_the_upper() -> None:
+    wrong = []
+    for path in python_sources():
+        here = path.relative_to(ROOT / "ctrainer").as_posix()
+        allowed = [v for k, v in PYTHON_BELOW.items() if here.startswith(k)]
+        for name, level in run_imports(path) if allowed else []:
+            used = own_module(path, name, level)
+            if used and used not in allowed[0]:
+                wrong.append(f"ctrainer/{here} imports ctrainer.{used}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_import_ctrainer_loads_no_framework() -> None:
+    names = ", ".join(map(repr, FRAMEWORKS))
+    code = f"import sys, ctrainer; print([n for n in ({names},) if n in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]"
+
+
+def test_extension_links_no_cuda_and_no_framework() -> None:
+    built = ROOT / "ctrainer" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not built.exists():
+        pytest.skip(f"{built.name} is not built in place")
+    done = subprocess.run(
+        ["readelf", "-d", built], capture_output=True, text=True, check=True
+    )
+    needed = re.findall(r"NEEDED.*\[(.+)\]", done.stdout)
+    assert needed
+    assert not re.findall(r"cuda|nccl|cublas|torch|gomp|stdc\+\+", " ".join(needed))
