@@ -1,5 +1,7 @@
 #include "core/ct_adamw.h"
 
+#include <stdbool.h>
+
 /* Each test is written so that NaN fails it. */
 static ct_status
 config_check(const ct_adamw_config *config, ct_error *err)
@@ -36,15 +38,17 @@ ct_adamw_coef_init(ct_adamw_coef *coef, const ct_adamw_config *config, uint64_t 
     if (step < 1) {
         return ct_fail(err, CT_EINVAL, "step counts from 1, got 0");
     }
+    const bool from_grad = config->beta1 <= 0.5;
     *coef = (ct_adamw_coef){
-        .grad_scale = (float)grad_scale,
-        .decay = (float)(1.0 - config->lr * config->weight_decay),
-        .one_minus_beta1 = (float)(1.0 - config->beta1),
-        .beta2 = (float)config->beta2,
-        .one_minus_beta2 = (float)(1.0 - config->beta2),
-        .step_size = (float)(config->lr / (1.0 - pow(config->beta1, (double)step))),
-        .sqrt_bias2 = (float)sqrt(1.0 - pow(config->beta2, (double)step)),
-        .eps = (float)config->eps,
+        .grad_scale = grad_scale,
+        .decay = 1.0 - config->lr * config->weight_decay,
+        .lerp = from_grad ? -config->beta1 : 1.0 - config->beta1,
+        .beta2 = config->beta2,
+        .one_minus_beta2 = 1.0 - config->beta2,
+        .step_size = config->lr / (1.0 - pow(config->beta1, (double)step)),
+        .inv_bias2 = 1.0 / sqrt(1.0 - pow(config->beta2, (double)step)),
+        .eps = config->eps,
+        .from_grad = from_grad,
     };
     return CT_OK;
 }

@@ -1,7 +1,7 @@
 /* The communicator table: collectives of a group of ranks.
  *
- * The one table whose entries may re-enter Python. For now its one backend is
- * ct_comm_self, a group of one rank; the step engine is written against the table. */
+ * The one table whose entries may re-enter Python. The step engine is written against
+ * the table; ct_comm_self, a group of one rank, is the backend that needs nobody. */
 #ifndef CT_COMM_H
 #define CT_COMM_H
 

@@ -40,7 +40,8 @@ typedef struct ct_optim_param {
     void *state[CT_OPTIM_MAX_STATES];
     float *step_out; /* host memory where the new count is written too, or NULL */
     size_t n;
-    uint64_t step; /* updates this parameter has had */
+    uint64_t step; /* updates this parameter has had; 0: its state holds nothing yet,
+                    * AdamW's are zeros and SGD's momentum starts as the gradient */
     ct_dtype dtype;
     uint32_t group; /* < n_groups */
 } ct_optim_param;
@@ -67,6 +68,10 @@ size_t ct_optim_n_states(const ct_optim *optim, size_t group);
  * NaN when an element is. Waits for the stream. */
 CT_NODISCARD ct_status ct_optim_norm(ct_optim *optim, void *stream, double *norm,
                                      ct_error *err);
+
+/* Every gradient present becomes 0. */
+CT_NODISCARD ct_status ct_optim_zero_grads(ct_optim *optim, void *stream,
+                                           ct_error *err);
 
 /* One update of every parameter that has a gradient, each gradient multiplied by
  * grad_scale first. CT_EINVAL (a hyperparameter out of range, a missing state array)

@@ -40,8 +40,9 @@ CT_NODISCARD ct_status ct_step_measure(ct_optim *optim, void *stream,
                                        const ct_step_config *config, double loss_scale,
                                        ct_step_result *result, ct_error *err);
 
-/* Updates as result says. With CT_NONFINITE_STOP and a gradient that is not finite:
- * CT_EFLOAT, nothing touched. */
+/* Updates as result says. A skipped step still zeroes the gradients when it is asked
+ * to, or what is not finite would stay and spoil the next one. With CT_NONFINITE_STOP
+ * and a gradient that is not finite: CT_EFLOAT, nothing touched. */
 CT_NODISCARD ct_status ct_step_apply(ct_optim *optim, void *stream,
                                      const ct_step_config *config, double loss_scale,
                                      ct_step_result *result, ct_error *err);

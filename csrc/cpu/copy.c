@@ -1,0 +1,104 @@
+/* Copies and conversions on the CPU. Mirrors cuda/copy.cu.
+ *
+ * A conversion goes through a tile of floats, which hold every 16-bit value exactly,
+ * or of doubles where either side is F64: two small loops for each dtype instead of
+ * one for each pair. */
+#include "cpu/cuts.h"
+#include "cpu/kernels.h"
+
+#include "core/ct_pool.h"
+
+#include <string.h>
+
+enum {
+    TILE = 512 /* stays in the first-level cache between the two loops */
+};
+
+typedef union tile {
+    float f32[TILE];
+    double f64[TILE];
+} tile;
+
+#define CT_BODY "cpu/copy_body.h"
+#include "cpu/expand.h"
+
+typedef void widen_body(const void *data, size_t from, size_t n, tile *to, bool wide);
+typedef void narrow_body(const tile *from, bool wide, void *data, size_t to, size_t n);
+
+static widen_body *const wideners[CT_ISA_COUNT][CT_FLOAT_DTYPES] = CT_BODIES(widen);
+static narrow_body *const narrowers[CT_ISA_COUNT][CT_FLOAT_DTYPES] = CT_BODIES(narrow);
+
+typedef struct copy_job {
+    const ct_span *to;
+    const ct_span *from;
+    ct_isa isa;
+    ct_cuts cuts;
+} copy_job;
+
+static void
+convert(const copy_job *job, const ct_piece *piece)
+{
+    const ct_span *to = &job->to[piece->span];
+    const ct_span *from = &job->from[piece->span];
+    const bool wide = to->dtype == CT_F64 || from->dtype == CT_F64;
+    tile t;
+    for (size_t done = 0; done < piece->n; done += TILE) {
+        const size_t at = piece->offset + done;
+        const size_t n = piece->n - done < TILE ? piece->n - done : TILE;
+        wideners[job->isa][from->dtype](from->data, at, n, &t, wide);
+        narrowers[job->isa][to->dtype](&t, wide, to->data, at, n);
+    }
+}
+
+static void
+run_batch(void *arg, size_t batch)
+{
+    const copy_job *job = arg;
+    ct_piece piece = ct_cuts_start(&job->cuts, batch);
+    while (ct_cuts_next(&job->cuts, batch, &piece)) {
+        const ct_span *to = &job->to[piece.span];
+        const ct_span *from = &job->from[piece.span];
+        if (to->dtype != from->dtype) {
+            convert(job, &piece);
+            continue;
+        }
+        const size_t size = ct_dtype_size(to->dtype);
+        memcpy((char *)to->data + piece.offset * size,
+               (const char *)from->data + piece.offset * size, piece.n * size);
+    }
+}
+
+static ct_status
+check_pair(size_t i, const ct_span *to, const ct_span *from, ct_error *err)
+{
+    if (to->n != from->n) {
+        return ct_fail(err, CT_EINVAL,
+                       "copy: span %zu has %zu elements to fill from %zu", i, to->n,
+                       from->n);
+    }
+    if (to->dtype == from->dtype) {
+        return CT_OK;
+    }
+    ct_status status = ct_check_float("copy", i, to->dtype, err);
+    return status == CT_OK ? ct_check_float("copy", i, from->dtype, err) : status;
+}
+
+ct_status
+ct_cpu_copy(void *stream, const ct_span *to, const ct_span *from, size_t n_spans,
+            ct_error *err)
+{
+    (void)stream;
+    if (n_spans == 0) {
+        return CT_OK;
+    }
+    copy_job job = {.to = to, .from = from};
+    ct_status status = ct_isa_get(&job.isa, err);
+    for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
+        status = check_pair(i, &to[i], &from[i], err);
+    }
+    if (status == CT_OK) {
+        ct_cuts_init(&job.cuts, &to[0].n, sizeof to[0], n_spans);
+        ct_pool_run(run_batch, &job, job.cuts.n_batches);
+    }
+    return status;
+}

@@ -1,0 +1,48 @@
+/* A list of spans cut into batches of about equal work for the pool.
+ *
+ * A batch is a run of whole spans and parts of spans, so that a thousand small tensors
+ * make a few batches and one large tensor makes many. Where the cuts lie depends on
+ * the spans' lengths alone. The table has a fixed size: it lives on the stack of the
+ * caller, and a kernel neither allocates nor fails. */
+#ifndef CT_CPU_CUTS_H
+#define CT_CPU_CUTS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+enum {
+    CT_BATCH_ELEMS = 65536, /* a batch is that long until CT_CUTS_MAX are too few */
+    CT_CUTS_MAX = 1024,
+    CT_CUT_ALIGN = 64 /* a span is cut at multiples of that many elements only */
+};
+
+typedef struct ct_cut {
+    size_t span;
+    size_t offset; /* elements into the span */
+} ct_cut;
+
+typedef struct ct_cuts {
+    const char *lengths; /* the n of the first span, in the caller's list */
+    size_t stride;       /* bytes from one span's n to the next */
+    size_t n_batches;
+    ct_cut at[CT_CUTS_MAX + 1]; /* batch b: from at[b] to at[b + 1] */
+} ct_cuts;
+
+/* `lengths` points at the n of the first of n_spans spans, `stride` bytes apart. Both
+ * have to stay while the cuts are in use. */
+void ct_cuts_init(ct_cuts *cuts, const size_t *lengths, size_t stride, size_t n_spans);
+
+/* Elements [offset, offset + n) of one span. */
+typedef struct ct_piece {
+    size_t span;
+    size_t offset;
+    size_t n;
+} ct_piece;
+
+/* The pieces of a batch, in order and none of them empty:
+ *     ct_piece piece = ct_cuts_start(cuts, batch);
+ *     while (ct_cuts_next(cuts, batch, &piece)) ... */
+ct_piece ct_cuts_start(const ct_cuts *cuts, size_t batch);
+bool ct_cuts_next(const ct_cuts *cuts, size_t batch, ct_piece *piece);
+
+#endif

@@ -1,0 +1,40 @@
+/* The CPU's device table, and its memory: ordinary memory, nothing to wait for. */
+#include "cpu/kernels.h"
+
+#include "core/ct_alloc.h"
+
+static ct_status
+cpu_read(void *stream, const double *device_value, double *host, ct_error *err)
+{
+    (void)stream;
+    (void)err;
+    *host = *device_value;
+    return CT_OK;
+}
+
+static ct_status
+cpu_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
+{
+    return ct_grow(&scratch->data, &scratch->bytes, bytes, 1, err);
+}
+
+static void
+cpu_scratch_release(ct_scratch *scratch)
+{
+    ct_free(scratch->data);
+    *scratch = (ct_scratch){0};
+}
+
+const ct_device ct_device_cpu = {
+    .name = "cpu",
+    .norm = ct_cpu_norm,
+    .adamw = ct_cpu_adamw,
+    .sgd = ct_cpu_sgd,
+    .scale = ct_cpu_scale,
+    .zero = ct_cpu_zero,
+    .copy = ct_cpu_copy,
+    .gemm = ct_cpu_gemm,
+    .read = cpu_read,
+    .scratch_grow = cpu_scratch_grow,
+    .scratch_release = cpu_scratch_release,
+};

@@ -1,0 +1,15 @@
+/* The CPU's entries of the device table. */
+#ifndef CT_CPU_KERNELS_H
+#define CT_CPU_KERNELS_H
+
+#include "core/ct_device.h"
+
+ct_norm_fn ct_cpu_norm;
+ct_adamw_fn ct_cpu_adamw;
+ct_sgd_fn ct_cpu_sgd;
+ct_scale_fn ct_cpu_scale;
+ct_zero_fn ct_cpu_zero;
+ct_copy_fn ct_cpu_copy;
+ct_gemm_fn ct_cpu_gemm;
+
+#endif

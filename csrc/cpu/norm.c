@@ -1,0 +1,70 @@
+/* Sum of squares on the CPU. Mirrors cuda/norm.cu.
+ *
+ * Element k of a piece is added to lane k % LANES, the lanes of a batch are folded in
+ * index order, then the batches are: the compiler may do the lanes side by side, and
+ * neither its choice nor the number of threads changes a bit. */
+#include "cpu/cuts.h"
+#include "cpu/kernels.h"
+
+#include "core/ct_pool.h"
+
+enum {
+    LANES = 32
+};
+
+#define CT_BODY "cpu/norm_body.h"
+#include "cpu/expand.h"
+
+typedef void norm_body(const void *data, size_t from, size_t n, double *lanes);
+
+static norm_body *const bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] = CT_BODIES(norm);
+
+typedef struct norm_job {
+    const ct_span *spans;
+    ct_isa isa;
+    ct_cuts cuts;
+    double partial[CT_CUTS_MAX]; /* one for each batch */
+} norm_job;
+
+static void
+run_batch(void *arg, size_t batch)
+{
+    norm_job *job = arg;
+    double lanes[LANES] = {0.0};
+    ct_piece piece = ct_cuts_start(&job->cuts, batch);
+    while (ct_cuts_next(&job->cuts, batch, &piece)) {
+        const ct_span *span = &job->spans[piece.span];
+        bodies[job->isa][span->dtype](span->data, piece.offset, piece.n, lanes);
+    }
+    double sum = 0.0;
+    for (size_t k = 0; k < LANES; k++) {
+        sum += lanes[k];
+    }
+    job->partial[batch] = sum;
+}
+
+ct_status
+ct_cpu_norm(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_spans,
+            double *sum_sq, ct_error *err)
+{
+    (void)stream;
+    (void)scratch; /* the partial sums fit on the stack */
+    norm_job job = {.spans = spans};
+    ct_status status = ct_isa_get(&job.isa, err);
+    for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
+        status = ct_check_float("norm", i, spans[i].dtype, err);
+    }
+    if (status != CT_OK) {
+        return status;
+    }
+    double sum = 0.0;
+    if (n_spans != 0) {
+        ct_cuts_init(&job.cuts, &spans[0].n, sizeof spans[0], n_spans);
+        ct_pool_run(run_batch, &job, job.cuts.n_batches);
+        for (size_t b = 0; b < job.cuts.n_batches; b++) {
+            sum += job.partial[b];
+        }
+    }
+    *sum_sq = sum;
+    return CT_OK;
+}

@@ -1,0 +1,111 @@
+/* bfloat16 and float16, carried as uint16_t, to and from float.
+ *
+ * Narrowing rounds to nearest, ties to even; too large becomes Inf; NaN stays NaN,
+ * quiet, with its sign and the payload bits that fit. No branches, so that loops over
+ * these vectorise, and no float that is subnormal on the way, so that the results do
+ * not depend on a flush-to-zero mode. Compiles as C11 and as CUDA C++. */
+#ifndef CT_HALF_MATH_H
+#define CT_HALF_MATH_H
+
+#include "math/ct_hd.h"
+
+#include <stdint.h>
+#include <string.h>
+
+CT_HD static inline uint32_t
+ct_bits_from_f32(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+CT_HD static inline float
+ct_f32_from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* bfloat16 is the upper half of a float. */
+CT_HD static inline float
+ct_f32_from_bf16(uint16_t half)
+{
+    return ct_f32_from_bits((uint32_t)half << 16);
+}
+
+CT_HD static inline uint16_t
+ct_bf16_from_f32(float value)
+{
+    const uint32_t bits = ct_bits_from_f32(value);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const uint32_t quiet = (bits >> 16) | 0x40u;
+
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+}
+
+/* float16: 1 sign, 5 exponent (bias 15), 10 mantissa bits. Exponent 31 is Inf or NaN
+ * and moves to 255. Exponent 0 counts units of 2^-24: given the exponent of 2^-14 it
+ * is 2^-14 too large, which the subtraction, being exact, takes away. */
+CT_HD static inline float
+ct_f32_from_f16(uint16_t half)
+{
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
+    const uint32_t shifted = (uint32_t)(half & 0x7fffu) << 13;
+    const uint32_t exponent = shifted & 0x0f800000u;
+    const uint32_t normal = shifted + (112u << 23);
+    const uint32_t special = shifted + (224u << 23);
+    const uint32_t tiny = ct_bits_from_f32(ct_f32_from_bits(shifted + (113u << 23)) -
+                                           ct_f32_from_bits(113u << 23));
+    const uint32_t finite = exponent == 0 ? tiny : normal;
+
+    return ct_f32_from_bits(sign | (exponent == 0x0f800000u ? special : finite));
+}
+
+/* Below 2^-14 the result counts units of 2^-24, the spacing of floats in [0.5, 1):
+ * adding 0.5 rounds to it. From 65520 on the nearest is Inf. */
+CT_HD static inline uint16_t
+ct_f16_from_f32(float value)
+{
+    const uint32_t bits = ct_bits_from_f32(value);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t size = bits & 0x7fffffffu;
+    const uint32_t normal = (size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
+    const uint32_t tiny = ct_bits_from_f32(ct_f32_from_bits(size) + 0.5f) - 0x3f000000u;
+    const uint32_t quiet = 0x7e00u | ((size >> 13) & 0x3ffu);
+    const uint32_t finite = size < (113u << 23) ? tiny : normal;
+    const uint32_t bounded = size < 0x477ff000u ? finite : 0x7c00u;
+
+    return (uint16_t)(sign | (size > 0x7f800000u ? quiet : bounded));
+}
+
+/* The float next to a double on the side where the last bit is odd, or the double
+ * itself if it is a float: rounding that once more to a 16-bit type gives what
+ * rounding the double at once would. */
+CT_HD static inline float
+ct_f32_round_to_odd(double value)
+{
+    const float near = (float)value;
+    const double back = (double)near;
+    const uint32_t bits = ct_bits_from_f32(near);
+    const double size = value < 0 ? -value : value;
+    const double near_size = back < 0 ? -back : back;
+    const uint32_t odd = near_size > size ? bits - 1u : bits + 1u;
+
+    return ct_f32_from_bits(back == value || (bits & 1u) != 0 ? bits : odd);
+}
+
+CT_HD static inline uint16_t
+ct_bf16_from_f64(double value)
+{
+    return ct_bf16_from_f32(ct_f32_round_to_odd(value));
+}
+
+CT_HD static inline uint16_t
+ct_f16_from_f64(double value)
+{
+    return ct_f16_from_f32(ct_f32_round_to_odd(value));
+}
+
+#endif
