@@ -1,0 +1,340 @@
+/* ctrainer._C.CallbackHandler: the events of a run, fired at every callback. */
+#include "binding/callback_handler.h"
+#include "binding/ctpy_callbacks.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* Flags of the control that an event lowers before the callbacks see it. */
+#define FLAGS(F)                                                                       \
+    F(should_training_stop)                                                            \
+    F(should_epoch_stop)                                                               \
+    F(should_save)                                                                     \
+    F(should_evaluate)                                                                 \
+    F(should_log)
+
+enum {
+    LOWER_NONE = 0,
+    LOWER_TRAINING_STOP = 1,
+    LOWER_EPOCH_STOP = 2,
+    LOWER_SAVE = 4,
+    LOWER_EVALUATE = 8,
+    LOWER_LOG = 16,
+};
+
+/* What an event is beside its name. The offsets are those of names in ctpy_state. */
+typedef struct event_kind {
+    size_t name;
+    unsigned lowered;
+    size_t keyword; /* name of a fourth positional argument; 0: there is none */
+} event_kind;
+
+#define KEYWORD_NONE 0
+#define KEYWORD_LOGS offsetof(ctpy_state, str_logs)
+#define KEYWORD_METRICS offsetof(ctpy_state, str_metrics)
+
+static PyObject *
+CallbackHandler_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
+                    PyObject *Py_UNUSED(kwargs))
+{
+    CallbackHandler *self = (CallbackHandler *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->callbacks = PyList_New(0);
+    self->plans = PyDict_New();
+#define NAME(name) ctpy_state_borrow((PyObject *)self)->str_##name,
+    PyObject *const names[] = {CTPY_PASSED(NAME)};
+#undef NAME
+    self->names = PyTuple_New(N_PASSED);
+    for (Py_ssize_t i = 0; self->names != NULL && i < N_PASSED; i++) {
+        PyTuple_SET_ITEM(self->names, i, Py_NewRef(names[i]));
+    }
+    if (self->callbacks == NULL || self->plans == NULL || self->names == NULL) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+static int
+CallbackHandler_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    CallbackHandler *self = (CallbackHandler *)op;
+    static char *names[] = {"callbacks", "model",        "processing_class",
+                            "optimizer", "lr_scheduler", NULL};
+    PyObject *callbacks, *model, *processing_class, *optimizer, *lr_scheduler;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO:CallbackHandler", names,
+                                     &callbacks, &model, &processing_class, &optimizer,
+                                     &lr_scheduler)) {
+        return -1;
+    }
+    PyObject *list = PySequence_List(callbacks);
+    if (list == NULL) {
+        return -1;
+    }
+    Py_SETREF(self->callbacks, list);
+    Py_XSETREF(self->model, Py_NewRef(model));
+    Py_XSETREF(self->processing_class, Py_NewRef(processing_class));
+    Py_XSETREF(self->optimizer, Py_NewRef(optimizer));
+    Py_XSETREF(self->lr_scheduler, Py_NewRef(lr_scheduler));
+    Py_CLEAR(self->train_dataloader);
+    Py_CLEAR(self->eval_dataloader);
+    return 0;
+}
+
+static int
+CallbackHandler_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    CallbackHandler *self = (CallbackHandler *)op;
+    Py_VISIT(Py_TYPE(op));
+#define VISIT(name) Py_VISIT(self->name);
+    CTPY_HANDLER_FIELDS(VISIT)
+#undef VISIT
+    return 0;
+}
+
+static int
+CallbackHandler_clear(PyObject *op)
+{
+    CallbackHandler *self = (CallbackHandler *)op;
+#define CLEAR(name) Py_CLEAR(self->name);
+    CTPY_HANDLER_FIELDS(CLEAR)
+#undef CLEAR
+    return 0;
+}
+
+static void
+CallbackHandler_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    (void)CallbackHandler_clear(op);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+static PyObject *
+name_at(const ctpy_state *state, size_t offset)
+{
+    return *(PyObject *const *)((const char *)state + offset);
+}
+
+static int
+lower_flags(PyObject *op, PyObject *control, unsigned lowered)
+{
+#define NAME(name) ctpy_state_borrow(op)->str_##name,
+    PyObject *const names[] = {FLAGS(NAME)};
+#undef NAME
+    for (size_t i = 0; lowered >> i != 0; i++) {
+        if ((lowered >> i & 1u) != 0 &&
+            PyObject_SetAttr(control, names[i], Py_False) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Notes which of the handler's own keywords come with the extras, and joins the other
+ * names with theirs. */
+static int
+join_names(CallbackHandler *self, event_call *call, PyObject *const *extra, size_t n)
+{
+    PyObject *own[N_PASSED];
+    size_t n_own = 0;
+    for (size_t i = 0; i < N_PASSED; i++) {
+        PyObject *name = PyTuple_GET_ITEM(self->names, (Py_ssize_t)i);
+        bool given = false;
+        for (size_t j = 0; j < n && !given; j++) {
+            given = PyUnicode_Compare(name, extra[j]) == 0;
+        }
+        call->shadowed |= (unsigned)given << i;
+        if (!given) {
+            own[n_own++] = name;
+        }
+    }
+    call->names = PyTuple_New((Py_ssize_t)(n_own + n));
+    if (call->names == NULL) {
+        return -1;
+    }
+    for (size_t i = 0; i < n_own + n; i++) {
+        PyObject *name = i < n_own ? own[i] : extra[i - n_own];
+        PyTuple_SET_ITEM(call->names, (Py_ssize_t)i, Py_NewRef(name));
+    }
+    return 0;
+}
+
+/* Puts the extras' names and values where notify expects them. */
+static int
+take_extras(CallbackHandler *self, event_call *call, PyObject *const *names,
+            PyObject *const *values, size_t n)
+{
+    if (n == 0) {
+        call->names = Py_NewRef(self->names);
+        return 0;
+    }
+    if (n > MAX_EXTRA) {
+        PyErr_Format(PyExc_TypeError,
+                     "%U: %zu extra keywords; at most %d are passed on", call->event, n,
+                     (int)MAX_EXTRA);
+        return -1;
+    }
+    if (join_names(self, call, names, n) < 0) {
+        return -1;
+    }
+    size_t first = 1 + N_POSITIONAL + (size_t)PyTuple_GET_SIZE(call->names) - n;
+    for (size_t i = 0; i < n; i++) {
+        call->stack[first + i] = values[i];
+    }
+    return 0;
+}
+
+/* Fires an event: args are args, state, control and the extras' values, whose names are
+ * in `names`. */
+static PyObject *
+fire(PyObject *op, PyObject *event, PyObject *const *args, PyObject *const *names,
+     size_t n_extra)
+{
+    CallbackHandler *self = (CallbackHandler *)op;
+    event_call call = {.event = event};
+    for (size_t i = 0; i < N_POSITIONAL; i++) {
+        call.stack[1 + i] = args[i];
+    }
+    PyObject *control = NULL;
+    if (take_extras(self, &call, names, &args[N_POSITIONAL], n_extra) == 0) {
+        control = ctpy_notify_all(self, &call);
+    }
+    Py_XDECREF(call.names);
+    return control;
+}
+
+static PyObject *
+fire_kind(PyObject *op, const event_kind *kind, PyObject *const *args, Py_ssize_t nargs,
+          PyObject *kwnames)
+{
+    const ctpy_state *state = ctpy_state_borrow(op);
+    PyObject *event = name_at(state, kind->name);
+    PyObject *names[1 + MAX_EXTRA];
+    size_t n_extra = (size_t)nargs - N_POSITIONAL;
+    size_t n_keywords = kwnames == NULL ? 0 : (size_t)PyTuple_GET_SIZE(kwnames);
+    if (nargs < N_POSITIONAL || nargs > N_POSITIONAL + (kind->keyword != 0)) {
+        return PyErr_Format(PyExc_TypeError,
+                            "%U takes args, state and control by position%s, not %zd "
+                            "arguments",
+                            event, kind->keyword ? " and one more" : "", nargs);
+    }
+    if (n_extra == 1) {
+        names[0] = name_at(state, kind->keyword);
+    }
+    for (size_t i = 0; i < n_keywords && n_extra + i <= MAX_EXTRA; i++) {
+        names[n_extra + i] = PyTuple_GET_ITEM(kwnames, (Py_ssize_t)i);
+    }
+    if (lower_flags(op, args[2], kind->lowered) < 0) {
+        return NULL;
+    }
+    return fire(op, event, args, names, n_extra + n_keywords);
+}
+
+PyDoc_STRVAR(
+    call_event_doc,
+    "call_event($self, event, args, state, control, /, **kwargs)\n--\n\n"
+    "Call the method `event` of every callback and return the control.\n\n"
+    "A callback gets the model, optimizer and the rest by keyword, and kwargs;\n"
+    "what it returns, unless None, becomes the control. A callback without\n"
+    "this method, or with an empty one, is passed over.");
+
+static PyObject *
+CallbackHandler_call_event(PyObject *op, PyObject *const *args, Py_ssize_t nargs,
+                           PyObject *kwnames)
+{
+    PyObject *const none[1] = {NULL};
+    if (nargs != 1 + N_POSITIONAL || !PyUnicode_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError,
+                        "call_event takes the event's name, args, state and control");
+        return NULL;
+    }
+    size_t n_extra = kwnames == NULL ? 0 : (size_t)PyTuple_GET_SIZE(kwnames);
+    PyObject *const *names = n_extra == 0 ? none : &PyTuple_GET_ITEM(kwnames, 0);
+    return fire(op, args[0], &args[1], names, n_extra);
+}
+
+#define CTPY_EVENT(event, flags, fourth)                                               \
+    static PyObject *CallbackHandler_##event(PyObject *op, PyObject *const *args,      \
+                                             Py_ssize_t nargs, PyObject *kwnames)      \
+    {                                                                                  \
+        static const event_kind kind = {offsetof(ctpy_state, str_##event), flags,      \
+                                        KEYWORD_##fourth};                             \
+        return fire_kind(op, &kind, args, nargs, kwnames);                             \
+    }
+#include "binding/callback_events.def"
+#undef CTPY_EVENT
+
+PyObject *
+ctpy_callbacks_fire(PyObject *handler, PyObject *event, PyObject *args, PyObject *state,
+                    PyObject *control, PyObject *extra)
+{
+    PyObject *stack[] = {NULL, handler, args, state, control};
+    if (extra == NULL) {
+        return PyObject_VectorcallMethod(event, &stack[1],
+                                         4 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+    }
+    PyObject *method = PyObject_GetAttr(handler, event);
+    if (method == NULL) {
+        return NULL;
+    }
+    PyObject *result = PyObject_VectorcallDict(
+        method, &stack[2], 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, extra);
+    Py_DECREF(method);
+    return result;
+}
+
+#define METHOD(name)                                                                   \
+    {#name, (PyCFunction)(void (*)(void))CallbackHandler_##name,                       \
+     METH_FASTCALL | METH_KEYWORDS, name##_doc}
+#define CTPY_EVENT(event, flags, fourth)                                               \
+    {#event, (PyCFunction)(void (*)(void))CallbackHandler_##event,                     \
+     METH_FASTCALL | METH_KEYWORDS,                                                    \
+     #event "($self, args, state, control, /, *args_, **kwargs)\n--\n\n"               \
+            "Fire the event at every callback; return the control."},
+static PyMethodDef CallbackHandler_methods[] = {
+    METHOD(call_event),
+#include "binding/callback_events.def"
+    {NULL, NULL, 0, NULL},
+};
+#undef CTPY_EVENT
+
+#define MEMBER(name, field) {#name, T_OBJECT, offsetof(CallbackHandler, field), 0, NULL}
+static PyMemberDef CallbackHandler_members[] = {
+    MEMBER(callbacks, callbacks),
+    MEMBER(model, model),
+    MEMBER(processing_class, processing_class),
+    MEMBER(tokenizer, processing_class), /* its name before transformers 4.46 */
+    MEMBER(optimizer, optimizer),
+    MEMBER(lr_scheduler, lr_scheduler),
+    MEMBER(train_dataloader, train_dataloader),
+    MEMBER(eval_dataloader, eval_dataloader),
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyDoc_STRVAR(CallbackHandler_doc,
+             "CallbackHandler(callbacks, model, processing_class, optimizer,\n"
+             "                lr_scheduler)\n--\n\n"
+             "Fires the events of a run at its callbacks.");
+
+static PyType_Slot CallbackHandler_slots[] = {
+    {Py_tp_doc,      (void *)CallbackHandler_doc},
+    {Py_tp_new,      CallbackHandler_new        },
+    {Py_tp_init,     CallbackHandler_init       },
+    {Py_tp_traverse, CallbackHandler_traverse   },
+    {Py_tp_clear,    CallbackHandler_clear      },
+    {Py_tp_dealloc,  CallbackHandler_dealloc    },
+    {Py_tp_methods,  CallbackHandler_methods    },
+    {Py_tp_members,  CallbackHandler_members    },
+    {0,              NULL                       },
+};
+
+PyType_Spec CallbackHandler_spec = {
+    .name = "ctrainer._C.CallbackHandler",
+    .basicsize = sizeof(CallbackHandler),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = CallbackHandler_slots,
+};

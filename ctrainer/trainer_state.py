@@ -1,0 +1,171 @@
+"""The state of a run and the flags that steer it, as they are stored and passed on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class ExportableState:
+    """An object whose state is kept in trainer_state.json.
+
+    `state()` gives {"args": constructor keywords, "attributes": what to set on the
+    new object}, of values that JSON can hold.
+    """
+
+    def state(self) -> dict[str, Any]:
+        raise NotImplementedError(
+            f"{type(self).__name__} is to be saved, so it must define state()"
+        )
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Any:
+        """A new object from what state() gave."""
+        made = cls(**state["args"])
+        for name, value in state["attributes"].items():
+            setattr(made, name, value)
+        return made
+
+
+@dataclass
+class TrainerControl(ExportableState):
+    """Flags that callbacks raise and the loop acts on and lowers."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+    def _new_training(self) -> None:
+        self.should_training_stop = False
+
+    def _new_epoch(self) -> None:
+        self.should_epoch_stop = False
+
+    def _new_step(self) -> None:
+        self.should_save = False
+        self.should_evaluate = False
+        self.should_log = False
+
+    def state(self) -> dict[str, Any]:
+        return {"args": asdict(self), "attributes": {}}
+
+
+@dataclass
+class TrainerState:
+    """How far a run is. Stored as trainer_state.json, which transformers reads too.
+
+    A step is an update of the weights. `log_history` has every log of the run.
+    Source: transformers 5.17, trainer_callback.py.
+    """
+
+    epoch: float = 0
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: float = 500
+    eval_steps: float = 500
+    save_steps: float = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = field(default=None)  # type: ignore[arg-type]
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: Any = None
+
+    def __post_init__(self) -> None:
+        if self.log_history is None:
+            self.log_history = []
+        if not isinstance(self.stateful_callbacks, dict):
+            self.stateful_callbacks = _export(self.stateful_callbacks or [])
+
+    def save_to_json(self, json_path: str | os.PathLike[str]) -> None:
+        """Write the state to `json_path`, as a whole or not at all."""
+        text = json.dumps(asdict(self), indent=2, sort_keys=True, default=_plain)
+        temporary = f"{os.fspath(json_path)}.{os.getpid()}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(temporary, json_path)
+
+    @classmethod
+    def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:
+        """Read a state; keys of other releases that are not known here are left out.
+
+        Raises ValueError when the file is not a state.
+        """
+        with open(json_path, encoding="utf-8") as file:
+            content = json.load(file)
+        if not isinstance(content, dict):
+            raise ValueError(
+                f"{os.fspath(json_path)} must hold a JSON object, "
+                f"not {type(content).__name__}"
+            )
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(content) - known)
+        if unknown:
+            logger.warning("%s: unknown %s left out", json_path, ", ".join(unknown))
+        return cls(**{k: v for k, v in content.items() if k in known})
+
+    def compute_steps(self, args: Any, max_steps: int) -> None:
+        """Turn logging_steps, eval_steps and save_steps that are shares of the run
+        (below 1) into steps; the results are put here, `args` stay as given."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            steps = getattr(args, name)
+            if steps is not None:
+                steps = math.ceil(max_steps * steps) if steps < 1 else steps
+                setattr(self, name, steps)
+
+    def init_training_references(
+        self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any
+    ) -> None:
+        """Take over what a run knows at its start."""
+        if getattr(trainer, "hp_name", None) is not None:
+            current = getattr(trainer, "_trial", None)
+            if current is not None:
+                self.trial_name = trainer.hp_name(current)
+        self.trial_params = None if trial is None else _trial_params(trial)
+        self.max_steps = max_steps
+        self.num_train_epochs = num_train_epochs
+        self.is_local_process_zero = trainer.is_local_process_zero()
+        self.is_world_process_zero = trainer.is_world_process_zero()
+
+
+def _export(callbacks: list[Any]) -> dict[str, Any]:
+    """Class name to state; a list of states where a class occurs more than once."""
+    exported: dict[str, Any] = {}
+    for callback in callbacks:
+        if not callable(getattr(callback, "state", None)):
+            raise TypeError(
+                f"{type(callback).__name__} is to be saved, so it must define state() "
+                "(see ExportableState)"
+            )
+        exported.setdefault(type(callback).__name__, []).append(callback.state())
+    return {k: v[0] if len(v) == 1 else v for k, v in exported.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy or torch as Python's."""
+    if hasattr(value, "item") and getattr(value, "size", 1) != 0:
+        return value.item()
+    raise TypeError(
+        f"trainer_state.json cannot hold a {type(value).__name__}: log plain numbers"
+    )
+
+
+def _trial_params(trial: Any) -> dict[str, Any]:
+    """Hyperparameters of an optuna trial, or of ray's and others' plain dict."""
+    return dict(getattr(trial, "params", trial))
