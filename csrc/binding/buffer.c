@@ -1,0 +1,420 @@
+/* Tensors and arrays to spans: who owns the memory is asked, never imported.
+ *
+ * torch's types are found through sys.modules, so a process without torch never pays
+ * for it. NumPy arrays are read through the structure that its ABI fixes; no table of
+ * functions is needed for that, so none is kept. */
+#include "binding/buffer.h"
+#include "binding/ctpy_optim.h"
+#include "binding/dlpack_abi.h"
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#include <numpy/ndarraytypes.h>
+#include <string.h>
+
+/* What is wrong with an object; PROBLEM_RAISED says that torch has no
+ * address to give, with or without an exception set. */
+typedef enum problem {
+    PROBLEM_NONE,
+    PROBLEM_RAISED,
+    PROBLEM_TYPE,
+    PROBLEM_DEVICE,
+    PROBLEM_DTYPE,
+    PROBLEM_STRIDES,
+    PROBLEM_STORAGE
+} problem;
+
+PyObject *
+ctpy_place_text(const ctpy_place *place)
+{
+    if (place->group < 0) {
+        return PyUnicode_FromString(place->what);
+    }
+    return PyUnicode_FromFormat("param_groups[%zd]['params'][%zd]%s", place->group,
+                                place->index, place->what);
+}
+
+/* module.name if the module is imported and has it; NULL without an exception if not.
+ * A half-imported module simply has nothing yet. */
+static PyObject *
+find_object(const char *module_name, const char *name)
+{
+    PyObject *found = NULL, *key = PyUnicode_FromString(module_name);
+    PyObject *module = key == NULL ? NULL : PyImport_GetModule(key);
+    if (module != NULL) {
+        found = PyObject_GetAttrString(module, name);
+    }
+    if (found == NULL && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(module);
+    Py_XDECREF(key);
+    return found;
+}
+
+static const ctpy_dlpack_api *
+find_exchange_table(PyObject *tensor_type)
+{
+    const ctpy_dlpack_api *api = NULL;
+    PyObject *capsule =
+        PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
+    if (capsule != NULL) {
+        api = PyCapsule_GetPointer(capsule, CTPY_DLPACK_CAPSULE);
+        Py_DECREF(capsule);
+    }
+    if (api == NULL) {
+        PyErr_Clear(); /* an older torch: addresses come from data_ptr() */
+    }
+    while (api != NULL && api->major != CTPY_DLPACK_MAJOR) {
+        api = api->older;
+    }
+    return api != NULL && api->tensor_from_object != NULL ? api : NULL;
+}
+
+/* Looks up the types that are imported by now. Returns -1 only when out of memory. */
+static int
+find_types(ctpy_state *state)
+{
+    if (state->numpy_ndarray == NULL) {
+        state->numpy_ndarray = find_object("numpy", "ndarray");
+    }
+    if (state->torch_tensor == NULL && !PyErr_Occurred()) {
+        PyObject *parameter = find_object("torch.nn", "Parameter");
+        PyObject *tensor = parameter == NULL ? NULL : find_object("torch", "Tensor");
+        if (tensor != NULL) {
+            state->dlpack = find_exchange_table(tensor);
+            Py_XSETREF(state->torch_parameter, Py_NewRef(parameter));
+            state->torch_tensor = Py_NewRef(tensor);
+        }
+        Py_XDECREF(tensor);
+        Py_XDECREF(parameter);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static problem
+check_span(const ct_span *span, int contiguous)
+{
+    if (span->dtype == CT_DTYPE_COUNT) {
+        return PROBLEM_DTYPE;
+    }
+    if (span->n > 0 && span->data == NULL) {
+        return PROBLEM_STORAGE;
+    }
+    return contiguous && (uintptr_t)span->data % ct_dtype_size(span->dtype) == 0
+               ? PROBLEM_NONE
+               : PROBLEM_STRIDES;
+}
+
+/* ---- torch through its exchange table -------------------------------------------- */
+
+static ct_dtype
+dtype_from_dlpack(const ctpy_dl_tensor *t)
+{
+    if (t->type_lanes != 1) {
+        return CT_DTYPE_COUNT;
+    }
+    switch (t->type_code << 8 | t->type_bits) {
+    case CTPY_DL_FLOAT << 8 | 32:
+        return CT_F32;
+    case CTPY_DL_FLOAT << 8 | 64:
+        return CT_F64;
+    case CTPY_DL_BFLOAT << 8 | 16:
+        return CT_BF16;
+    case CTPY_DL_FLOAT << 8 | 16:
+        return CT_F16;
+    case CTPY_DL_INT << 8 | 64:
+        return CT_I64;
+    case CTPY_DL_INT << 8 | 32:
+        return CT_I32;
+    case CTPY_DL_INT << 8 | 16:
+        return CT_I16;
+    case CTPY_DL_INT << 8 | 8:
+        return CT_I8;
+    case CTPY_DL_UINT << 8 | 8:
+        return CT_U8;
+    case CTPY_DL_BOOL << 8 | 8:
+        return CT_BOOL;
+    default:
+        return CT_DTYPE_COUNT;
+    }
+}
+
+/* Walks the dimensions from the last; n is the number of elements even if the answer
+ * is no. A dimension of 1 may have any stride, and so may all of an empty tensor. */
+static int
+is_contiguous(int ndim, const int64_t *shape, const int64_t *strides, size_t *n)
+{
+    int64_t expected = 1;
+    int contiguous = 1;
+    for (int i = ndim - 1; i >= 0; i--) {
+        if (strides != NULL && shape[i] != 1 && strides[i] != expected) {
+            contiguous = 0;
+        }
+        expected *= shape[i];
+    }
+    *n = (size_t)expected;
+    return contiguous || expected == 0;
+}
+
+static problem
+view_exchange(const ctpy_dlpack_api *api, PyObject *op, ctpy_view *view)
+{
+    ctpy_dl_tensor t;
+    if (api->tensor_from_object(op, &t) != 0) {
+        return PROBLEM_RAISED;
+    }
+    if (t.device_type != CTPY_DL_CPU && t.device_type != CTPY_DL_CUDA_HOST) {
+        return PROBLEM_DEVICE;
+    }
+    size_t n;
+    int contiguous = is_contiguous(t.ndim, t.shape, t.strides, &n);
+    *view = (ctpy_view){
+        .span = {(char *)t.data + t.byte_offset, n, dtype_from_dlpack(&t)},
+        .ndim = t.ndim,
+        .shape = t.shape,
+    };
+    return check_span(&view->span, contiguous);
+}
+
+/* ---- torch through its methods, before 2.10 -------------------------------------- */
+
+/* 1 when str(op.name) is expected, 0 when not, -1 with an exception. */
+static int
+attribute_is(PyObject *op, const char *name, const char *expected)
+{
+    int answer = -1;
+    PyObject *value = PyObject_GetAttrString(op, name);
+    PyObject *text = value == NULL ? NULL : PyObject_Str(value);
+    if (text != NULL) {
+        answer = PyUnicode_CompareWithASCIIString(text, expected) == 0;
+    }
+    Py_XDECREF(text);
+    Py_XDECREF(value);
+    return answer;
+}
+
+/* Calls op.name() and reads an integer; -1 with an exception on failure. */
+static int64_t
+call_integer(PyObject *op, const char *name)
+{
+    PyObject *value = PyObject_CallMethod(op, name, NULL);
+    int64_t n = value == NULL ? -1 : PyLong_AsLongLong(value);
+    Py_XDECREF(value);
+    return n;
+}
+
+static ct_dtype
+dtype_from_torch(PyObject *op)
+{
+    for (int d = 0; d < CT_DTYPE_COUNT; d++) {
+        char name[32];
+        PyOS_snprintf(name, sizeof name, "torch.%s", ct_dtype_name((ct_dtype)d));
+        int same = attribute_is(op, "dtype", name);
+        if (same != 0) {
+            return same < 0 ? CT_DTYPE_COUNT : (ct_dtype)d;
+        }
+    }
+    return CT_DTYPE_COUNT;
+}
+
+static problem
+view_methods(PyObject *op, ctpy_view *view)
+{
+    int on_cpu = attribute_is(op, "device", "cpu");
+    int strided = on_cpu < 1 ? on_cpu : attribute_is(op, "layout", "torch.strided");
+    if (on_cpu < 0 || strided < 0) {
+        return PROBLEM_RAISED;
+    }
+    if (!on_cpu || !strided) {
+        return on_cpu ? PROBLEM_RAISED : PROBLEM_DEVICE;
+    }
+    int64_t contiguous = call_integer(op, "is_contiguous");
+    int64_t n = contiguous < 0 ? -1 : call_integer(op, "numel");
+    int64_t ndim = n < 0 ? -1 : call_integer(op, "dim");
+    PyObject *address = ndim < 0 ? NULL : PyObject_CallMethod(op, "data_ptr", NULL);
+    void *data = address == NULL ? NULL : PyLong_AsVoidPtr(address);
+    Py_XDECREF(address);
+    if (PyErr_Occurred()) {
+        return PROBLEM_RAISED;
+    }
+    *view = (ctpy_view){.span = {data, (size_t)n, dtype_from_torch(op)},
+                        .ndim = (int)ndim};
+    return PyErr_Occurred() ? PROBLEM_RAISED
+                            : check_span(&view->span, contiguous == 1);
+}
+
+/* ---- NumPy ----------------------------------------------------------------------- */
+
+static ct_dtype
+dtype_from_numpy(PyArrayObject *array)
+{
+    if (PyArray_DESCR(array)->byteorder == NPY_OPPBYTE) {
+        return CT_DTYPE_COUNT;
+    }
+    switch (PyArray_TYPE(array)) {
+    case NPY_FLOAT:
+        return CT_F32;
+    case NPY_DOUBLE:
+        return CT_F64;
+    case NPY_HALF:
+        return CT_F16;
+    case NPY_BYTE:
+        return CT_I8;
+    case NPY_SHORT:
+        return CT_I16;
+    case NPY_INT:
+        return CT_I32;
+    case NPY_LONG:
+        return sizeof(long) == 8 ? CT_I64 : CT_I32;
+    case NPY_LONGLONG:
+        return CT_I64;
+    case NPY_UBYTE:
+        return CT_U8;
+    case NPY_BOOL:
+        return CT_BOOL;
+    default:
+        return CT_DTYPE_COUNT;
+    }
+}
+
+static problem
+view_array(PyObject *op, ctpy_view *view)
+{
+    _Static_assert(sizeof(npy_intp) == sizeof(int64_t), "shapes are read in place");
+    PyArrayObject *array = (PyArrayObject *)op;
+    size_t n = 1;
+    for (int i = 0; i < PyArray_NDIM(array); i++) {
+        n *= (size_t)PyArray_DIM(array, i);
+    }
+    *view = (ctpy_view){
+        .span = {PyArray_DATA(array), n, dtype_from_numpy(array)},
+        .ndim = PyArray_NDIM(array),
+        .shape = (const int64_t *)PyArray_DIMS(array),
+        .readonly = !PyArray_CHKFLAGS(array, NPY_ARRAY_WRITEABLE),
+    };
+    return check_span(&view->span, PyArray_CHKFLAGS(array, NPY_ARRAY_C_CONTIGUOUS));
+}
+
+/* ---- errors ---------------------------------------------------------------------- */
+
+/* Which attribute of the object the message quotes, and how it reads. */
+static const struct {
+    PyObject **type;
+    const char *attribute, *format;
+} messages[] = {
+    [PROBLEM_RAISED] = {&PyExc_ValueError, "layout",
+                        "torch gives no address for %U, whose layout is %S; expected a "
+                        "dense tensor in the CPU's memory: convert a sparse one with "
+                        ".to_dense(), allocate a meta one with .to_empty(device='cpu')"},
+    [PROBLEM_DEVICE] = {&PyExc_ValueError, "device",
+                        "%U is on device %S; expected cpu: move it with .cpu(), or use "
+                        "torch.optim with fused=True on that device"},
+    [PROBLEM_DTYPE] = {&PyExc_TypeError, "dtype",
+                       "%U has dtype %S; expected float32, float64, bfloat16, float16, "
+                       "int64, int32, int16, int8, uint8 or bool, in native byte order"},
+    [PROBLEM_STRIDES] = {&PyExc_ValueError, "shape",
+                         "%U of shape %S is not contiguous and aligned: copy it with "
+                         ".contiguous(), an array with numpy.ascontiguousarray()"},
+    [PROBLEM_STORAGE] = {&PyExc_ValueError, "shape",
+                         "%U of shape %S has no memory: its storage was released; fill "
+                         "it again before it is used"},
+};
+
+static int
+raise_type(const ctpy_state *state, PyObject *op, PyObject *text)
+{
+    int is_tensor =
+        state->torch_tensor == NULL ? 0 : PyObject_IsInstance(op, state->torch_tensor);
+    if (is_tensor > 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "%U is a %S, a subclass of torch.Tensor, whose memory cannot be "
+                     "read; expected torch.Tensor or torch.nn.Parameter itself: pass "
+                     "its local or plain tensor, or use torch.optim",
+                     text, Py_TYPE(op));
+    }
+    else if (is_tensor == 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "%U is a %.200s; expected a torch.Tensor, a torch.nn.Parameter or "
+                     "a numpy.ndarray",
+                     text, Py_TYPE(op)->tp_name);
+    }
+    return -1;
+}
+
+static int
+raise_problem(ctpy_state *state, PyObject *op, const ctpy_place *place, problem what)
+{
+    if (what == PROBLEM_RAISED) {
+        if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError)) {
+            return -1;
+        }
+        PyErr_Clear(); /* torch's own text is a page of C++ frames */
+    }
+    PyObject *text = ctpy_place_text(place), *value = NULL;
+    if (text != NULL && what == PROBLEM_TYPE) {
+        (void)raise_type(state, op, text);
+    }
+    else if (text != NULL) {
+        value = PyObject_GetAttrString(op, messages[what].attribute);
+    }
+    if (value != NULL) {
+        PyErr_Format(*messages[what].type, messages[what].format, text, value);
+    }
+    Py_XDECREF(value);
+    Py_XDECREF(text);
+    return -1;
+}
+
+/* ---- what the other files call --------------------------------------------------- */
+
+int
+ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view *view)
+{
+    PyObject *type = (PyObject *)Py_TYPE(op);
+    problem found = PROBLEM_TYPE;
+    if (type != state->torch_parameter && type != state->torch_tensor &&
+        type != state->numpy_ndarray && find_types(state) < 0) {
+        return -1;
+    }
+    if (type == state->torch_parameter || type == state->torch_tensor) {
+        found = state->dlpack != NULL ? view_exchange(state->dlpack, op, view)
+                                      : view_methods(op, view);
+    }
+    else if (type == state->numpy_ndarray) {
+        found = view_array(op, view);
+    }
+    return found == PROBLEM_NONE ? 0 : raise_problem(state, op, place, found);
+}
+
+int
+ctpy_view_matches(const ctpy_view *a, const ctpy_view *b)
+{
+    if (a->span.n != b->span.n || a->span.dtype != b->span.dtype) {
+        return 0;
+    }
+    if (a->shape == NULL || b->shape == NULL) {
+        return 1;
+    }
+    return a->ndim == b->ndim &&
+           memcmp(a->shape, b->shape, sizeof *a->shape * (size_t)a->ndim) == 0;
+}
+
+int
+ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
+               ct_span *span)
+{
+    const ctpy_place place = {what, -1, -1};
+    ctpy_view view;
+    if (ctpy_view_of(state, op, &place, &view) < 0) {
+        return -1;
+    }
+    if (writable && view.readonly) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s is a read-only array; expected one that can be written: copy "
+                     "it with .copy()",
+                     what);
+        return -1;
+    }
+    *span = view.span;
+    return 0;
+}
