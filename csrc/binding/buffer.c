@@ -5,23 +5,8 @@
  * functions is needed for that, so none is kept. */
 #include "binding/buffer.h"
 #include "binding/ctpy_optim.h"
-#include "binding/dlpack_abi.h"
 
-#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
-#include <numpy/ndarraytypes.h>
 #include <string.h>
-
-/* What is wrong with an object; PROBLEM_RAISED says that torch has no
- * address to give, with or without an exception set. */
-typedef enum problem {
-    PROBLEM_NONE,
-    PROBLEM_RAISED,
-    PROBLEM_TYPE,
-    PROBLEM_DEVICE,
-    PROBLEM_DTYPE,
-    PROBLEM_STRIDES,
-    PROBLEM_STORAGE
-} problem;
 
 PyObject *
 ctpy_place_text(const ctpy_place *place)
@@ -43,31 +28,13 @@ find_object(const char *module_name, const char *name)
     if (module != NULL) {
         found = PyObject_GetAttrString(module, name);
     }
-    if (found == NULL && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_MemoryError)) {
+    if (found == NULL && PyErr_Occurred() &&
+        !PyErr_ExceptionMatches(PyExc_MemoryError)) {
         PyErr_Clear();
     }
     Py_XDECREF(module);
     Py_XDECREF(key);
     return found;
-}
-
-static const ctpy_dlpack_api *
-find_exchange_table(PyObject *tensor_type)
-{
-    const ctpy_dlpack_api *api = NULL;
-    PyObject *capsule =
-        PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
-    if (capsule != NULL) {
-        api = PyCapsule_GetPointer(capsule, CTPY_DLPACK_CAPSULE);
-        Py_DECREF(capsule);
-    }
-    if (api == NULL) {
-        PyErr_Clear(); /* an older torch: addresses come from data_ptr() */
-    }
-    while (api != NULL && api->major != CTPY_DLPACK_MAJOR) {
-        api = api->older;
-    }
-    return api != NULL && api->tensor_from_object != NULL ? api : NULL;
 }
 
 /* Looks up the types that are imported by now. Returns -1 only when out of memory. */
@@ -81,7 +48,7 @@ find_types(ctpy_state *state)
         PyObject *parameter = find_object("torch.nn", "Parameter");
         PyObject *tensor = parameter == NULL ? NULL : find_object("torch", "Tensor");
         if (tensor != NULL) {
-            state->dlpack = find_exchange_table(tensor);
+            state->dlpack = ctpy_exchange_table(tensor);
             Py_XSETREF(state->torch_parameter, Py_NewRef(parameter));
             state->torch_tensor = Py_NewRef(tensor);
         }
@@ -91,208 +58,18 @@ find_types(ctpy_state *state)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static problem
-check_span(const ct_span *span, int contiguous)
+ctpy_problem
+ctpy_span_check(const ct_span *span, int contiguous)
 {
     if (span->dtype == CT_DTYPE_COUNT) {
-        return PROBLEM_DTYPE;
+        return CTPY_PROBLEM_DTYPE;
     }
     if (span->n > 0 && span->data == NULL) {
-        return PROBLEM_STORAGE;
+        return CTPY_PROBLEM_STORAGE;
     }
     return contiguous && (uintptr_t)span->data % ct_dtype_size(span->dtype) == 0
-               ? PROBLEM_NONE
-               : PROBLEM_STRIDES;
-}
-
-/* ---- torch through its exchange table -------------------------------------------- */
-
-static ct_dtype
-dtype_from_dlpack(const ctpy_dl_tensor *t)
-{
-    if (t->type_lanes != 1) {
-        return CT_DTYPE_COUNT;
-    }
-    switch (t->type_code << 8 | t->type_bits) {
-    case CTPY_DL_FLOAT << 8 | 32:
-        return CT_F32;
-    case CTPY_DL_FLOAT << 8 | 64:
-        return CT_F64;
-    case CTPY_DL_BFLOAT << 8 | 16:
-        return CT_BF16;
-    case CTPY_DL_FLOAT << 8 | 16:
-        return CT_F16;
-    case CTPY_DL_INT << 8 | 64:
-        return CT_I64;
-    case CTPY_DL_INT << 8 | 32:
-        return CT_I32;
-    case CTPY_DL_INT << 8 | 16:
-        return CT_I16;
-    case CTPY_DL_INT << 8 | 8:
-        return CT_I8;
-    case CTPY_DL_UINT << 8 | 8:
-        return CT_U8;
-    case CTPY_DL_BOOL << 8 | 8:
-        return CT_BOOL;
-    default:
-        return CT_DTYPE_COUNT;
-    }
-}
-
-/* Walks the dimensions from the last; n is the number of elements even if the answer
- * is no. A dimension of 1 may have any stride, and so may all of an empty tensor. */
-static int
-is_contiguous(int ndim, const int64_t *shape, const int64_t *strides, size_t *n)
-{
-    int64_t expected = 1;
-    int contiguous = 1;
-    for (int i = ndim - 1; i >= 0; i--) {
-        if (strides != NULL && shape[i] != 1 && strides[i] != expected) {
-            contiguous = 0;
-        }
-        expected *= shape[i];
-    }
-    *n = (size_t)expected;
-    return contiguous || expected == 0;
-}
-
-static problem
-view_exchange(const ctpy_dlpack_api *api, PyObject *op, ctpy_view *view)
-{
-    ctpy_dl_tensor t;
-    if (api->tensor_from_object(op, &t) != 0) {
-        return PROBLEM_RAISED;
-    }
-    if (t.device_type != CTPY_DL_CPU && t.device_type != CTPY_DL_CUDA_HOST) {
-        return PROBLEM_DEVICE;
-    }
-    size_t n;
-    int contiguous = is_contiguous(t.ndim, t.shape, t.strides, &n);
-    *view = (ctpy_view){
-        .span = {(char *)t.data + t.byte_offset, n, dtype_from_dlpack(&t)},
-        .ndim = t.ndim,
-        .shape = t.shape,
-    };
-    return check_span(&view->span, contiguous);
-}
-
-/* ---- torch through its methods, before 2.10 -------------------------------------- */
-
-/* 1 when str(op.name) is expected, 0 when not, -1 with an exception. */
-static int
-attribute_is(PyObject *op, const char *name, const char *expected)
-{
-    int answer = -1;
-    PyObject *value = PyObject_GetAttrString(op, name);
-    PyObject *text = value == NULL ? NULL : PyObject_Str(value);
-    if (text != NULL) {
-        answer = PyUnicode_CompareWithASCIIString(text, expected) == 0;
-    }
-    Py_XDECREF(text);
-    Py_XDECREF(value);
-    return answer;
-}
-
-/* Calls op.name() and reads an integer; -1 with an exception on failure. */
-static int64_t
-call_integer(PyObject *op, const char *name)
-{
-    PyObject *value = PyObject_CallMethod(op, name, NULL);
-    int64_t n = value == NULL ? -1 : PyLong_AsLongLong(value);
-    Py_XDECREF(value);
-    return n;
-}
-
-static ct_dtype
-dtype_from_torch(PyObject *op)
-{
-    for (int d = 0; d < CT_DTYPE_COUNT; d++) {
-        char name[32];
-        PyOS_snprintf(name, sizeof name, "torch.%s", ct_dtype_name((ct_dtype)d));
-        int same = attribute_is(op, "dtype", name);
-        if (same != 0) {
-            return same < 0 ? CT_DTYPE_COUNT : (ct_dtype)d;
-        }
-    }
-    return CT_DTYPE_COUNT;
-}
-
-static problem
-view_methods(PyObject *op, ctpy_view *view)
-{
-    int on_cpu = attribute_is(op, "device", "cpu");
-    int strided = on_cpu < 1 ? on_cpu : attribute_is(op, "layout", "torch.strided");
-    if (on_cpu < 0 || strided < 0) {
-        return PROBLEM_RAISED;
-    }
-    if (!on_cpu || !strided) {
-        return on_cpu ? PROBLEM_RAISED : PROBLEM_DEVICE;
-    }
-    int64_t contiguous = call_integer(op, "is_contiguous");
-    int64_t n = contiguous < 0 ? -1 : call_integer(op, "numel");
-    int64_t ndim = n < 0 ? -1 : call_integer(op, "dim");
-    PyObject *address = ndim < 0 ? NULL : PyObject_CallMethod(op, "data_ptr", NULL);
-    void *data = address == NULL ? NULL : PyLong_AsVoidPtr(address);
-    Py_XDECREF(address);
-    if (PyErr_Occurred()) {
-        return PROBLEM_RAISED;
-    }
-    *view = (ctpy_view){.span = {data, (size_t)n, dtype_from_torch(op)},
-                        .ndim = (int)ndim};
-    return PyErr_Occurred() ? PROBLEM_RAISED
-                            : check_span(&view->span, contiguous == 1);
-}
-
-/* ---- NumPy ----------------------------------------------------------------------- */
-
-static ct_dtype
-dtype_from_numpy(PyArrayObject *array)
-{
-    if (PyArray_DESCR(array)->byteorder == NPY_OPPBYTE) {
-        return CT_DTYPE_COUNT;
-    }
-    switch (PyArray_TYPE(array)) {
-    case NPY_FLOAT:
-        return CT_F32;
-    case NPY_DOUBLE:
-        return CT_F64;
-    case NPY_HALF:
-        return CT_F16;
-    case NPY_BYTE:
-        return CT_I8;
-    case NPY_SHORT:
-        return CT_I16;
-    case NPY_INT:
-        return CT_I32;
-    case NPY_LONG:
-        return sizeof(long) == 8 ? CT_I64 : CT_I32;
-    case NPY_LONGLONG:
-        return CT_I64;
-    case NPY_UBYTE:
-        return CT_U8;
-    case NPY_BOOL:
-        return CT_BOOL;
-    default:
-        return CT_DTYPE_COUNT;
-    }
-}
-
-static problem
-view_array(PyObject *op, ctpy_view *view)
-{
-    _Static_assert(sizeof(npy_intp) == sizeof(int64_t), "shapes are read in place");
-    PyArrayObject *array = (PyArrayObject *)op;
-    size_t n = 1;
-    for (int i = 0; i < PyArray_NDIM(array); i++) {
-        n *= (size_t)PyArray_DIM(array, i);
-    }
-    *view = (ctpy_view){
-        .span = {PyArray_DATA(array), n, dtype_from_numpy(array)},
-        .ndim = PyArray_NDIM(array),
-        .shape = (const int64_t *)PyArray_DIMS(array),
-        .readonly = !PyArray_CHKFLAGS(array, NPY_ARRAY_WRITEABLE),
-    };
-    return check_span(&view->span, PyArray_CHKFLAGS(array, NPY_ARRAY_C_CONTIGUOUS));
+               ? CTPY_PROBLEM_NONE
+               : CTPY_PROBLEM_STRIDES;
 }
 
 /* ---- errors ---------------------------------------------------------------------- */
@@ -302,22 +79,27 @@ static const struct {
     PyObject **type;
     const char *attribute, *format;
 } messages[] = {
-    [PROBLEM_RAISED] = {&PyExc_ValueError, "layout",
-                        "torch gives no address for %U, whose layout is %S; expected a "
-                        "dense tensor in the CPU's memory: convert a sparse one with "
-                        ".to_dense(), allocate a meta one with .to_empty(device='cpu')"},
-    [PROBLEM_DEVICE] = {&PyExc_ValueError, "device",
-                        "%U is on device %S; expected cpu: move it with .cpu(), or use "
-                        "torch.optim with fused=True on that device"},
-    [PROBLEM_DTYPE] = {&PyExc_TypeError, "dtype",
-                       "%U has dtype %S; expected float32, float64, bfloat16, float16, "
-                       "int64, int32, int16, int8, uint8 or bool, in native byte order"},
-    [PROBLEM_STRIDES] = {&PyExc_ValueError, "shape",
-                         "%U of shape %S is not contiguous and aligned: copy it with "
-                         ".contiguous(), an array with numpy.ascontiguousarray()"},
-    [PROBLEM_STORAGE] = {&PyExc_ValueError, "shape",
-                         "%U of shape %S has no memory: its storage was released; fill "
-                         "it again before it is used"},
+    [CTPY_PROBLEM_ADDRESS] =
+        {&PyExc_ValueError, "layout",
+                                "torch gives no address for %U, whose layout is %S; expected a "
+         "dense tensor in the CPU's memory: convert a sparse one with "
+         ".to_dense(), allocate a meta one with .to_empty(device='cpu')" },
+    [CTPY_PROBLEM_DEVICE] =
+        {&PyExc_ValueError, "device",
+                                "%U is on device %S; expected cpu: move it with .cpu(), or use "
+         "torch.optim with fused=True on that device"                    },
+    [CTPY_PROBLEM_DTYPE] =
+        {&PyExc_TypeError,  "dtype",
+                                "%U has dtype %S; expected float32, float64, bfloat16, float16, "
+         "int64, int32, int16, int8, uint8 or bool, in native byte order"},
+    [CTPY_PROBLEM_STRIDES] =
+        {&PyExc_ValueError, "shape",
+                                "%U of shape %S is not contiguous and aligned: copy it with "
+         ".contiguous(), an array with numpy.ascontiguousarray()"        },
+    [CTPY_PROBLEM_STORAGE] =
+        {&PyExc_ValueError, "shape",
+                                "%U of shape %S has no memory: its storage was released; fill "
+         "it again before it is used"                                    },
 };
 
 static int
@@ -342,16 +124,17 @@ raise_type(const ctpy_state *state, PyObject *op, PyObject *text)
 }
 
 static int
-raise_problem(ctpy_state *state, PyObject *op, const ctpy_place *place, problem what)
+raise_problem(ctpy_state *state, PyObject *op, const ctpy_place *place,
+              ctpy_problem what)
 {
-    if (what == PROBLEM_RAISED) {
+    if (what == CTPY_PROBLEM_ADDRESS) {
         if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError)) {
             return -1;
         }
         PyErr_Clear(); /* torch's own text is a page of C++ frames */
     }
     PyObject *text = ctpy_place_text(place), *value = NULL;
-    if (text != NULL && what == PROBLEM_TYPE) {
+    if (text != NULL && what == CTPY_PROBLEM_TYPE) {
         (void)raise_type(state, op, text);
     }
     else if (text != NULL) {
@@ -371,19 +154,19 @@ int
 ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view *view)
 {
     PyObject *type = (PyObject *)Py_TYPE(op);
-    problem found = PROBLEM_TYPE;
+    ctpy_problem found = CTPY_PROBLEM_TYPE;
     if (type != state->torch_parameter && type != state->torch_tensor &&
         type != state->numpy_ndarray && find_types(state) < 0) {
         return -1;
     }
     if (type == state->torch_parameter || type == state->torch_tensor) {
-        found = state->dlpack != NULL ? view_exchange(state->dlpack, op, view)
-                                      : view_methods(op, view);
+        found = state->dlpack != NULL ? ctpy_view_exchange(state->dlpack, op, view)
+                                      : ctpy_view_methods(op, view);
     }
     else if (type == state->numpy_ndarray) {
-        found = view_array(op, view);
+        found = ctpy_view_array(op, view);
     }
-    return found == PROBLEM_NONE ? 0 : raise_problem(state, op, place, found);
+    return found == CTPY_PROBLEM_NONE ? 0 : raise_problem(state, op, place, found);
 }
 
 int

@@ -49,6 +49,10 @@ ctpy_state_borrow(PyObject *op)
 PyObject *ctpy_raise(const ct_error *err);
 int ctpy_raise_int(const ct_error *err);
 
+/* op.name where it may be missing: 1 and a new reference in *value; 0 and NULL, no
+ * exception; or -1 with the exception. */
+int ctpy_lookup(PyObject *op, PyObject *name, PyObject **value);
+
 /* tp_traverse and tp_dealloc of a type that holds no Python object but its type. */
 int ctpy_leaf_traverse(PyObject *op, visitproc visit, void *arg);
 void ctpy_leaf_dealloc(PyObject *op);

@@ -12,7 +12,10 @@
 #define CTPY_DLPACK_MAJOR 1
 #define CTPY_DLPACK_CAPSULE "dlpack_exchange_api"
 
-enum { CTPY_DL_CPU = 1, CTPY_DL_CUDA_HOST = 3 }; /* device types of host memory */
+enum {
+    CTPY_DL_CPU = 1,
+    CTPY_DL_CUDA_HOST = 3
+}; /* device types of host memory */
 enum {
     CTPY_DL_INT = 0,
     CTPY_DL_UINT = 1,
