@@ -1,0 +1,43 @@
+/* Nested batches: tensors, arrays and numbers in tuples, lists and mappings. */
+#ifndef CTPY_NESTED_H
+#define CTPY_NESTED_H
+
+#include "binding/ctpy.h"
+
+typedef enum ctpy_kind {
+    CTPY_LEAF, /* a tensor, an array, a number: whatever is not one of the others */
+    CTPY_NONE,
+    CTPY_SEQUENCE, /* tuple or list, subclasses too */
+    CTPY_MAPPING   /* dict, subclasses too, or anything else with keys() */
+} ctpy_kind;
+
+/* What op is; -1 with an exception when looking it up fails. */
+int ctpy_kind_of(PyObject *op);
+
+/* Is op a tensor: something with detach()? 1, 0, or -1. */
+int ctpy_is_tensor(PyObject *op);
+
+/* The items of a sequence or the values of a mapping as a tuple; *keys, if wanted, is
+ * the tuple of a mapping's keys or None. */
+PyObject *ctpy_children(PyObject *op, ctpy_kind kind, PyObject **keys);
+
+/* A container of the given type (namedtuples and dict subclasses too) with the items
+ * of a tuple; keys is a tuple or None. */
+PyObject *ctpy_container(PyObject *type, PyObject *keys, PyObject *items);
+
+/* Maps fn over the leaves, keeping the structure. None stays None. */
+typedef PyObject *ctpy_map_fn(PyObject *leaf, void *arg);
+PyObject *ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, void *arg);
+
+/* Length of the first dimension of the first tensor or array in op; -1 when there is
+ * none, -2 with an exception. */
+Py_ssize_t ctpy_find_batch_size(PyObject *op, const ctpy_state *state);
+
+/* A copy of op with every tensor detached. */
+PyObject *ctpy_nested_detach(PyObject *op, const ctpy_state *state);
+
+/* Looks up an attribute that may be missing: 1 and a new reference, 0 and NULL, or -1
+ * with an exception. */
+int ctpy_get_optional(PyObject *op, PyObject *name, PyObject **found);
+
+#endif

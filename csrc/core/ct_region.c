@@ -1,0 +1,236 @@
+#ifdef __linux__
+#define _GNU_SOURCE /* mremap, O_TMPFILE; must come before any system header */
+#endif
+
+#include "core/ct_region.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#ifndef MAP_ANONYMOUS
+#define MAP_ANONYMOUS MAP_ANON
+#endif
+
+/* From here on huge pages save page faults and waste at most a thirty-second. */
+static const size_t huge_from_bytes = (size_t)64 << 20;
+
+/* Bytes rounded up to whole pages, or 0 when that overflows. */
+static size_t
+page_round(size_t bytes)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    return bytes > SIZE_MAX - page ? 0 : (bytes + page - 1) / page * page;
+}
+
+static ct_status
+fail_io(ct_error *err, const char *what, const char *folder)
+{
+    const int os_error = errno;
+    ct_status status = ct_fail(err, CT_EIO, "%s in %s: %s", what, folder,
+                               strerror(os_error)); // NOLINT(concurrency-mt-unsafe)
+    if (err != NULL) {
+        err->os_error = os_error;
+    }
+    return status;
+}
+
+static void *
+map_pages(const ct_region *region, size_t bytes)
+{
+    const int flags = region->has_file ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+    const int fd = region->has_file ? region->fd : -1;
+    void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+    return data == MAP_FAILED ? NULL : data;
+}
+
+/* The pages of region->data, at least `bytes` long, perhaps at another address. */
+static void *
+remap_pages(ct_region *region, size_t bytes)
+{
+    if (region->data == NULL) {
+        return map_pages(region, bytes);
+    }
+#ifdef __linux__
+    void *data = mremap(region->data, region->bytes, bytes, MREMAP_MAYMOVE);
+    return data == MAP_FAILED ? NULL : data;
+#else
+    void *data = map_pages(region, bytes);
+    if (data != NULL && !region->has_file) {
+        memcpy(data, region->data, region->bytes);
+    }
+    if (data != NULL) {
+        (void)munmap(region->data, region->bytes);
+    }
+    return data;
+#endif
+}
+
+/* Blocks are set aside now: writing to a page that a full disk cannot back would kill
+ * the process with SIGBUS. */
+static ct_status
+extend_file(int fd, size_t bytes, const char *folder, ct_error *err)
+{
+    const int os_error = posix_fallocate(fd, 0, (off_t)bytes);
+    if (os_error == 0) {
+        return CT_OK;
+    }
+    errno = os_error;
+    return fail_io(err, "cannot set aside disk space for predictions", folder);
+}
+
+static void
+advise(const ct_region *region)
+{
+#ifdef MADV_HUGEPAGE
+    if (!region->has_file && region->bytes >= huge_from_bytes) {
+        (void)madvise(region->data, region->bytes, MADV_HUGEPAGE);
+    }
+#else
+    (void)region;
+#endif
+}
+
+ct_status
+ct_region_reserve(ct_region *region, size_t bytes, ct_error *err)
+{
+    if (bytes <= region->bytes) {
+        return CT_OK;
+    }
+    const size_t rounded = page_round(bytes);
+    if (rounded == 0 || rounded > PTRDIFF_MAX) {
+        return ct_fail(err, CT_ENOMEM, "cannot map %zu bytes", bytes);
+    }
+    if (region->has_file) {
+        ct_status status = extend_file(region->fd, rounded, "the spill file", err);
+        if (status != CT_OK) {
+            return status;
+        }
+    }
+    void *data = remap_pages(region, rounded);
+    if (data == NULL) {
+        return ct_fail(err, CT_ENOMEM, "cannot map %zu bytes", rounded);
+    }
+    region->data = data;
+    region->bytes = rounded;
+    advise(region);
+    return CT_OK;
+}
+
+/* A file without a name in `folder`, or -1 with errno set. */
+static int
+open_unnamed(const char *folder)
+{
+#ifdef O_TMPFILE
+    const int direct = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    if (direct >= 0) {
+        return direct;
+    }
+#endif
+    char path[4096];
+    const int n = snprintf(path, sizeof path, "%s/ctrainer-XXXXXX", folder);
+    if (n < 0 || (size_t)n >= sizeof path) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    const int fd = mkstemp(path);
+    if (fd >= 0) {
+        (void)unlink(path);
+    }
+    return fd;
+}
+
+ct_status
+ct_region_to_file(ct_region *region, const char *folder, ct_error *err)
+{
+    if (region->has_file) {
+        return CT_OK;
+    }
+    const size_t bytes = region->bytes > 0 ? region->bytes : page_round(1);
+    ct_region file = {.bytes = bytes, .has_file = true, .fd = open_unnamed(folder)};
+    if (file.fd < 0) {
+        return fail_io(err, "cannot make a temporary file", folder);
+    }
+    ct_status status = extend_file(file.fd, bytes, folder, err);
+    if (status == CT_OK && (file.data = map_pages(&file, bytes)) == NULL) {
+        status = fail_io(err, "cannot map a temporary file", folder);
+    }
+    if (status != CT_OK) {
+        (void)close(file.fd);
+        return status;
+    }
+    if (region->data != NULL) {
+        memcpy(file.data, region->data, region->bytes);
+    }
+    ct_region_fini(region);
+    *region = file;
+    return CT_OK;
+}
+
+void
+ct_region_trim(ct_region *region, size_t bytes)
+{
+    const size_t kept = page_round(bytes);
+    if (kept == 0 || kept >= region->bytes) {
+        return;
+    }
+    (void)munmap((char *)region->data + kept, region->bytes - kept);
+    region->bytes = kept;
+    if (region->has_file) {
+        (void)ftruncate(region->fd, (off_t)kept);
+    }
+}
+
+void
+ct_region_fini(ct_region *region)
+{
+    if (region->data != NULL) {
+        (void)munmap(region->data, region->bytes);
+    }
+    if (region->has_file) {
+        (void)close(region->fd);
+    }
+    *region = (ct_region){0};
+}
+
+/* The number in the first line of the file that starts with `key`; false if none. */
+static bool
+read_number(const char *path, const char *key, unsigned long long *value)
+{
+    char line[256];
+    bool found = false;
+    FILE *file = fopen(path, "re");
+    if (file == NULL) {
+        return false;
+    }
+    while (!found && fgets(line, sizeof line, file) != NULL) {
+        if (strncmp(line, key, strlen(key)) == 0) {
+            char *end = NULL;
+            *value = strtoull(line + strlen(key), &end, 10);
+            found = end != line + strlen(key);
+        }
+    }
+    (void)fclose(file);
+    return found;
+}
+
+size_t
+ct_memory_available(void)
+{
+    unsigned long long kib = 0, limit = 0, used = 0;
+    unsigned long long bytes = SIZE_MAX;
+    if (read_number("/proc/meminfo", "MemAvailable:", &kib)) {
+        bytes = kib * 1024;
+    }
+    if (read_number("/sys/fs/cgroup/memory.max", "", &limit) &&
+        read_number("/sys/fs/cgroup/memory.current", "", &used)) {
+        const unsigned long long left = limit > used ? limit - used : 1;
+        bytes = left < bytes ? left : bytes;
+    }
+    return bytes >= SIZE_MAX ? 0 : (size_t)bytes;
+}

@@ -1,0 +1,52 @@
+/* Rows of an array whose second dimension may differ from batch to batch.
+ *
+ * Batches lie packed one behind the other, each as wide as it came; the gaps are made
+ * once, in place, at the end. So nothing is moved while rows arrive, whatever the
+ * order of their widths, and the peak is the final array. */
+#ifndef CT_ROWS_H
+#define CT_ROWS_H
+
+#include "core/ct_region.h"
+#include "core/ct_status.h"
+
+#include <stddef.h>
+
+/* Neighbouring rows of equal width. */
+typedef struct ct_run {
+    size_t n_rows;
+    size_t width; /* positions in a row: the second dimension, 1 if there is none */
+} ct_run;
+
+typedef struct ct_rows {
+    ct_region region;
+    ct_run *runs;
+    size_t n_runs;
+    size_t runs_capacity;
+    size_t position_bytes; /* of an element times the dimensions beyond the second */
+    size_t n_rows;
+    size_t width; /* of the widest row */
+    size_t used_bytes;
+    size_t expected_rows;     /* what to reserve at the first batch; 0 if not known */
+    size_t spill_bytes;       /* beyond this the rows move to a file; 0: never */
+    const char *spill_folder; /* kept alive by the owner of the rows */
+} ct_rows;
+
+/* Makes room for n more rows of `width` positions, so that appending them cannot fail:
+ * who has several arrays to append to reserves in all of them first. */
+CT_NODISCARD ct_status ct_rows_reserve(ct_rows *rows, size_t n, size_t width,
+                                       ct_error *err);
+
+/* Copies n rows of `width` positions from `data`, contiguous. CT_ENOMEM and CT_EIO
+ * leave the rows as they were. */
+CT_NODISCARD ct_status ct_rows_append(ct_rows *rows, const void *data, size_t n,
+                                      size_t width, ct_error *err);
+
+/* Spreads the rows to the widest one's width, filling the gaps on the right with the
+ * element at fill_item, and trims the region to n_rows * width * position_bytes. On
+ * failure, CT_ENOMEM or CT_EIO, the rows stay packed. Appending may go on after it. */
+CT_NODISCARD ct_status ct_rows_spread(ct_rows *rows, const void *fill_item,
+                                      size_t item_bytes, ct_error *err);
+
+void ct_rows_fini(ct_rows *rows); /* releases everything */
+
+#endif
