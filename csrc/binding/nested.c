@@ -1,20 +1,6 @@
 /* Walks over nested batches, and transformers' names for them. */
 #include "binding/nested.h"
 
-int
-ctpy_get_optional(PyObject *op, PyObject *name, PyObject **found)
-{
-    *found = PyObject_GetAttr(op, name);
-    if (*found != NULL) {
-        return 1;
-    }
-    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        return -1;
-    }
-    PyErr_Clear();
-    return 0;
-}
-
 static int
 has_attribute(PyObject *op, const char *name)
 {
@@ -182,13 +168,16 @@ ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, void *arg)
 static Py_ssize_t
 first_dimension(PyObject *op, const ctpy_state *state)
 {
-    PyObject *shape = NULL;
     if (PyFloat_CheckExact(op) || PyLong_CheckExact(op) || PyUnicode_Check(op)) {
         return -1;
     }
-    const int found = ctpy_get_optional(op, state->str_shape, &shape);
-    if (found <= 0) {
-        return found < 0 ? -2 : -1;
+    PyObject *shape = PyObject_GetAttr(op, state->str_shape);
+    if (shape == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -2;
+        }
+        PyErr_Clear();
+        return -1;
     }
     Py_ssize_t n = -1;
     if (PyTuple_Check(shape) && PyTuple_GET_SIZE(shape) > 0) {

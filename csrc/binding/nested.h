@@ -36,8 +36,4 @@ Py_ssize_t ctpy_find_batch_size(PyObject *op, const ctpy_state *state);
 /* A copy of op with every tensor detached. */
 PyObject *ctpy_nested_detach(PyObject *op, const ctpy_state *state);
 
-/* Looks up an attribute that may be missing: 1 and a new reference, 0 and NULL, or -1
- * with an exception. */
-int ctpy_get_optional(PyObject *op, PyObject *name, PyObject **found);
-
 #endif
