@@ -80,3 +80,28 @@ clean:
 # Headers that are not ours count as the system's: their warnings are not for us.
 PYINC = $(shell $(PY) -c 'import sysconfig, numpy; \
     print("-isystem", sysconfig.get_path("include"), "-isystem", numpy.get_include())')
+
+# The core's tests under sanitizers, built whole into one program each.
+SANITIZE_CORE := $(patsubst tests/core/%.c,%,$(wildcard tests/core/test_*.c))
+asan-core:
+	@mkdir -p $(BUILD)/asan
+	set -e; for t in $(SANITIZE_CORE); do \
+	  $(CC) $(CFLAGS) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
+	    -Itests/core -o $(BUILD)/asan/$$t tests/core/$$t.c $(CORE) -lm; \
+	  $(BUILD)/asan/$$t; done
+
+tsan-core:
+	@mkdir -p $(BUILD)/tsan
+	set -e; for t in test_pool test_kernels; do \
+	  $(CC) $(CFLAGS) -O1 -g -fsanitize=thread \
+	    -Itests/core -o $(BUILD)/tsan/$$t tests/core/$$t.c $(CORE) -lm; \
+	  $(BUILD)/tsan/$$t; done
+
+# Norm + AdamW against the memory of this machine, on one thread and on all.
+bench-kernels: $(BUILD)/bench_kernels
+	CTRAINER_NUM_THREADS=1 $<
+	$<
+
+$(BUILD)/bench_kernels: benchmarks/kernels.c $(CORE) $(HEADERS)
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -o $@ $< $(CORE) -lm

@@ -1,6 +1,9 @@
 /* Module ctrainer._C: creates the types and owns the per-interpreter state. */
 #include "binding/ctpy.h"
 
+#include "core/ct_device.h"
+#include "core/ct_pool.h"
+
 static int
 add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
 {
@@ -15,11 +18,27 @@ intern(const char *name, PyObject **slot)
     return *slot == NULL ? -1 : 0;
 }
 
+/* The environment's wishes are checked on import, where a wrong one can be told. */
+static int
+check_environment(void)
+{
+    ct_error err;
+    size_t threads;
+    ct_status status = ct_cpu_set_isa(NULL, &err);
+    if (status == CT_OK) {
+        status = ct_pool_default_threads(&threads, &err);
+    }
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
 /* A failure needs no cleanup here: the module is released, and module_clear drops
  * whatever was set. */
 static int
 module_exec(PyObject *module)
 {
+    if (check_environment() < 0) {
+        return -1;
+    }
     ctpy_state *state = PyModule_GetState(module);
 #define CTPY_NAME(name)                                                                \
     if (intern(#name, &state->str_##name) < 0) {                                       \

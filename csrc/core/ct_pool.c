@@ -1,24 +1,339 @@
+/* A job is published as one 64-bit ticket: its number and how many batches nobody has
+ * claimed yet. Claiming is one compare-and-swap, which fails for a thread that was
+ * held up since an earlier job, because the number has changed; and only whoever has
+ * claimed a batch reads the job's fields, which stay until that batch is counted as
+ * done. So the caller never waits for a thread that has claimed nothing, and no lock
+ * is taken by a batch. */
+#define _GNU_SOURCE /* sched_getaffinity, syscall */
 #include "core/ct_pool.h"
 
-void
-ct_pool_run(ct_pool_fn *fn, void *arg, size_t n_batches)
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum {
+    MAX_THREADS = 256,
+    SPINS = 2000 /* some tens of microseconds: longer than from one pass to the next */
+};
+
+static struct {
+    /* Held by whoever runs a job or changes the threads, and over a fork. Guards all
+     * that is not atomic. */
+    pthread_mutex_t busy;
+    size_t started; /* workers that exist; worker w has index w in `workers` */
+    pthread_t workers[MAX_THREADS];
+    ct_pool_fn *fn;
+    void *arg;
+    uint32_t n_batches;
+
+    atomic_size_t threads;   /* wanted, the caller included */
+    atomic_size_t keep;      /* workers from this index on end themselves */
+    _Atomic uint64_t ticket; /* job number << 32 | unclaimed batches */
+    _Atomic uint32_t job;    /* changes when there is something to look at */
+    _Atomic uint32_t sleepers;
+    _Atomic uint32_t done; /* batches of the job that have ended */
+} pool = {.busy = PTHREAD_MUTEX_INITIALIZER};
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void
+futex_wait(_Atomic uint32_t *word, uint32_t expected)
+{
+    (void)syscall(SYS_futex, (uint32_t *)word, FUTEX_WAIT_PRIVATE, expected, NULL, NULL,
+                  0);
+}
+
+static void
+futex_wake(_Atomic uint32_t *word, int waiters)
+{
+    (void)syscall(SYS_futex, (uint32_t *)word, FUTEX_WAKE_PRIVATE, waiters, NULL, NULL,
+                  0);
+}
+
+static void
+spin_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Runs batches for as long as there are unclaimed ones. True if the caller of this
+ * function ended the job's last batch. */
+static bool
+work_off(void)
+{
+    bool last = false;
+    uint64_t ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
+    while ((uint32_t)ticket != 0) {
+        if (!atomic_compare_exchange_weak_explicit(&pool.ticket, &ticket, ticket - 1,
+                                                   memory_order_acq_rel,
+                                                   memory_order_acquire)) {
+            continue;
+        }
+        const uint32_t n_batches = pool.n_batches;
+        pool.fn(pool.arg, n_batches - (uint32_t)ticket);
+        last = atomic_fetch_add_explicit(&pool.done, 1, memory_order_acq_rel) + 1 ==
+               n_batches;
+        ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
+    }
+    return last;
+}
+
+/* Spins for a while, then sleeps until pool.job is no longer `seen`; returns it. Saying
+ * so before the last look and looking after the change (both sequentially consistent)
+ * means that no wake-up can be missed. */
+static uint32_t
+wait_for_change(uint32_t seen)
+{
+    for (int i = 0; i < SPINS; i++) {
+        const uint32_t job = atomic_load_explicit(&pool.job, memory_order_acquire);
+        if (job != seen) {
+            return job;
+        }
+        spin_pause();
+    }
+    uint32_t job;
+    atomic_fetch_add(&pool.sleepers, 1);
+    while ((job = atomic_load(&pool.job)) == seen) {
+        futex_wait(&pool.job, seen);
+    }
+    atomic_fetch_sub(&pool.sleepers, 1);
+    return job;
+}
+
+static void
+announce(int waiters)
+{
+    atomic_fetch_add(&pool.job, 1);
+    if (atomic_load(&pool.sleepers) != 0) {
+        futex_wake(&pool.job, waiters);
+    }
+}
+
+static void *
+worker(void *index)
+{
+    uint32_t seen = 0;
+    for (;;) {
+        seen = wait_for_change(seen);
+        if ((uintptr_t)index >= atomic_load(&pool.keep)) {
+            return NULL;
+        }
+        if (work_off()) {
+            futex_wake(&pool.done, 1);
+        }
+    }
+}
+
+/* Starts workers until there are n, with every signal blocked: those are for the
+ * threads of the host. False when one could not be started. */
+static bool
+start_workers(size_t n)
+{
+    if (pool.started >= n) {
+        return true;
+    }
+    sigset_t all, before;
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    atomic_store(&pool.keep, n);
+    bool ok = true;
+    while (ok && pool.started < n) {
+        ok = pthread_create(&pool.workers[pool.started], NULL, worker,
+                            (void *)(uintptr_t)pool.started) == 0; // NOLINT
+        pool.started += ok;
+    }
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return ok;
+}
+
+static void
+stop_workers(size_t n)
+{
+    if (pool.started <= n) {
+        return;
+    }
+    atomic_store(&pool.keep, n);
+    announce(MAX_THREADS);
+    while (pool.started > n) {
+        (void)pthread_join(pool.workers[--pool.started], NULL);
+    }
+}
+
+/* A fork waits for the running job, so that the child finds the pool at rest. Its
+ * threads are not there: it starts its own when it has work. */
+static void
+before_fork(void)
+{
+    (void)pthread_mutex_lock(&pool.busy);
+}
+
+static void
+after_fork_in_parent(void)
+{
+    (void)pthread_mutex_unlock(&pool.busy);
+}
+
+static void
+after_fork_in_child(void)
+{
+    pool.started = 0;
+    atomic_store(&pool.sleepers, 0);
+    (void)pthread_mutex_unlock(&pool.busy);
+}
+
+/* The number that `text` starts with, at most MAX_THREADS; 0 if that is none, or if
+ * something other than `end` follows it. */
+static size_t
+parse_threads(const char *text, char end)
+{
+    char *rest;
+    const long n = strtol(text, &rest, 10);
+    if (rest == text || n < 1 || (*rest != '\0' && *rest != end)) {
+        return 0;
+    }
+    return n < MAX_THREADS ? (size_t)n : MAX_THREADS;
+}
+
+static size_t
+usable_processors(void)
+{
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) != 0) {
+        return 1;
+    }
+    const int n = CPU_COUNT(&set);
+    return n < 1 ? 1 : n < MAX_THREADS ? (size_t)n : MAX_THREADS;
+}
+
+ct_status
+ct_pool_default_threads(size_t *n, ct_error *err)
+{
+    const char *ours = getenv("CTRAINER_NUM_THREADS");
+    if (ours != NULL && *ours != '\0') {
+        *n = parse_threads(ours, '\0');
+        return *n != 0 ? CT_OK
+                       : ct_fail(err, CT_EINVAL,
+                                 "CTRAINER_NUM_THREADS must be a number in [1, %d], "
+                                 "got '%s'",
+                                 MAX_THREADS, ours);
+    }
+    const char *theirs = getenv("OMP_NUM_THREADS"); /* "4", or "4,2" for nested teams */
+    *n = theirs != NULL ? parse_threads(theirs, ',') : 0;
+    if (*n == 0) {
+        *n = usable_processors();
+    }
+    return CT_OK;
+}
+
+static void
+initialise(void)
+{
+    size_t n;
+    if (ct_pool_default_threads(&n, NULL) != CT_OK) {
+        n = 1;
+    }
+    atomic_store(&pool.threads, n);
+    (void)pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+static void
+run_alone(ct_pool_fn *fn, void *arg, size_t n_batches)
 {
     for (size_t batch = 0; batch < n_batches; batch++) {
         fn(arg, batch);
     }
 }
 
+static void
+wait_until_done(uint32_t n_batches)
+{
+    for (int i = 0;; i++) {
+        const uint32_t done = atomic_load_explicit(&pool.done, memory_order_acquire);
+        if (done == n_batches) {
+            return;
+        }
+        if (i < SPINS) {
+            spin_pause();
+        }
+        else {
+            futex_wait(&pool.done, done);
+        }
+    }
+}
+
+static void
+run_together(ct_pool_fn *fn, void *arg, uint32_t n_batches)
+{
+    pool.fn = fn;
+    pool.arg = arg;
+    pool.n_batches = n_batches;
+    atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
+    const uint64_t number =
+        atomic_load_explicit(&pool.ticket, memory_order_relaxed) >> 32;
+    atomic_store_explicit(&pool.ticket, (number + 1) << 32 | n_batches,
+                          memory_order_release);
+    const size_t others = pool.started < n_batches ? pool.started : n_batches - 1;
+    announce((int)others);
+    (void)work_off();
+    wait_until_done(n_batches);
+}
+
+void
+ct_pool_run(ct_pool_fn *fn, void *arg, size_t n_batches)
+{
+    (void)pthread_once(&once, initialise);
+    if (n_batches < 2 || n_batches > UINT32_MAX ||
+        pthread_mutex_trylock(&pool.busy) != 0) {
+        run_alone(fn, arg, n_batches);
+        return;
+    }
+    (void)start_workers(atomic_load(&pool.threads) - 1); /* fewer will do */
+    if (pool.started == 0) {
+        run_alone(fn, arg, n_batches);
+    }
+    else {
+        run_together(fn, arg, (uint32_t)n_batches);
+    }
+    (void)pthread_mutex_unlock(&pool.busy);
+}
+
 ct_status
 ct_pool_set_threads(size_t n, ct_error *err)
 {
-    if (n != 1) {
-        return ct_fail(err, CT_EINVAL, "this build works on 1 thread, got %zu", n);
+    if (n < 1 || n > MAX_THREADS) {
+        return ct_fail(err, CT_EINVAL,
+                       "the number of threads must be in [1, %d], got %zu", MAX_THREADS,
+                       n);
     }
-    return CT_OK;
+    (void)pthread_once(&once, initialise);
+    (void)pthread_mutex_lock(&pool.busy);
+    const size_t before = pool.started;
+    const bool ok = start_workers(n - 1);
+    if (ok) {
+        atomic_store(&pool.threads, n);
+    }
+    stop_workers(ok ? n - 1 : before);
+    (void)pthread_mutex_unlock(&pool.busy);
+    return ok ? CT_OK
+              : ct_fail(err, CT_ENOMEM,
+                        "a thread could not be started; %zu of %zu are running",
+                        before + 1, n);
 }
 
 size_t
 ct_pool_threads(void)
 {
-    return 1;
+    (void)pthread_once(&once, initialise);
+    return atomic_load(&pool.threads);
 }

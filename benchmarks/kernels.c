@@ -1,0 +1,202 @@
+/* Norm + AdamW against the memory of this machine.
+ *
+ * For each shape: the two passes of an update (36 bytes a parameter in fp32), and
+ * beside them loops that touch the same memory in the same way and compute next to
+ * nothing, the limit that no update can beat. The two alternate; the best and the
+ * median are printed, and the ratio of the medians. */
+#include "core/ct_alloc.h"
+#include "core/ct_optim.h"
+#include "core/ct_pool.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+enum {
+    ROUNDS = 25,
+    BATCH = 65536
+};
+
+typedef struct tensors {
+    size_t count, n; /* count tensors of n elements */
+    float *memory[4];
+    ct_optim *optim;
+} tensors;
+
+static double
+now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void
+die(const char *what)
+{
+    fprintf(stderr, "%s\n", what);
+    exit(1);
+}
+
+static tensors
+tensors_make(size_t count, size_t n)
+{
+    tensors t = {.count = count, .n = n};
+    for (int k = 0; k < 4; k++) {
+        t.memory[k] = ct_alloc(count * n * sizeof(float));
+        if (t.memory[k] == NULL) {
+            die("out of memory");
+        }
+        for (size_t i = 0; i < count * n; i++) {
+            t.memory[k][i] = 1e-3f * (float)(i % 97);
+        }
+    }
+    t.optim = ct_optim_new(CT_OPTIM_ADAMW, &ct_device_cpu);
+    if (t.optim == NULL || ct_optim_resize(t.optim, 1, count, NULL) != CT_OK) {
+        die("out of memory");
+    }
+    ct_optim_groups_borrow(t.optim)[0].adamw = (ct_adamw_config){
+        .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
+    for (size_t i = 0; i < count; i++) {
+        ct_optim_params_borrow(t.optim)[i] = (ct_optim_param){
+            .grad = t.memory[0] + i * n,
+            .param = t.memory[1] + i * n,
+            .state = {t.memory[2] + i * n, t.memory[3] + i * n},
+            .n = n,
+            .dtype = CT_F32,
+        };
+    }
+    return t;
+}
+
+static void
+tensors_free(tensors *t)
+{
+    ct_optim_free(t->optim);
+    for (int k = 0; k < 4; k++) {
+        ct_free(t->memory[k]);
+    }
+}
+
+typedef struct touch_job {
+    float *memory[4];
+    size_t n;
+    unsigned *sums; /* one for each batch, so that no read can be left out */
+} touch_job;
+
+static size_t
+batch_end(const touch_job *job, size_t batch)
+{
+    const size_t end = (batch + 1) * BATCH;
+    return end < job->n ? end : job->n;
+}
+
+static void
+touch_read(void *arg, size_t batch)
+{
+    const touch_job *job = arg;
+    const size_t end = batch_end(job, batch);
+    const unsigned *restrict x = (const void *)job->memory[0];
+    unsigned sum = 0;
+    for (size_t i = batch * BATCH; i < end; i++) {
+        sum += x[i];
+    }
+    job->sums[batch] = sum;
+}
+
+static void
+touch_write(void *arg, size_t batch)
+{
+    const touch_job *job = arg;
+    const size_t end = batch_end(job, batch);
+    float *restrict g = job->memory[0];
+    float *restrict p = job->memory[1];
+    float *restrict m = job->memory[2];
+    float *restrict v = job->memory[3];
+    for (size_t i = batch * BATCH; i < end; i++) {
+        const float x = g[i];
+        g[i] = 0.0f;
+        p[i] += x;
+        m[i] += x;
+        v[i] += x;
+    }
+}
+
+static void
+run_limit(const touch_job *job)
+{
+    const size_t batches = (job->n - 1) / BATCH + 1;
+    ct_pool_run(touch_read, (void *)job, batches);
+    ct_pool_run(touch_write, (void *)job, batches);
+}
+
+static void
+run_update(const tensors *t)
+{
+    double norm = 0.0;
+    if (ct_optim_norm(t->optim, NULL, &norm, NULL) != CT_OK ||
+        ct_optim_update(t->optim, NULL, 1.0 / (1.0 + norm), true, NULL) != CT_OK) {
+        die("the update failed");
+    }
+}
+
+static int
+ascending(const void *a, const void *b)
+{
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static void
+report(const char *name, size_t elems, double *ours, double *limit)
+{
+    qsort(ours, ROUNDS, sizeof ours[0], ascending);
+    qsort(limit, ROUNDS, sizeof limit[0], ascending);
+    printf("%-22s %-4s %zu threads: update %7.3f ms, median %7.3f; memory %7.3f ms, "
+           "median %7.3f; %5.1f GB/s, %5.1f %% of the limit\n",
+           name, ct_cpu_isa(), ct_pool_threads(), ours[0] * 1e3, ours[ROUNDS / 2] * 1e3,
+           limit[0] * 1e3, limit[ROUNDS / 2] * 1e3,
+           36e-9 * (double)elems / ours[ROUNDS / 2],
+           100.0 * limit[ROUNDS / 2] / ours[ROUNDS / 2]);
+}
+
+static void
+bench(const char *name, size_t count, size_t n, int inner)
+{
+    tensors t = tensors_make(count, n);
+    touch_job job = {.n = count * n};
+    job.sums = ct_alloc((job.n / BATCH + 1) * sizeof *job.sums);
+    if (job.sums == NULL) {
+        die("out of memory");
+    }
+    for (int k = 0; k < 4; k++) {
+        job.memory[k] = t.memory[k];
+    }
+    double ours[ROUNDS], limit[ROUNDS];
+    for (int r = -1; r < ROUNDS; r++) { /* round -1 warms up */
+        const double start = now();
+        for (int i = 0; i < inner; i++) {
+            run_update(&t);
+        }
+        const double middle = now();
+        for (int i = 0; i < inner; i++) {
+            run_limit(&job);
+        }
+        if (r >= 0) {
+            ours[r] = (middle - start) / inner;
+            limit[r] = (now() - middle) / inner;
+        }
+    }
+    report(name, count * n, ours, limit);
+    ct_free(job.sums);
+    tensors_free(&t);
+}
+
+int
+main(void)
+{
+    bench("one tensor of 25M", 1, 25000000, 1);
+    bench("100 tensors of 227k", 100, 227000, 1);
+    bench("1000 tensors of 1000", 1000, 1000, 20);
+    return 0;
+}
