@@ -1,0 +1,23 @@
+/* An open safetensors file, for the two files that implement ct_safetensors.h. */
+#ifndef CT_SAFETENSORS_FILE_H
+#define CT_SAFETENSORS_FILE_H
+
+#include "core/ct_safetensors.h"
+
+/* tensors is in the order of the data, by_name in the order of the names. Every text
+ * points into header, every shape into extents. */
+struct ct_st_file {
+    int fd;
+    char *path;
+    char *header;
+    uint64_t data_begin, bytes;
+    ct_st_tensor *tensors;
+    size_t n_tensors, tensors_capacity;
+    uint64_t *extents;
+    size_t n_extents, extents_capacity;
+    ct_st_tensor **by_name;
+    ct_st_pair *metadata;
+    size_t n_metadata, metadata_capacity;
+};
+
+#endif
