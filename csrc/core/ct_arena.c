@@ -10,9 +10,9 @@
 
 enum {
     ALIGNMENT = 64,
-    PAGE_BYTES = 2 << 20,      /* a huge page: fewer faults at the first save */
-    CHUNK_BYTES = 64 << 20,    /* the least that is mapped at a time */
-    PORTION_BYTES = 4 << 20    /* copied at a time by one thread */
+    PAGE_BYTES = 2 << 20,   /* a huge page: fewer faults at the first save */
+    CHUNK_BYTES = 64 << 20, /* the least that is mapped at a time */
+    PORTION_BYTES = 4 << 20 /* copied at a time by one thread */
 };
 
 void
@@ -65,8 +65,8 @@ add_chunk(ct_arena *arena, size_t bytes)
         return NULL;
     }
     arena->chunks = block;
-    void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                      -1, 0);
+    void *data =
+        mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
         return NULL;
     }

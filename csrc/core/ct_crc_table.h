@@ -18,8 +18,8 @@ typedef struct ct_crc_table {
 } ct_crc_table;
 
 void ct_crc_table_init(ct_crc_table *table, uint32_t polynomial);
-uint32_t ct_crc_table_run(const ct_crc_table *table, uint32_t crc, const void *data,
-                          size_t n);
+uint32_t
+ct_crc_table_run(const ct_crc_table *table, uint32_t crc, const void *data, size_t n);
 
 #ifdef __cplusplus
 }

@@ -24,8 +24,7 @@ ct_fail_io(ct_error *err, int os_error, const char *doing, const char *path)
     char reason[128];
     /* GNU's strerror_r, the thread-safe one, may return a constant instead. */
     const char *text = strerror_r(os_error, reason, sizeof reason);
-    ct_status status =
-        ct_fail(err, CT_EIO, "cannot %s %s: %s", doing, path, text);
+    ct_status status = ct_fail(err, CT_EIO, "cannot %s %s: %s", doing, path, text);
     if (err != NULL) {
         err->os_error = os_error;
     }
@@ -151,9 +150,7 @@ ct_open_read(const char *path, uint64_t *bytes, ct_error *err)
         (void)!ct_fail_io(err, errno, "open", path);
         return -1;
     }
-    int failed = fstat(fd, &info) < 0        ? errno
-                 : S_ISDIR(info.st_mode) != 0 ? EISDIR
-                                              : 0;
+    int failed = fstat(fd, &info) < 0 ? errno : S_ISDIR(info.st_mode) != 0 ? EISDIR : 0;
     if (failed != 0) {
         (void)close(fd);
         (void)!ct_fail_io(err, failed, "read", path);

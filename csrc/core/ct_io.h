@@ -57,8 +57,8 @@ CT_NODISCARD ct_status ct_make_folders(const char *path, ct_error *err);
  * relative to it ("sub/name"), and for each folder itself, after its content, with
  * is_folder set ("" for the outermost). Stops at the first status that is not CT_OK.
  * A symbolic link to a file counts as one, a link to a folder is passed over. */
-typedef ct_status ct_visit_fn(void *arg, const char *relative, int is_folder,
-                              ct_error *err);
+typedef ct_status
+ct_visit_fn(void *arg, const char *relative, int is_folder, ct_error *err);
 CT_NODISCARD ct_status ct_walk(const char *folder, ct_visit_fn *visit, void *arg,
                                ct_error *err);
 

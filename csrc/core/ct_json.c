@@ -260,7 +260,8 @@ ct_json_u64(ct_json *json, uint64_t *value, ct_error *err)
     return CT_OK;
 }
 
-/* A number, true, false or null: judged by its characters, as nobody reads its value. */
+/* A number, true, false or null: judged by its characters, as nobody reads its value.
+ */
 static ct_status
 skip_word(ct_json *json, ct_error *err)
 {

@@ -206,8 +206,8 @@ parse(ct_manifest *manifest, ct_json *json, ct_error *err)
     }
     if (status == CT_OK && (version != VERSION || !has_files)) {
         return ct_fail(err, CT_EINVAL,
-                       "%s: not a manifest of version %d: version %llu, %s",
-                       json->what, VERSION, (unsigned long long)version,
+                       "%s: not a manifest of version %d: version %llu, %s", json->what,
+                       VERSION, (unsigned long long)version,
                        has_files ? "files listed" : "no files listed");
     }
     return status;
@@ -270,14 +270,14 @@ verify_file(const char *folder, const ct_manifest_file *file, ct_problem_fn *tel
     }
     ct_status status = ct_checksum_file(path, &crc, &bytes, &found);
     if (status == CT_OK && bytes != file->bytes) {
-        status = ct_fail(&found, CT_EINVAL, "%s: is %llu bytes long, was written as %llu",
-                         path, (unsigned long long)bytes,
-                         (unsigned long long)file->bytes);
+        status =
+            ct_fail(&found, CT_EINVAL, "%s: is %llu bytes long, was written as %llu",
+                    path, (unsigned long long)bytes, (unsigned long long)file->bytes);
     }
     else if (status == CT_OK && crc != file->crc32c) {
-        status = ct_fail(&found, CT_EINVAL,
-                         "%s: is damaged: checksum %08x, written as %08x", path, crc,
-                         file->crc32c);
+        status =
+            ct_fail(&found, CT_EINVAL, "%s: is damaged: checksum %08x, written as %08x",
+                    path, crc, file->crc32c);
     }
     ct_free(path);
     return status == CT_OK ? CT_OK : tell(arg, found.message, err);

@@ -23,7 +23,7 @@ extern "C" {
 
 /* One tensor to write; everything is borrowed, data until the plan is written. */
 typedef struct ct_st_entry {
-    ct_text name;   /* UTF-8 */
+    ct_text name;    /* UTF-8 */
     const char *tag; /* "F32", ... */
     const uint64_t *shape;
     size_t ndim;
@@ -45,10 +45,10 @@ CT_NODISCARD ct_status ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n,
 size_t ct_st_tag_bytes(ct_text tag);
 
 typedef struct ct_st_tensor {
-    ct_text name, tag;      /* inside the file's header */
-    uint64_t *shape;        /* ndim extents */
+    ct_text name, tag; /* inside the file's header */
+    uint64_t *shape;   /* ndim extents */
     size_t ndim;
-    uint64_t begin, end;    /* in the file */
+    uint64_t begin, end; /* in the file */
 } ct_st_tensor;
 
 typedef struct ct_st_file ct_st_file;

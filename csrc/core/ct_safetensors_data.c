@@ -83,8 +83,7 @@ read_block(portion *p, size_t at, size_t n, unsigned char *to)
 {
     size_t done = 0;
     while (done < n && p->failed == 0) {
-        ssize_t got = pread(p->fd, to + done, n - done,
-                            (off_t)(p->offset + at + done));
+        ssize_t got = pread(p->fd, to + done, n - done, (off_t)(p->offset + at + done));
         if (got > 0) {
             done += (size_t)got;
         }

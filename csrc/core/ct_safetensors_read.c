@@ -1,4 +1,5 @@
-/* Opening safetensors files: a hostile header must cost an error message and no more. */
+/* Opening safetensors files: a hostile header must cost an error message and no more.
+ */
 #include "core/ct_safetensors_file.h"
 
 #include "core/ct_alloc.h"
@@ -186,9 +187,8 @@ parse_header(ct_st_file *file, size_t n, ct_error *err)
         if (status != CT_OK || !more) {
             break;
         }
-        status = ct_text_is(key, "__metadata__")
-                     ? read_metadata(file, &json, err)
-                     : read_tensor(file, &json, key, err);
+        status = ct_text_is(key, "__metadata__") ? read_metadata(file, &json, err)
+                                                 : read_tensor(file, &json, key, err);
     }
     return status == CT_OK ? ct_json_finish(&json, err) : status;
 }
@@ -306,10 +306,9 @@ load_header(ct_st_file *file, ct_error *err)
     }
     uint64_t n = ct_load_le64(length);
     if (n > HEADER_LIMIT || n > file->bytes - 8) {
-        return ct_fail(err, CT_EINVAL,
-                       "%s: a header of %llu bytes does not fit a file of %llu",
-                       file->path, (unsigned long long)n,
-                       (unsigned long long)file->bytes);
+        return ct_fail(
+            err, CT_EINVAL, "%s: a header of %llu bytes does not fit a file of %llu",
+            file->path, (unsigned long long)n, (unsigned long long)file->bytes);
     }
     file->data_begin = 8 + n;
     if ((file->header = ct_alloc((size_t)n + 1)) == NULL) {

@@ -23,7 +23,7 @@ ct_make_folders(const char *path, ct_error *err)
     if (copy == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for the path %s", path);
     }
-    for (char *at = copy; status == CT_OK && at != NULL; ) {
+    for (char *at = copy; status == CT_OK && at != NULL;) {
         at = strchr(at + 1, '/');
         if (at != NULL) {
             *at = '\0';
@@ -45,8 +45,8 @@ typedef struct walk {
     void *arg;
 } walk;
 
-static ct_status walk_folder(const walk *w, const char *relative, int depth,
-                             ct_error *err);
+static ct_status
+walk_folder(const walk *w, const char *relative, int depth, ct_error *err);
 
 static ct_status
 walk_entry(const walk *w, const char *folder, const char *name, int depth,
@@ -131,10 +131,10 @@ empty_folder(int fd, int depth, const char *path, ct_error *err)
             unlinkat(fd, name, 0) == 0) {
             continue;
         }
-        int below = depth == MAX_DEPTH
-                        ? -1
-                        : openat(fd, name,
-                                 O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        int below =
+            depth == MAX_DEPTH
+                ? -1
+                : openat(fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
         if (below >= 0) {
             status = empty_folder(below, depth + 1, path, err);
         }

@@ -176,8 +176,8 @@ static ct_status
 add_patches(ct_plan *plan, size_t record, size_t directory, size_t entry_at,
             ct_error *err)
 {
-    ct_patch local = {CT_PATCH_CRC32, .first = 2 * record + 1, .n = 1,
-                      .to = 2 * record, .offset = ZIP_LOCAL_CRC};
+    ct_patch local = {CT_PATCH_CRC32, .first = 2 * record + 1, .n = 1, .to = 2 * record,
+                      .offset = ZIP_LOCAL_CRC};
     ct_patch central = local;
     central.to = directory;
     central.offset = entry_at + ZIP_CENTRAL_CRC;

@@ -155,8 +155,8 @@ check_record(const archive *a, const record *r, unsigned char *block, ct_error *
     if (status != CT_OK) {
         return status;
     }
-    uint64_t at = r->at + ZIP_LOCAL_BYTES + ct_load_le16(local + 26) +
-                  ct_load_le16(local + 28);
+    uint64_t at =
+        r->at + ZIP_LOCAL_BYTES + ct_load_le16(local + 26) + ct_load_le16(local + 28);
     if (at > a->bytes || r->bytes > a->bytes - at) {
         return fail(a, "a record reaches past the end", err);
     }

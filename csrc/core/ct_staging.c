@@ -1,0 +1,246 @@
+#define _GNU_SOURCE
+#include "core/ct_staging.h"
+
+#include "core/ct_alloc.h"
+#include "core/ct_io.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static const char prefix[] = ".ctrainer-saving-";
+
+enum {
+    ATTEMPTS = 8
+};
+
+void
+ct_staging_forget(ct_staging *staging)
+{
+    if (staging->outer != NULL && staging->lock >= 0) {
+        (void)close(staging->lock);
+    }
+    ct_free(staging->folder);
+    ct_free(staging->outer);
+    ct_free(staging->parent);
+    ct_free(staging->final);
+    *staging = (ct_staging){.lock = -1};
+}
+
+void
+ct_staging_close(ct_staging *staging)
+{
+    if (staging->outer != NULL) {
+        (void)!ct_remove_tree(staging->outer, NULL); /* the next save tries again */
+    }
+    ct_staging_forget(staging);
+}
+
+/* A folder nobody has locked belonged to a process that is gone. */
+static void
+remove_if_stale(const char *path)
+{
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0) {
+        return;
+    }
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
+        (void)!ct_remove_tree(path, NULL);
+    }
+    (void)close(fd);
+}
+
+static void
+sweep(const char *parent)
+{
+    struct dirent *entry;
+    DIR *dir = opendir(parent);
+    while (dir != NULL && (entry = readdir(dir)) != NULL) {
+        char *path = NULL;
+        if (strncmp(entry->d_name, prefix, sizeof prefix - 1) == 0 &&
+            (path = ct_path_join(parent, entry->d_name)) != NULL) {
+            remove_if_stale(path);
+        }
+        ct_free(path);
+    }
+    if (dir != NULL) {
+        (void)closedir(dir);
+    }
+}
+
+/* Between making a folder and locking it another process may take it for stale and
+ * remove it; hence the look whether the locked one still has its name. */
+static bool
+lock_outer(ct_staging *staging)
+{
+    struct stat locked, named;
+    staging->lock = open(staging->outer, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (staging->lock < 0) {
+        return false;
+    }
+    if (flock(staging->lock, LOCK_EX) < 0) {
+        return errno != EINTR; /* no locks here: nothing is taken for stale either */
+    }
+    return fstat(staging->lock, &locked) == 0 && stat(staging->outer, &named) == 0 &&
+           locked.st_ino == named.st_ino && locked.st_dev == named.st_dev;
+}
+
+static ct_status
+make_outer(ct_staging *staging, ct_error *err)
+{
+    size_t n = strlen(staging->outer);
+    for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
+        memcpy(staging->outer + n - 6, "XXXXXX", 6);
+        if (mkdtemp(staging->outer) == NULL) {
+            return ct_fail_io(err, errno, "make a folder in", staging->parent);
+        }
+        if (lock_outer(staging)) {
+            return CT_OK;
+        }
+        if (staging->lock >= 0) {
+            (void)close(staging->lock);
+            staging->lock = -1;
+        }
+    }
+    return ct_fail_io(err, EAGAIN, "keep a folder in", staging->parent);
+}
+
+static ct_status
+name_folders(ct_staging *staging, const char *final_folder, ct_error *err)
+{
+    char outer[sizeof prefix + 6];
+    (void)snprintf(outer, sizeof outer, "%sXXXXXX", prefix);
+    const char *name = ct_path_name(final_folder);
+    size_t n = (size_t)(name - final_folder);
+    staging->final = ct_path_join("", final_folder);
+    staging->parent = n == 0 ? ct_path_join("", ".") : ct_path_join("", final_folder);
+    if (staging->parent != NULL) {
+        staging->parent[n > 1 ? n - 1 : 1] = '\0'; /* "." and "/" keep their one byte */
+        staging->outer = ct_path_join(staging->parent, outer);
+    }
+    return staging->final == NULL || staging->outer == NULL
+               ? ct_fail(err, CT_ENOMEM, "no memory for the path %s", final_folder)
+               : CT_OK;
+}
+
+static ct_status
+open_folders(ct_staging *staging, const char *final_folder, ct_error *err)
+{
+    struct stat info;
+    ct_status status = ct_make_folders(staging->parent, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    sweep(staging->parent);
+    if ((status = make_outer(staging, err)) != CT_OK) {
+        return status;
+    }
+    staging->folder = ct_path_join(staging->outer, ct_path_name(final_folder));
+    if (staging->folder == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for the path %s", final_folder);
+    }
+    staging->had_final = lstat(staging->final, &info) == 0;
+    return mkdir(staging->folder, 0777) == 0
+               ? CT_OK
+               : ct_fail_io(err, errno, "make the folder", staging->folder);
+}
+
+ct_status
+ct_staging_open(ct_staging *staging, const char *final_folder, ct_error *err)
+{
+    ct_staging made = {.lock = -1};
+    const char *name = ct_path_name(final_folder);
+    if (*name == '\0' || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) {
+        return ct_fail(err, CT_EINVAL, "'%s' does not end in a folder's name",
+                       final_folder);
+    }
+    ct_status status = name_folders(&made, final_folder, err);
+    if (status == CT_OK) {
+        status = open_folders(&made, final_folder, err);
+    }
+    if (status == CT_OK) {
+        *staging = made;
+    }
+    else if (made.folder == NULL && made.lock < 0) {
+        ct_staging_forget(&made); /* nothing of ours is on the disk */
+    }
+    else {
+        ct_staging_close(&made);
+    }
+    return status;
+}
+
+static ct_status
+adopt_entry(const ct_staging *staging, const char *name, ct_error *err)
+{
+    ct_status status = CT_OK;
+    char *from = ct_path_join(staging->final, name);
+    char *to = ct_path_join(staging->folder, name);
+    if (from == NULL || to == NULL) {
+        status = ct_fail(err, CT_ENOMEM, "no memory for a path");
+    }
+    else if (rename(from, to) < 0) {
+        status = ct_fail_io(err, errno, "take over", from);
+    }
+    ct_free(to);
+    ct_free(from);
+    return status;
+}
+
+ct_status
+ct_staging_adopt(ct_staging *staging, ct_error *err)
+{
+    ct_status status = CT_OK;
+    struct dirent *entry;
+    DIR *dir = staging->had_final ? NULL : opendir(staging->final);
+    if (dir == NULL) {
+        return CT_OK;
+    }
+    while (status == CT_OK && (entry = readdir(dir)) != NULL) {
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) {
+            status = adopt_entry(staging, entry->d_name, err);
+        }
+    }
+    (void)closedir(dir);
+    if (status == CT_OK && rmdir(staging->final) < 0) {
+        status = ct_fail_io(err, errno, "replace", staging->final);
+    }
+    return status;
+}
+
+/* The old folder ends up in outer, where closing removes it. */
+static int
+exchange(const ct_staging *staging)
+{
+#ifdef RENAME_EXCHANGE
+    if (renameat2(AT_FDCWD, staging->folder, AT_FDCWD, staging->final,
+                  RENAME_EXCHANGE) == 0) {
+        return 0;
+    }
+    if (errno != EINVAL && errno != ENOSYS) {
+        return -1;
+    }
+#endif
+    char *old = ct_path_join(staging->outer, ".old");
+    int failed = old == NULL || rename(staging->final, old) < 0 ||
+                 rename(staging->folder, staging->final) < 0;
+    ct_free(old);
+    return failed ? -1 : 0;
+}
+
+ct_status
+ct_staging_publish(ct_staging *staging, ct_error *err)
+{
+    int failed = rename(staging->folder, staging->final);
+    if (failed < 0 && (errno == ENOTEMPTY || errno == EEXIST)) {
+        failed = exchange(staging);
+    }
+    return failed < 0 ? ct_fail_io(err, errno, "put in place", staging->final)
+                      : ct_sync_folder(staging->parent, err);
+}

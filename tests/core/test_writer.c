@@ -1,0 +1,265 @@
+/* The background writer: whole folders, kept errors, reused memory, forked children. */
+#define _GNU_SOURCE
+#include "core/ct_alloc.h"
+#include "core/ct_io.h"
+#include "core/ct_manifest.h"
+#include "core/ct_writer.h"
+#include "ct_test.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <dirent.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static char root[] = "/tmp/ct_writer_XXXXXX";
+static unsigned char payload[3 << 20];
+
+static const char *
+below(const char *name)
+{
+    static char path[128];
+    (void)snprintf(path, sizeof path, "%s/%s", root, name);
+    return path;
+}
+
+static ct_status
+count_problem(void *arg, const char *problem, ct_error *err)
+{
+    (void)problem;
+    (void)err;
+    ++*(int *)arg;
+    return CT_OK;
+}
+
+static int
+problems_of(const char *name)
+{
+    int n = 0;
+    return ct_manifest_verify(below(name), count_problem, &n, NULL) == CT_OK ? n : -1;
+}
+
+static size_t
+entries_in_root(void)
+{
+    size_t n = 0;
+    struct dirent *entry;
+    DIR *dir = opendir(root);
+    CHECK(dir != NULL);
+    while ((entry = readdir(dir)) != NULL) {
+        n += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
+    }
+    (void)closedir(dir);
+    return n;
+}
+
+static ct_status
+add(ct_writer *writer, const char *name, bool copy, ct_error *err)
+{
+    ct_plan plan = {0};
+    CHECK(ct_plan_set_name(&plan, name, NULL) == CT_OK);
+    CHECK(ct_plan_add_data(&plan, payload, sizeof payload, NULL) == CT_OK);
+    return ct_writer_add(writer, &plan, copy, err);
+}
+
+static void
+write_text(const char *path, const char *text)
+{
+    ct_piece piece = {text, strlen(text)};
+    (void)unlink(path);
+    CHECK(ct_write_file(path, &piece, 1, NULL) == CT_OK);
+}
+
+static void
+test_folder_appears_whole_with_what_others_wrote(void)
+{
+    ct_writer *w = ct_writer_new();
+    char stray[256];
+    CHECK(ct_writer_begin(w, below("checkpoint-1"), NULL) == CT_OK);
+    CHECK(add(w, "a.bin", true, NULL) == CT_OK &&
+          add(w, "sub/b.bin", true, NULL) == CT_OK);
+    (void)snprintf(stray, sizeof stray, "%s/stray", ct_writer_folder_borrow(w));
+    write_text(stray, "by an override");
+    CHECK(access(below("checkpoint-1"), F_OK) < 0);
+    memset(payload, 7, sizeof payload); /* after the snapshot: must not be seen */
+    CHECK(ct_writer_commit(w, NULL) == CT_OK && ct_writer_wait(w, NULL) == CT_OK);
+    CHECK(!ct_writer_pending(w) && ct_writer_folder_borrow(w) == NULL);
+    CHECK(problems_of("checkpoint-1") == 0 && entries_in_root() == 1);
+    int fd = open(below("checkpoint-1/sub/b.bin"), O_RDONLY);
+    unsigned char first = 1;
+    CHECK(read(fd, &first, 1) == 1 && first == 0 && close(fd) == 0);
+    CHECK(access(below("checkpoint-1/stray"), F_OK) == 0);
+    ct_writer_free(w);
+}
+
+static void
+test_snapshot_memory_is_reused(void)
+{
+    ct_writer *w = ct_writer_new();
+    size_t bytes = 0;
+    for (int i = 0; i < 3; i++) {
+        CHECK(ct_writer_begin(w, below("checkpoint-1"), NULL) == CT_OK);
+        CHECK(add(w, "a.bin", true, NULL) == CT_OK);
+        CHECK(ct_writer_commit(w, NULL) == CT_OK && ct_writer_wait(w, NULL) == CT_OK);
+        CHECK(i == 0 || ct_writer_snapshot_bytes(w) == bytes);
+        bytes = ct_writer_snapshot_bytes(w);
+    }
+    CHECK(bytes >= sizeof payload);
+    CHECK(problems_of("checkpoint-1") == 0 && entries_in_root() == 1);
+    CHECK(access(below("checkpoint-1/stray"), F_OK) < 0); /* replaced, not merged */
+    ct_writer_release(w);
+    CHECK(ct_writer_snapshot_bytes(w) == 0);
+    ct_writer_free(w);
+}
+
+static void
+test_flushed_files_may_be_changed_by_others(void)
+{
+    ct_writer *w = ct_writer_new();
+    char path[256];
+    CHECK(ct_writer_begin(w, below("checkpoint-2"), NULL) == CT_OK);
+    CHECK(add(w, "a.bin", true, NULL) == CT_OK && ct_writer_flush(w, NULL) == CT_OK);
+    (void)snprintf(path, sizeof path, "%s/a.bin", ct_writer_folder_borrow(w));
+    write_text(path, "changed");
+    CHECK(ct_writer_commit(w, NULL) == CT_OK && ct_writer_wait(w, NULL) == CT_OK);
+    CHECK(problems_of("checkpoint-2") == 0);
+    ct_writer_free(w);
+}
+
+static void
+test_what_was_written_to_the_final_folder_meanwhile_is_kept(void)
+{
+    ct_writer *w = ct_writer_new();
+    CHECK(ct_writer_begin(w, below("checkpoint-3"), NULL) == CT_OK);
+    CHECK(add(w, "a.bin", false, NULL) == CT_OK);
+    CHECK(mkdir(below("checkpoint-3"), 0777) == 0);
+    write_text(below("checkpoint-3/note"), "x");
+    CHECK(ct_writer_commit(w, NULL) == CT_OK && ct_writer_wait(w, NULL) == CT_OK);
+    CHECK(problems_of("checkpoint-3") == 0);
+    CHECK(access(below("checkpoint-3/note"), F_OK) == 0);
+    ct_writer_free(w);
+}
+
+/* RLIMIT_FSIZE stands for a full disk: write() fails in the middle of a file. */
+static void
+test_failed_write_is_told_once_and_leaves_the_rest(void)
+{
+    ct_writer *w = ct_writer_new();
+    ct_error err = {0};
+    struct rlimit before, small = {1 << 20, 1 << 20};
+    size_t entries = entries_in_root();
+    CHECK(getrlimit(RLIMIT_FSIZE, &before) == 0);
+    small.rlim_max = before.rlim_max;
+    (void)signal(SIGXFSZ, SIG_IGN);
+    CHECK(ct_writer_begin(w, below("checkpoint-4"), NULL) == CT_OK);
+    CHECK(add(w, "a.bin", true, NULL) == CT_OK);
+    CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
+    CHECK(ct_writer_commit(w, NULL) == CT_OK);
+    CHECK(ct_writer_wait(w, &err) == CT_EIO && err.os_error == EFBIG);
+    CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0);
+    CHECK(strstr(err.message, "a.bin") != NULL);
+    CHECK(ct_writer_wait(w, &err) == CT_OK);
+    CHECK(entries_in_root() == entries && problems_of("checkpoint-1") == 0);
+    ct_writer_free(w);
+}
+
+static void
+test_begin_sweeps_what_a_killed_process_left(void)
+{
+    size_t entries = entries_in_root();
+    pid_t child = fork();
+    int how = 0;
+    if (child == 0) {
+        ct_writer *w = ct_writer_new();
+        CHECK(ct_writer_begin(w, below("checkpoint-5"), NULL) == CT_OK);
+        CHECK(add(w, "a.bin", false, NULL) == CT_OK);
+        (void)raise(SIGKILL);
+    }
+    CHECK(waitpid(child, &how, 0) == child && WIFSIGNALED(how));
+    CHECK(entries_in_root() == entries + 1 && access(below("checkpoint-5"), F_OK) < 0);
+    ct_writer *w = ct_writer_new(), *other = ct_writer_new();
+    CHECK(ct_writer_begin(w, below("checkpoint-6"), NULL) == CT_OK);
+    CHECK(entries_in_root() == entries + 1);
+    CHECK(ct_writer_begin(other, below("checkpoint-7"), NULL) == CT_OK);
+    CHECK(entries_in_root() == entries + 2); /* a living one is not swept away */
+    ct_writer_abort(w);
+    ct_writer_free(other);
+    CHECK(entries_in_root() == entries);
+    ct_writer_free(w);
+}
+
+static void
+test_forked_child_leaves_the_save_alone(void)
+{
+    ct_writer *w = ct_writer_new();
+    int how = 0;
+    CHECK(ct_writer_begin(w, below("checkpoint-8"), NULL) == CT_OK);
+    CHECK(add(w, "a.bin", true, NULL) == CT_OK && ct_writer_commit(w, NULL) == CT_OK);
+    pid_t child = fork();
+    if (child == 0) {
+        int wrong = ct_writer_wait(w, NULL) != CT_OK || ct_writer_pending(w);
+        ct_writer_free(w);
+        _exit(wrong);
+    }
+    CHECK(waitpid(child, &how, 0) == child && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    CHECK(ct_writer_wait(w, NULL) == CT_OK && problems_of("checkpoint-8") == 0);
+    ct_writer_free(w);
+}
+
+static void
+test_misuse_is_refused(void)
+{
+    ct_writer *w = ct_writer_new();
+    ct_error err;
+    CHECK(ct_writer_commit(w, &err) == CT_EINVAL);
+    CHECK(add(w, "a.bin", true, &err) == CT_EINVAL);
+    CHECK(ct_writer_begin(w, "/", &err) == CT_EINVAL);
+    CHECK(ct_writer_begin(w, below("checkpoint-9"), &err) == CT_OK);
+    CHECK(ct_writer_begin(w, below("checkpoint-9"), &err) == CT_EINVAL);
+    ct_writer_free(w);
+    CHECK(access(below("checkpoint-9"), F_OK) < 0);
+}
+
+/* Fails the n-th allocation of a whole save, for every n. */
+static void
+test_survives_every_failed_allocation(void)
+{
+    bool done = false;
+    for (size_t n = 1; n < 300 && !done; n++) {
+        ct_writer *w = ct_writer_new();
+        ct_plan plan = {0};
+        CHECK(ct_plan_set_name(&plan, "sub/a.bin", NULL) == CT_OK);
+        CHECK(ct_plan_add_data(&plan, payload, 100, NULL) == CT_OK);
+        ct_alloc_fail_after(n);
+        done = ct_writer_begin(w, below("checkpoint-10"), NULL) == CT_OK &&
+               ct_writer_add(w, &plan, true, NULL) == CT_OK &&
+               ct_writer_commit(w, NULL) == CT_OK && ct_writer_wait(w, NULL) == CT_OK;
+        (void)!ct_writer_wait(w, NULL);
+        ct_alloc_fail_after(0);
+        ct_plan_fini(&plan);
+        ct_writer_free(w);
+        CHECK(done == (access(below("checkpoint-10"), F_OK) == 0));
+    }
+    CHECK(done && problems_of("checkpoint-10") == 0);
+}
+
+int
+main(void)
+{
+    CHECK(mkdtemp(root) != NULL);
+    test_folder_appears_whole_with_what_others_wrote();
+    test_snapshot_memory_is_reused();
+    test_flushed_files_may_be_changed_by_others();
+    test_what_was_written_to_the_final_folder_meanwhile_is_kept();
+    test_failed_write_is_told_once_and_leaves_the_rest();
+    test_begin_sweeps_what_a_killed_process_left();
+    test_forked_child_leaves_the_save_alone();
+    test_misuse_is_refused();
+    test_survives_every_failed_allocation();
+    CHECK(ct_remove_tree(root, NULL) == CT_OK);
+    return 0;
+}
