@@ -2,6 +2,20 @@
 #include "binding/trainer.h"
 
 int
+ctpy_lookup(PyObject *op, PyObject *name, PyObject **value)
+{
+    *value = PyObject_GetAttr(op, name);
+    if (*value != NULL) {
+        return 1;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
+int
 ctpy_get_bool(PyObject *op, PyObject *name, int *value)
 {
     PyObject *found = PyObject_GetAttr(op, name);

@@ -11,7 +11,10 @@
 
 #include "core/ct_status.h"
 
-/* Per-interpreter state. All pointers are strong and live as long as the module. */
+struct ctpy_dlpack_api;
+
+/* Per-interpreter state. Pointers to objects are strong and live as long as the
+ * module. */
 typedef struct ctpy_state {
 #define CTPY_TYPE(name) PyTypeObject *name;
 #include "binding/types.def"
@@ -19,6 +22,10 @@ typedef struct ctpy_state {
 #define CTPY_NAME(name) PyObject *str_##name;
 #include "binding/hooks.def"
 #undef CTPY_NAME
+#define CTPY_CACHED(name) PyObject *name; /* NULL until found */
+#include "binding/cached.def"
+#undef CTPY_CACHED
+    const struct ctpy_dlpack_api *dlpack; /* torch's exchange table, or NULL */
 } ctpy_state;
 
 extern PyModuleDef ctpy_module;
@@ -41,6 +48,10 @@ ctpy_state_borrow(PyObject *op)
  * leaves the exception that the Python callback raised. */
 PyObject *ctpy_raise(const ct_error *err);
 int ctpy_raise_int(const ct_error *err);
+
+/* op.name where it may be missing: 1 and a new reference in *value; 0 and NULL, no
+ * exception; or -1 with the exception. */
+int ctpy_lookup(PyObject *op, PyObject *name, PyObject **value);
 
 /* tp_traverse and tp_dealloc of a type that holds no Python object but its type. */
 int ctpy_leaf_traverse(PyObject *op, visitproc visit, void *arg);

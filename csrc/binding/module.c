@@ -65,6 +65,9 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
 #define CTPY_NAME(name) Py_VISIT(state->str_##name);
 #include "binding/hooks.def"
 #undef CTPY_NAME
+#define CTPY_CACHED(name) Py_VISIT(state->name);
+#include "binding/cached.def"
+#undef CTPY_CACHED
     return 0;
 }
 
@@ -78,6 +81,9 @@ module_clear(PyObject *module)
 #define CTPY_NAME(name) Py_CLEAR(state->str_##name);
 #include "binding/hooks.def"
 #undef CTPY_NAME
+#define CTPY_CACHED(name) Py_CLEAR(state->name);
+#include "binding/cached.def"
+#undef CTPY_CACHED
     return 0;
 }
 

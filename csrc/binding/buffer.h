@@ -1,0 +1,62 @@
+/* A tensor or an array as the engine sees it, for the binding's own files. */
+#ifndef CTPY_BUFFER_H
+#define CTPY_BUFFER_H
+
+#include "binding/ctpy.h"
+#include "core/ct_span.h"
+
+struct ctpy_dlpack_api;
+
+/* Contiguous host memory of a tensor or array, borrowed from it. shape is NULL where
+ * only the number of elements is known (torch before 2.10). */
+typedef struct ctpy_view {
+    ct_span span;
+    int ndim;
+    const int64_t *shape;
+    int readonly;
+} ctpy_view;
+
+/* Where an object was found, for error messages: "what" alone, or with group >= 0
+ * param_groups[group]['params'][index] and then what, ".grad" for example. */
+typedef struct ctpy_place {
+    const char *what;
+    Py_ssize_t group, index;
+} ctpy_place;
+
+/* Fills *view from an exact torch.Tensor, torch.nn.Parameter or numpy.ndarray. -1 with
+ * an exception that names the place. */
+int
+ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view *view);
+
+/* 1 when both have the same dtype and shape, as far as the shapes are known. */
+int ctpy_view_matches(const ctpy_view *a, const ctpy_view *b);
+
+/* "param_groups[0]['params'][3].grad" as a new string. */
+PyObject *ctpy_place_text(const ctpy_place *place);
+
+/* ---- the sources of views -------------------------------------------------------- */
+
+/* What is wrong with an object. */
+typedef enum ctpy_problem {
+    CTPY_PROBLEM_NONE,
+    CTPY_PROBLEM_ADDRESS, /* torch has none to give; an exception may be set */
+    CTPY_PROBLEM_TYPE,
+    CTPY_PROBLEM_DEVICE,
+    CTPY_PROBLEM_DTYPE,
+    CTPY_PROBLEM_STRIDES,
+    CTPY_PROBLEM_STORAGE
+} ctpy_problem;
+
+/* The table of torch.Tensor, or NULL where torch has none that we can read. */
+const struct ctpy_dlpack_api *ctpy_exchange_table(PyObject *tensor_type);
+
+/* Each fills *view from an object of exactly its type. */
+ctpy_problem
+ctpy_view_exchange(const struct ctpy_dlpack_api *api, PyObject *op, ctpy_view *view);
+ctpy_problem ctpy_view_methods(PyObject *op, ctpy_view *view);
+ctpy_problem ctpy_view_array(PyObject *op, ctpy_view *view);
+
+/* What is common to all: a dtype that we have, memory, order and alignment. */
+ctpy_problem ctpy_span_check(const ct_span *span, int contiguous);
+
+#endif

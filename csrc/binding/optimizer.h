@@ -1,0 +1,69 @@
+/* The insides of OptimEngine, for the files that implement it. */
+#ifndef CTPY_OPTIMIZER_H
+#define CTPY_OPTIMIZER_H
+
+#include "binding/buffer.h"
+#include "binding/ctpy_optim.h"
+
+#include <stdbool.h>
+
+enum {
+    OPTIM_MAX_VALUES = 1 + CT_OPTIM_MAX_STATES
+};
+
+/* What belongs to one parameter. All objects are owned, so neither another thread nor
+ * a hook can free what a pass without the GIL works on. */
+typedef struct optim_slot {
+    PyObject *param;
+    PyObject *data;  /* param itself, or the array of a NumPy parameter */
+    PyObject *grad;  /* during an update; NULL: no gradient */
+    PyObject *state; /* the dict state[param], or NULL before there is one */
+    PyObject *values[OPTIM_MAX_VALUES]; /* what the kind keeps there, in its order */
+    void *step; /* memory of state[param]["step"]; NULL where the kind has none */
+    ct_dtype step_dtype;
+    bool fresh; /* the state was made for an update that has not been done yet */
+    uint32_t group;
+    Py_ssize_t index; /* in its group */
+} optim_slot;
+
+typedef struct OptimEngine {
+    PyObject_HEAD
+    ct_optim *core;
+    optim_slot *slots; /* as many as core has parameters, in the same order */
+    size_t n_slots, slots_capacity;
+    PyObject **known; /* keys and values of the face's state when slots[].state was set;
+                         compared, never used */
+    size_t n_known, known_capacity;
+    int busy;      /* > 0: a pass or a plan is under way; nothing may be changed */
+    bool measured; /* the last update knew the norm of its gradients */
+    ct_step_result result; /* of the last update */
+} OptimEngine;
+
+/* Reads the hyperparameters of every group of `groups`, a list, into the core. */
+int optim_read_groups(OptimEngine *self, PyObject *groups);
+
+/* Makes slots agree with the face's live param_groups. */
+int optim_plan_params(OptimEngine *self, PyObject *face);
+/* Reads every parameter's .grad into its slot and the core. */
+int optim_plan_grads(OptimEngine *self);
+/* Reads parameters, gradients and state of every slot with a gradient, making state
+ * by face._new_state(param) where there is none. */
+int optim_plan_operands(OptimEngine *self, PyObject *face);
+/* The parts of it in optimizer_state.c: find the entries of the face's state; make and
+ * read that of slot k, whose parameter is seen as `param`; note what is known. */
+int optim_sync_state(OptimEngine *self, PyObject *face);
+int
+optim_plan_state(OptimEngine *self, PyObject *face, size_t k, const ctpy_view *param);
+int optim_remember_state(OptimEngine *self, PyObject *face);
+/* Checks that `what` of the slot, seen as view, is like its parameter. */
+int optim_check_like(const optim_slot *slot, const ctpy_view *param,
+                     const ctpy_view *view, const char *what);
+/* Writes the new step counts after an update. */
+void optim_count_steps(OptimEngine *self);
+/* Drops slots from the n-th on. */
+void optim_drop_slots(OptimEngine *self, size_t n);
+
+/* "what is under way" as a RuntimeError, or 0. */
+int optim_check_idle(const OptimEngine *self, const char *what);
+
+#endif
