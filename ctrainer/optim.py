@@ -15,9 +15,11 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer._C import OptimEngine
+from ctrainer._C import LRScheduler, OptimEngine
 
-__all__ = ["SGD", "AdamW"]
+__all__ = ["SGD", "AdamW", "LRScheduler", "get_scheduler"]
+
+NATIVE_SCHEDULES = ("constant", "constant_with_warmup", "cosine", "linear")
 
 
 def _refuse(**options: bool) -> None:
@@ -192,3 +194,35 @@ class SGD(_Face, torch.optim.SGD):
     def _new_state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return an empty momentum buffer; the first step fills it."""
         return {"momentum_buffer": torch.zeros_like(param)}
+
+
+def get_scheduler(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    num_warmup_steps: int | None = None,
+    num_training_steps: int | None = None,
+    scheduler_specific_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Return a learning-rate scheduler, as transformers.get_scheduler does.
+
+    "constant", "constant_with_warmup", "linear" and "cosine" are ours; any other name
+    is made by transformers, which then has to be installed.
+
+    Raises:
+        ValueError: a number of steps that the schedule needs is missing.
+    """
+    name = str(getattr(name, "value", name))
+    options = dict(scheduler_specific_kwargs or {})
+    if name not in NATIVE_SCHEDULES or options.keys() - {"num_cycles", "last_epoch"}:
+        import transformers
+
+        return transformers.get_scheduler(
+            name, optimizer, num_warmup_steps, num_training_steps, options
+        )
+    if name != "constant" and num_warmup_steps is None:
+        raise ValueError(f"{name} needs num_warmup_steps; got None")
+    if name in ("linear", "cosine") and num_training_steps is None:
+        raise ValueError(f"{name} needs num_training_steps; got None")
+    return LRScheduler(
+        optimizer, name, num_warmup_steps or 0, num_training_steps or 0, **options
+    )

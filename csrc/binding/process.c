@@ -1,0 +1,112 @@
+/* What belongs to the whole process: threads, instruction set, the C allocator. */
+#include "binding/ctpy.h"
+#include "core/ct_device.h"
+#include "core/ct_pool.h"
+
+#include <stdlib.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+#define CTPY_FUNCTION(name, flags)                                                     \
+    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
+    extern const char ctpy_##name##_doc[];
+#include "binding/functions.def"
+#undef CTPY_FUNCTION
+
+const char ctpy_get_num_threads_doc[] =
+    "get_num_threads($module, /)\n--\n\n"
+    "Return how many threads work on an update, the caller included.";
+
+PyObject *
+ctpy_get_num_threads(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+    return PyLong_FromSize_t(ct_pool_threads());
+}
+
+const char ctpy_set_num_threads_doc[] =
+    "set_num_threads($module, n, /)\n--\n\n"
+    "Let n threads, 1 to 256, work on an update; results do not depend on it.\n\n"
+    "The default is the number of processors that the process may use, or\n"
+    "CTRAINER_NUM_THREADS, or OMP_NUM_THREADS.";
+
+PyObject *
+ctpy_set_num_threads(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    ct_status status;
+    ct_error err;
+    Py_ssize_t n = PyNumber_AsSsize_t(arg, PyExc_OverflowError);
+    if (n == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS status = ct_pool_set_threads(n < 0 ? 0 : (size_t)n, &err);
+    Py_END_ALLOW_THREADS if (status != CT_OK)
+    {
+        return ctpy_raise(&err);
+    }
+    Py_RETURN_NONE;
+}
+
+const char ctpy_cpu_isa_doc[] =
+    "cpu_isa($module, /)\n--\n\n"
+    "Return the instruction set of the kernels: 'base', 'v3' (AVX2) or 'v4' (AVX-512).";
+
+PyObject *
+ctpy_cpu_isa(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+    return PyUnicode_FromString(ct_cpu_isa());
+}
+
+const char ctpy_set_cpu_isa_doc[] =
+    "set_cpu_isa($module, name, /)\n--\n\n"
+    "Use the kernels of that instruction set; results are the same bits on each.\n\n"
+    "The default is the best that the processor has, or CTRAINER_ISA. Raises\n"
+    "ValueError where the processor lacks it. Not while a step is under way.";
+
+PyObject *
+ctpy_set_cpu_isa(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    ct_error err;
+    const char *name = PyUnicode_AsUTF8(arg);
+    if (name == NULL) {
+        return NULL;
+    }
+    if (ct_cpu_set_isa(name, &err) != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    Py_RETURN_NONE;
+}
+
+/* glibc's defaults: DEFAULT_MMAP_THRESHOLD and DEFAULT_TRIM_THRESHOLD of malloc.c. */
+enum {
+    GLIBC_THRESHOLD = 128 * 1024,
+    TUNED_THRESHOLD = 1 << 30
+};
+
+const char ctpy_malloc_tune_doc[] =
+    "malloc_tune($module, enable, /)\n--\n\n"
+    "Keep freed blocks of up to 1 GiB in the process instead of returning them.\n\n"
+    "glibc maps blocks above 128 KiB anew each time and faults their pages in, which\n"
+    "costs a training step on the CPU about a sixth of its time. This sets\n"
+    "M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of the whole process; False goes back to\n"
+    "glibc's initial values, which from then on no longer adapt. Where the user has\n"
+    "set MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ nothing is changed. Returns\n"
+    "whether the setting was applied: False without glibc.";
+
+PyObject *
+ctpy_malloc_tune(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    int applied = 0, enable = PyObject_IsTrue(arg);
+    if (enable < 0) {
+        return NULL;
+    }
+#ifdef __GLIBC__
+    if (getenv("MALLOC_MMAP_THRESHOLD_") == NULL &&
+        getenv("MALLOC_TRIM_THRESHOLD_") == NULL) {
+        const int threshold = enable ? TUNED_THRESHOLD : GLIBC_THRESHOLD;
+        applied = mallopt(M_MMAP_THRESHOLD, threshold) == 1 &&
+                  mallopt(M_TRIM_THRESHOLD, threshold) == 1;
+    }
+#endif
+    return PyBool_FromLong(applied);
+}
