@@ -77,11 +77,34 @@ ctpy_set_cpu_isa(PyObject *Py_UNUSED(module), PyObject *arg)
     Py_RETURN_NONE;
 }
 
-/* glibc's defaults: DEFAULT_MMAP_THRESHOLD and DEFAULT_TRIM_THRESHOLD of malloc.c. */
+#ifdef __GLIBC__
+/* glibc's initial value, what we ask for, and the most that older releases accept. */
 enum {
-    GLIBC_THRESHOLD = 128 * 1024,
-    TUNED_THRESHOLD = 1 << 30
+    INITIAL_THRESHOLD = 128 * 1024,
+    TUNED_THRESHOLD = 1 << 30,
+    OLD_MAX_THRESHOLD = 32 << 20
 };
+
+static int
+set_thresholds(int enable)
+{
+    if (getenv("MALLOC_MMAP_THRESHOLD_") != NULL ||
+        getenv("MALLOC_TRIM_THRESHOLD_") != NULL) {
+        return 0;
+    }
+    const int threshold = enable ? TUNED_THRESHOLD : INITIAL_THRESHOLD;
+    return (mallopt(M_MMAP_THRESHOLD, threshold) == 1 ||
+            mallopt(M_MMAP_THRESHOLD, OLD_MAX_THRESHOLD) == 1) &&
+           mallopt(M_TRIM_THRESHOLD, threshold) == 1;
+}
+#else
+static int
+set_thresholds(int enable)
+{
+    (void)enable;
+    return 0;
+}
+#endif
 
 const char ctpy_malloc_tune_doc[] =
     "malloc_tune($module, enable, /)\n--\n\n"
@@ -96,17 +119,6 @@ const char ctpy_malloc_tune_doc[] =
 PyObject *
 ctpy_malloc_tune(PyObject *Py_UNUSED(module), PyObject *arg)
 {
-    int applied = 0, enable = PyObject_IsTrue(arg);
-    if (enable < 0) {
-        return NULL;
-    }
-#ifdef __GLIBC__
-    if (getenv("MALLOC_MMAP_THRESHOLD_") == NULL &&
-        getenv("MALLOC_TRIM_THRESHOLD_") == NULL) {
-        const int threshold = enable ? TUNED_THRESHOLD : GLIBC_THRESHOLD;
-        applied = mallopt(M_MMAP_THRESHOLD, threshold) == 1 &&
-                  mallopt(M_TRIM_THRESHOLD, threshold) == 1;
-    }
-#endif
-    return PyBool_FromLong(applied);
+    int enable = PyObject_IsTrue(arg);
+    return enable < 0 ? NULL : PyBool_FromLong(set_thresholds(enable));
 }
