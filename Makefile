@@ -7,7 +7,8 @@
 #   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
 #   make format    let clang-format and ruff rewrite the sources
 #   make ext       rebuild the extension in place
-#   make check-core   the tests of the C core alone
+#   make check-core   the tests of the C core alone; asan-core, tsan-core: under sanitizers
+#   make bench-kernels   the update against the speed of this memory
 #   make clean     remove what was built; $(VENV) and out/ stay
 #
 # PYTHON makes the environment. TORCH is what pip is asked for: on an index that
@@ -22,7 +23,7 @@ CC ?= cc
 BUILD := build
 STRICT := -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wvla -Werror
 EXACT := -ffp-contract=off -fno-math-errno -fno-trapping-math
-CFLAGS := -O3 $(STRICT) $(EXACT) -pthread -fvisibility=hidden -Icsrc
+CFLAGS := -O3 $(STRICT) $(EXACT) -pthread -fvisibility=hidden -Icsrc $(SAN)
 
 CORE := $(wildcard csrc/core/*.c csrc/cpu/*.c)
 BINDING := $(wildcard csrc/binding/*.c)
@@ -31,7 +32,8 @@ TESTS := $(patsubst tests/core/%.c,$(BUILD)/%,$(wildcard tests/core/test_*.c))
 FORMATTED := $(wildcard csrc/*/*.[hc] cuda/*.[hc] cuda/*.cu cuda/*/*.[hc] tests/core/*.[hc])
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install demo test bench lint format ext check-core clean
+.PHONY: install demo test bench lint format ext check-core asan-core tsan-core clean
+.PHONY: bench-kernels
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
@@ -70,9 +72,16 @@ ext:
 check-core: $(TESTS)
 	set -e; for t in $(TESTS); do $$t; done
 
-$(BUILD)/test_%: tests/core/test_%.c $(CORE) $(HEADERS)
+$(BUILD)/test_%: tests/core/test_%.c tests/core/ct_test.h $(BUILD)/libcore.a
+	$(CC) $(CFLAGS) -Itests/core -o $@ $< $(BUILD)/libcore.a -lm
+
+$(BUILD)/libcore.a: $(CORE:csrc/%.c=$(BUILD)/obj/%.o)
+	rm -f $@
+	$(AR) rcs $@ $^
+
+$(BUILD)/obj/%.o: csrc/%.c $(HEADERS)
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -Itests/core -o $@ $< $(CORE) -lm
+	$(CC) $(CFLAGS) -c -o $@ $<
 
 clean:
 	rm -rf $(BUILD) ctrainer/*.so *.egg-info
@@ -81,27 +90,19 @@ clean:
 PYINC = $(shell $(PY) -c 'import sysconfig, numpy; \
     print("-isystem", sysconfig.get_path("include"), "-isystem", numpy.get_include())')
 
-# The core's tests under sanitizers, built whole into one program each.
-SANITIZE_CORE := $(patsubst tests/core/%.c,%,$(wildcard tests/core/test_*.c))
+# The core's tests under sanitizers. TSan takes those that run the pool.
 asan-core:
-	@mkdir -p $(BUILD)/asan
-	set -e; for t in $(SANITIZE_CORE); do \
-	  $(CC) $(CFLAGS) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
-	    -Itests/core -o $(BUILD)/asan/$$t tests/core/$$t.c $(CORE) -lm; \
-	  $(BUILD)/asan/$$t; done
+	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 -g -fsanitize=address,undefined \
+	  -fno-sanitize-recover=all" check-core
 
 tsan-core:
-	@mkdir -p $(BUILD)/tsan
-	set -e; for t in test_pool test_kernels; do \
-	  $(CC) $(CFLAGS) -O1 -g -fsanitize=thread \
-	    -Itests/core -o $(BUILD)/tsan/$$t tests/core/$$t.c $(CORE) -lm; \
-	  $(BUILD)/tsan/$$t; done
+	$(MAKE) BUILD=$(BUILD)/tsan SAN="-O1 -g -fsanitize=thread" \
+	  TESTS="$(BUILD)/tsan/test_pool $(BUILD)/tsan/test_kernels" check-core
 
 # Norm + AdamW against the memory of this machine, on one thread and on all.
 bench-kernels: $(BUILD)/bench_kernels
 	CTRAINER_NUM_THREADS=1 $<
 	$<
 
-$(BUILD)/bench_kernels: benchmarks/kernels.c $(CORE) $(HEADERS)
-	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -o $@ $< $(CORE) -lm
+$(BUILD)/bench_kernels: benchmarks/kernels.c $(BUILD)/libcore.a
+	$(CC) $(CFLAGS) -o $@ $^ -lm
