@@ -1,4 +1,5 @@
 /* Attributes of Python objects as C values, and back. */
+#include "binding/ctpy_callbacks.h"
 #include "binding/trainer.h"
 
 int
@@ -15,10 +16,9 @@ ctpy_lookup(PyObject *op, PyObject *name, PyObject **value)
     return 0;
 }
 
-int
-ctpy_get_bool(PyObject *op, PyObject *name, int *value)
+static int
+bool_steal(PyObject *found, int *value)
 {
-    PyObject *found = PyObject_GetAttr(op, name);
     if (found == NULL) {
         return -1;
     }
@@ -27,10 +27,9 @@ ctpy_get_bool(PyObject *op, PyObject *name, int *value)
     return *value < 0 ? -1 : 0;
 }
 
-int
-ctpy_get_double(PyObject *op, PyObject *name, double *value)
+static int
+double_steal(PyObject *found, double *value)
 {
-    PyObject *found = PyObject_GetAttr(op, name);
     if (found == NULL) {
         return -1;
     }
@@ -39,10 +38,9 @@ ctpy_get_double(PyObject *op, PyObject *name, double *value)
     return *value == -1.0 && PyErr_Occurred() ? -1 : 0;
 }
 
-int
-ctpy_get_int64(PyObject *op, PyObject *name, int64_t *value)
+static int
+int64_steal(PyObject *found, int64_t *value)
 {
-    PyObject *found = PyObject_GetAttr(op, name);
     if (found == NULL) {
         return -1;
     }
@@ -54,6 +52,54 @@ ctpy_get_int64(PyObject *op, PyObject *name, int64_t *value)
     *value = PyLong_AsLongLong(index);
     Py_DECREF(index);
     return *value == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+int
+ctpy_get_bool(PyObject *op, PyObject *name, int *value)
+{
+    return bool_steal(PyObject_GetAttr(op, name), value);
+}
+
+int
+ctpy_get_double(PyObject *op, PyObject *name, double *value)
+{
+    return double_steal(PyObject_GetAttr(op, name), value);
+}
+
+int
+ctpy_get_int64(PyObject *op, PyObject *name, int64_t *value)
+{
+    return int64_steal(PyObject_GetAttr(op, name), value);
+}
+
+static PyObject *
+field(PyObject *op, PyObject *outer, PyObject *name)
+{
+    PyObject *holder = PyObject_GetAttr(op, outer);
+    if (holder == NULL) {
+        return NULL;
+    }
+    PyObject *found = PyObject_GetAttr(holder, name);
+    Py_DECREF(holder);
+    return found;
+}
+
+int
+ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value)
+{
+    return bool_steal(field(op, outer, name), value);
+}
+
+int
+ctpy_field_double(PyObject *op, PyObject *outer, PyObject *name, double *value)
+{
+    return double_steal(field(op, outer, name), value);
+}
+
+int
+ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *value)
+{
+    return int64_steal(field(op, outer, name), value);
 }
 
 static int
@@ -77,4 +123,50 @@ int
 ctpy_set_double(PyObject *op, PyObject *name, double value)
 {
     return set_steal(op, name, PyFloat_FromDouble(value));
+}
+
+PyObject *
+ctpy_get_optional(PyObject *op, PyObject *name, int *failed)
+{
+    PyObject *found;
+    *failed = ctpy_lookup(op, name, &found) < 0;
+    return found;
+}
+
+int
+ctpy_is_default(PyObject *op, PyObject *name)
+{
+    PyObject *found = PyObject_GetAttr(op, name);
+    if (found == NULL) {
+        return -1;
+    }
+    int native = PyCFunction_Check(found) && PyCFunction_GET_SELF(found) == op;
+    Py_DECREF(found);
+    return native;
+}
+
+int
+ctpy_trainer_fire(PyObject *op, PyObject *event, PyObject *extra)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *handler = NULL, *args = NULL, *state = NULL, *control = NULL,
+             *left = NULL;
+    int result = -1;
+    if ((handler = PyObject_GetAttr(op, names->str_callback_handler)) == NULL ||
+        (args = PyObject_GetAttr(op, names->str_args)) == NULL ||
+        (state = PyObject_GetAttr(op, names->str_state)) == NULL ||
+        (control = PyObject_GetAttr(op, names->str_control)) == NULL) {
+        goto done;
+    }
+    left = ctpy_callbacks_fire(handler, event, args, state, control, extra);
+    if (left != NULL) {
+        result = left == control ? 0 : PyObject_SetAttr(op, names->str_control, left);
+    }
+done:
+    Py_XDECREF(left);
+    Py_XDECREF(control);
+    Py_XDECREF(state);
+    Py_XDECREF(args);
+    Py_XDECREF(handler);
+    return result;
 }

@@ -6,8 +6,10 @@
  * wants is worked out once per function by ctrainer._events and remembered: nothing at
  * all for an empty body, which is then not called. */
 #include "binding/callback_handler.h"
+#include "binding/ctpy_callbacks.h"
 
 #include <stdbool.h>
+#include <string.h>
 
 /* 1 and *found a new reference, 0 where op has no such attribute, -1 on an error. */
 static int
@@ -190,4 +192,44 @@ ctpy_notify_all(CallbackHandler *self, event_call *call)
     }
     Py_XDECREF(list);
     return control;
+}
+
+/* Does this callback, not one of our own, have a method with a body for the event? */
+static int
+listens(CallbackHandler *self, PyObject *callback, PyObject *event)
+{
+    PyObject *method = NULL, *plan = NULL;
+    PyObject *module =
+        PyObject_GetAttrString((PyObject *)Py_TYPE(callback), "__module__");
+    const char *name = module == NULL ? NULL : PyUnicode_AsUTF8(module);
+    bool own = name != NULL && strncmp(name, "ctrainer.", 9) == 0;
+    Py_XDECREF(module);
+    PyErr_Clear();
+    int status = own ? 0 : find_attr(callback, event, &method);
+    if (status > 0) {
+        plan = plan_of(self, method);
+        status = plan == NULL ? -1 : plan != Py_False;
+    }
+    Py_XDECREF(plan);
+    Py_XDECREF(method);
+    return status;
+}
+
+int
+ctpy_callbacks_listens(const ctpy_state *state, PyObject *handler, PyObject *event)
+{
+    CallbackHandler *self = (CallbackHandler *)handler;
+    if (!PyObject_TypeCheck(handler, state->CallbackHandler) ||
+        self->callbacks == NULL || !PyList_Check(self->callbacks)) {
+        return 1; /* a handler of the user's own: assume that it does */
+    }
+    PyObject *list = Py_NewRef(self->callbacks);
+    int found = 0;
+    for (Py_ssize_t i = 0; found == 0 && i < PyList_GET_SIZE(list); i++) {
+        PyObject *callback = Py_NewRef(PyList_GET_ITEM(list, i));
+        found = listens(self, callback, event);
+        Py_DECREF(callback);
+    }
+    Py_DECREF(list);
+    return found;
 }

@@ -26,6 +26,9 @@ typedef struct ctpy_state {
 #include "binding/cached.def"
 #undef CTPY_CACHED
     const struct ctpy_dlpack_api *dlpack; /* torch's exchange table, or NULL */
+#define CTPY_KEYWORD(name) PyObject *kw_##name;
+#include "binding/keywords.def"
+#undef CTPY_KEYWORD
 } ctpy_state;
 
 extern PyModuleDef ctpy_module;
@@ -66,6 +69,10 @@ void ctpy_leaf_dealloc(PyObject *op);
 #define CTPY_LOCK(op) {
 #define CTPY_UNLOCK() }
 #endif
+
+/* context.__exit__ with the exception that is set, or none: call it once, after the
+ * body. Returns 0, or -1 with the exception that goes on. */
+int ctpy_leave_context(PyObject *context, PyObject *exit_name);
 
 #define CTPY_HOOK_MAX_ARGS 10
 

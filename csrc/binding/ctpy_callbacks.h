@@ -13,4 +13,9 @@
 PyObject *ctpy_callbacks_fire(PyObject *handler, PyObject *event, PyObject *args,
                               PyObject *state, PyObject *control, PyObject *extra);
 
+/* Would a callback of the user's own be called for this event? Then work that nobody
+ * else sees (clipping before the update, waiting for a save) must be done first. 1, 0,
+ * or -1 with an exception. */
+int ctpy_callbacks_listens(const ctpy_state *state, PyObject *handler, PyObject *event);
+
 #endif

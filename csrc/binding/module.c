@@ -46,6 +46,12 @@ module_exec(PyObject *module)
     }
 #include "binding/hooks.def"
 #undef CTPY_NAME
+#define CTPY_KEYWORD(name)                                                             \
+    if ((state->kw_##name = Py_BuildValue("(s)", #name)) == NULL) {                    \
+        return -1;                                                                     \
+    }
+#include "binding/keywords.def"
+#undef CTPY_KEYWORD
 #define CTPY_TYPE(name)                                                                \
     if (add_type(module, &name##_spec, &state->name) < 0) {                            \
         return -1;                                                                     \
@@ -68,6 +74,9 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
 #define CTPY_CACHED(name) Py_VISIT(state->name);
 #include "binding/cached.def"
 #undef CTPY_CACHED
+#define CTPY_KEYWORD(name) Py_VISIT(state->kw_##name);
+#include "binding/keywords.def"
+#undef CTPY_KEYWORD
     return 0;
 }
 
@@ -84,6 +93,9 @@ module_clear(PyObject *module)
 #define CTPY_CACHED(name) Py_CLEAR(state->name);
 #include "binding/cached.def"
 #undef CTPY_CACHED
+#define CTPY_KEYWORD(name) Py_CLEAR(state->kw_##name);
+#include "binding/keywords.def"
+#undef CTPY_KEYWORD
     return 0;
 }
 

@@ -16,15 +16,37 @@
 typedef struct Trainer {
     PyObject_HEAD
     PyObject *signatures; /* dict: function -> what keywords it accepts; never NULL */
+    PyObject
+        *device_loss; /* losses that are not in host memory, summed there; or NULL */
+    PyObject *item_count; /* the count passed to this update's hooks, or NULL */
+    double share;         /* of the current micro-batch in its update; 0 outside one */
     /* The running sums of one logging window and of the run, in double. */
-    double window_loss; /* since the last log */
-    double total_loss;  /* of all windows logged so far; training_loss comes from it */
+    double window_loss;      /* of the updates since the last log */
+    int64_t window_bad;      /* updates since the last log whose loss was Inf or NaN */
+    double total_loss;       /* of all windows logged so far */
+    int64_t total_bad;       /* updates of all windows logged so far, likewise */
     int64_t window_start;    /* global_step at the last log */
     int64_t nonfinite_steps; /* updates skipped for Inf or NaN, since the last log */
     int64_t nonfinite_total; /* in the whole run */
     double grad_norm;        /* of the last update; NaN before the first */
-    bool in_train;
+    bool in_update; /* between the first micro-batch and the end of an update */
 } Trainer;
+
+/* What does not change during one train(): made by the loop, on its stack. All borrowed
+ * from there. */
+typedef struct ctpy_run {
+    PyObject *model;          /* what training_step is given */
+    PyObject *trial;          /* hyper-parameter search, or None */
+    PyObject *ignore_keys;    /* for evaluate, or None */
+    PyObject *checkpoint;     /* path that the run resumes from, or None */
+    PyObject *start_time;     /* float, seconds since the epoch */
+    int64_t accumulation;     /* micro-batches an update */
+    int64_t steps_in_epoch;   /* micro-batches an epoch */
+    int64_t updates_in_epoch; /* updates an epoch */
+    int64_t epoch;            /* the current one, from 0 */
+    int64_t micro_step;       /* micro-batches of this epoch that are done */
+    bool stray_parameters;    /* some parameter of the model is not the optimizer's */
+} ctpy_run;
 
 /* op.name(*args, **keywords): the hook of that name, by attribute lookup, so that an
  * override wins. args holds nargs positional values and then one for each name of the
@@ -34,12 +56,47 @@ typedef struct Trainer {
 PyObject *ctpy_call_adapted(PyObject *op, PyObject *name, PyObject *const *args,
                             size_t nargs, PyObject *kwnames);
 
+/* Is op.name the method that this extension defines, not an override? 1, 0 or -1. */
+int ctpy_is_default(PyObject *op, PyObject *name);
+
 /* Attribute of op as a C value. Return 0, or -1 with an exception that names it. */
 int ctpy_get_bool(PyObject *op, PyObject *name, int *value);
 int ctpy_get_double(PyObject *op, PyObject *name, double *value);
 int ctpy_get_int64(PyObject *op, PyObject *name, int64_t *value);
 int ctpy_set_int64(PyObject *op, PyObject *name, int64_t value);
 int ctpy_set_double(PyObject *op, PyObject *name, double value);
+
+/* The attribute, a new reference; NULL without an exception where there is none. */
+PyObject *ctpy_get_optional(PyObject *op, PyObject *name, int *failed);
+
+/* op.outer.name as a C value: a field of args, state or control. */
+int ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value);
+int ctpy_field_double(PyObject *op, PyObject *outer, PyObject *name, double *value);
+int ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *value);
+
+/* Fires a callback event and stores the control that comes back. extra: a dict or NULL.
+ * Returns 0, or -1 with an exception. */
+int ctpy_trainer_fire(PyObject *op, PyObject *event, PyObject *extra);
+
+/* trainer_batch.c: the next micro-batches and what they weigh. */
+
+/* One update's worth of batches: a list, and the hook's count of items (or None). */
+int ctpy_next_batches(PyObject *op, ctpy_run *run, PyObject *iterator,
+                      PyObject **batches, PyObject **count);
+/* Shares of the batches in the update's loss, in proportion to their targets; equal
+ * without labels. shares has room for one double a batch. */
+int ctpy_batch_shares(PyObject *op, PyObject *batches, double *shares);
+
+/* trainer_micro.c: the micro-batches of one update, and the update itself. Returns 1
+ * when an update was made or skipped, 0 when a callback ended the epoch before, -1. */
+int ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count);
+
+/* trainer_update.c: from the summed gradients to the end of the step. 0 or -1. */
+int ctpy_finish_update(PyObject *op, ctpy_run *run);
+
+/* trainer_log.c */
+int ctpy_add_loss(PyObject *op, PyObject *loss, double *value);
+int ctpy_log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate);
 
 #define CTPY_METHOD(name, flags)                                                       \
     extern const char Trainer_##name##_doc[];                                          \

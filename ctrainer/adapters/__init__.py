@@ -1,1 +1,26 @@
 """What ctrainer needs of each framework: forward, backward, parameters."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def for_model(model: Any) -> ModuleType:
+    """The adapter of the framework that `model` is written in.
+
+    A torch.nn.Module has ctrainer.adapters.torch, any other object with a
+    `parameters()` method ctrainer.adapters.numpy. Raises TypeError for the rest.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        from ctrainer.adapters import torch as adapter
+
+        return adapter
+    if callable(getattr(model, "parameters", None)):
+        from ctrainer.adapters import numpy as numpy_adapter
+
+        return numpy_adapter
+    raise TypeError(
+        f"cannot train a {type(model).__name__}: expected a torch.nn.Module, or an "
+        "object with parameters() whose call returns a loss with backward()"
+    )

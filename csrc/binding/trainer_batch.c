@@ -1,0 +1,241 @@
+/* Trainer: the micro-batches of one update, and what each weighs in it. */
+#include "binding/ctpy_optim.h"
+#include "binding/trainer.h"
+#include "core/ct_count.h"
+
+/* The labels that the loss is a mean over, or NULL where the batch has none. */
+static PyObject *
+batch_labels(PyObject *batch, ctpy_state *names, bool *shifted)
+{
+    if (!PyMapping_Check(batch) || PyList_Check(batch) || PyTuple_Check(batch)) {
+        return NULL;
+    }
+    PyObject *found = PyObject_GetItem(batch, names->str_shift_labels);
+    if (found != NULL) {
+        *shifted = false; /* the collator has shifted them */
+        return found;
+    }
+    if (PyErr_ExceptionMatches(PyExc_KeyError)) {
+        PyErr_Clear();
+        found = PyObject_GetItem(batch, names->str_labels);
+    }
+    if (found == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
+        PyErr_Clear();
+    }
+    return found;
+}
+
+/* The length of the last dimension of a tensor or array; 0 for a scalar. */
+static int
+last_dimension(PyObject *op, ctpy_state *names, size_t *length)
+{
+    PyObject *shape = PyObject_GetAttr(op, names->str_shape);
+    Py_ssize_t n = shape == NULL ? -1 : PySequence_Size(shape);
+    *length = 0;
+    if (n > 0) {
+        PyObject *last = PySequence_GetItem(shape, n - 1);
+        *length = last == NULL ? 0 : PyLong_AsSize_t(last);
+        Py_XDECREF(last);
+    }
+    Py_XDECREF(shape);
+    return n < 0 || PyErr_Occurred() ? -1 : 0;
+}
+
+/* Targets among labels that are not plain int64 host memory: asked of the framework.
+ * -1 without an exception where they cannot be counted. */
+static int64_t
+count_by_framework(PyObject *op, PyObject *labels, bool shifted, ctpy_state *names)
+{
+    int64_t n = -1;
+    PyObject *stack[] = {op, labels, shifted ? Py_True : Py_False};
+    PyObject *answer =
+        PyObject_VectorcallMethod(names->str__count_targets, stack, 3, NULL);
+    if (answer != NULL && answer != Py_None) {
+        n = PyLong_AsLongLong(answer);
+    }
+    Py_XDECREF(answer);
+    return n;
+}
+
+/* Targets of one batch; -1 where it has no labels to count, *failed on error. */
+static int64_t
+count_targets(PyObject *op, PyObject *batch, int *failed)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    ct_span span;
+    size_t row = 0;
+    int64_t n = -1;
+    int shifts = 0;
+    *failed = ctpy_get_bool(op, names->str__loss_shifts_labels, &shifts) < 0;
+    bool shifted = shifts != 0;
+    PyObject *labels = *failed ? NULL : batch_labels(batch, names, &shifted);
+    if (labels == NULL) {
+        *failed = PyErr_Occurred() != NULL;
+        return -1;
+    }
+    if (ctpy_span_from(names, labels, "labels", 0, &span) == 0 &&
+        span.dtype == CT_I64 && last_dimension(labels, names, &row) == 0) {
+        n = (int64_t)ct_count_targets(span.data, span.n, row, shifted);
+    }
+    else {
+        PyErr_Clear();
+        n = count_by_framework(op, labels, shifted, names);
+    }
+    Py_DECREF(labels);
+    *failed = PyErr_Occurred() != NULL;
+    return n;
+}
+
+int
+ctpy_batch_shares(PyObject *op, PyObject *batches, double *shares)
+{
+    Py_ssize_t n = PyList_GET_SIZE(batches);
+    double total = 0.0;
+    int failed = 0;
+    for (Py_ssize_t i = 0; n > 1 && i < n; i++) {
+        int64_t targets = count_targets(op, PyList_GET_ITEM(batches, i), &failed);
+        if (failed) {
+            return -1;
+        }
+        if (targets < 0) {
+            total = 0.0;
+            break;
+        }
+        shares[i] = (double)targets;
+        total += shares[i];
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        shares[i] = n == 1 ? 1.0 : total > 0.0 ? shares[i] / total : 1.0 / (double)n;
+    }
+    return 0;
+}
+
+const char Trainer__get_num_items_in_batch_doc[] =
+    "_get_num_items_in_batch($self, batch_samples, device=None)\n--\n\n"
+    "Count the predicted targets of a list of batches: labels that are not -100.\n\n"
+    "A loss that shifts its labels has none in the first column. Returns None where "
+    "no\n"
+    "loss takes the count or the batches have no labels.";
+
+PyObject *
+Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"batch_samples", "device", NULL};
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *batches, *device = Py_None, *function;
+    int accepts, failed;
+    int64_t total = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:_get_num_items_in_batch",
+                                     keywords, &PyList_Type, &batches, &device) ||
+        ctpy_get_bool(op, names->str_model_accepts_loss_kwargs, &accepts) < 0 ||
+        (function = PyObject_GetAttr(op, names->str_compute_loss_func)) == NULL) {
+        return NULL;
+    }
+    bool wanted = accepts || function != Py_None;
+    Py_DECREF(function);
+    if (!wanted || PyList_GET_SIZE(batches) == 0) {
+        Py_RETURN_NONE;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batches); i++) {
+        int64_t targets = count_targets(op, PyList_GET_ITEM(batches, i), &failed);
+        if (failed) {
+            return NULL;
+        }
+        if (targets < 0) {
+            Py_RETURN_NONE;
+        }
+        total += targets;
+    }
+    PyObject *n = PyLong_FromLongLong(total);
+    if (n == NULL) {
+        return NULL;
+    }
+    PyObject *stack[] = {op, n, device};
+    PyObject *count = PyObject_VectorcallMethod(names->str__item_count, stack, 3, NULL);
+    Py_DECREF(n);
+    return count;
+}
+
+const char Trainer_get_batch_samples_doc[] =
+    "get_batch_samples($self, epoch_iterator, num_batches, device=None)\n--\n\n"
+    "Take up to num_batches batches; return them and their count of targets.\n\n"
+    "The list is shorter, or empty, where the iterator ends.";
+
+PyObject *
+Trainer_get_batch_samples(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"epoch_iterator", "num_batches", "device", NULL};
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *iterator, *device = Py_None, *result = NULL;
+    Py_ssize_t n;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "On|O:get_batch_samples", keywords,
+                                     &iterator, &n, &device)) {
+        return NULL;
+    }
+    PyObject *batches = PyList_New(0);
+    for (Py_ssize_t i = 0; batches != NULL && i < n; i++) {
+        PyObject *batch = PyIter_Next(iterator);
+        if (batch == NULL) {
+            break;
+        }
+        if (PyList_Append(batches, batch) < 0) {
+            Py_CLEAR(batches);
+        }
+        Py_DECREF(batch);
+    }
+    if (batches == NULL || PyErr_Occurred()) {
+        Py_XDECREF(batches);
+        return NULL;
+    }
+    PyObject *stack[] = {op, batches, device};
+    PyObject *count =
+        PyObject_VectorcallMethod(names->str__get_num_items_in_batch, stack, 3, NULL);
+    if (count != NULL) {
+        result = PyTuple_Pack(2, batches, count);
+        Py_DECREF(count);
+    }
+    Py_DECREF(batches);
+    return result;
+}
+
+/* What the hook returned, checked, since overrides come from anywhere. */
+static int
+unpack_batches(PyObject *pair, PyObject **batches, PyObject **count)
+{
+    if (pair == NULL) {
+        return -1;
+    }
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+        !PyList_Check(PyTuple_GET_ITEM(pair, 0))) {
+        PyErr_Format(PyExc_TypeError,
+                     "get_batch_samples must return (list of batches, number of items "
+                     "or None), got %.200R",
+                     pair);
+        Py_DECREF(pair);
+        return -1;
+    }
+    *batches = Py_NewRef(PyTuple_GET_ITEM(pair, 0));
+    *count = Py_NewRef(PyTuple_GET_ITEM(pair, 1));
+    Py_DECREF(pair);
+    return 0;
+}
+
+int
+ctpy_next_batches(PyObject *op, ctpy_run *run, PyObject *iterator, PyObject **batches,
+                  PyObject **count)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int64_t left = run->steps_in_epoch - run->micro_step;
+    PyObject *pair = NULL, *device = NULL, *args = NULL;
+    PyObject *n =
+        PyLong_FromLongLong(left < run->accumulation ? left : run->accumulation);
+    if (n != NULL && (args = PyObject_GetAttr(op, names->str_args)) != NULL &&
+        (device = PyObject_GetAttr(args, names->str_device)) != NULL) {
+        PyObject *stack[] = {op, iterator, n, device};
+        pair = PyObject_VectorcallMethod(names->str_get_batch_samples, stack, 4, NULL);
+    }
+    Py_XDECREF(device);
+    Py_XDECREF(args);
+    Py_XDECREF(n);
+    return unpack_batches(pair, batches, count);
+}

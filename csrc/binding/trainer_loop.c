@@ -1,0 +1,375 @@
+/* Trainer: train(), its epochs, and what ends them. */
+#include "binding/trainer.h"
+
+/* The numbers of set_initial_training_values, which scripts and subclasses override. */
+typedef struct plan {
+    int64_t epochs, updates_in_epoch, samples, steps_in_epoch, max_steps;
+    int64_t first_epoch, first_step; /* where the run starts or goes on */
+} plan;
+
+static int
+plan_unpack(PyObject *values, plan *p)
+{
+    PyObject *examples, *samples, *total, *max_steps;
+    if (!PyTuple_Check(values)) {
+        PyErr_Format(PyExc_TypeError,
+                     "set_initial_training_values must return a tuple of 7, got %.100s",
+                     Py_TYPE(values)->tp_name);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(values,
+                          "LLOOOLO;set_initial_training_values must return 7 values",
+                          &p->epochs, &p->updates_in_epoch, &examples, &samples, &total,
+                          &p->steps_in_epoch, &max_steps)) {
+        return -1;
+    }
+    double n = PyFloat_AsDouble(samples);
+    p->samples = (int64_t)n;
+    p->max_steps = PyLong_AsLongLong(max_steps);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Length of the run, state and position; optimizer and schedule; the checkpoint's
+ * content. Fills *p, and run->model with a new reference. */
+static int
+prepare(PyObject *op, PyObject *args, ctpy_run *run, plan *p, PyObject **loader)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *values = NULL, *position = NULL, *pair = NULL;
+    int result = -1;
+    PyObject *given[] = {op, args, *loader};
+    values = PyObject_VectorcallMethod(names->str_set_initial_training_values, given, 3,
+                                       NULL);
+    if (values == NULL || plan_unpack(values, p) < 0) {
+        goto done;
+    }
+    position =
+        PyObject_CallMethod(op, "_init_training_state", "LLLOO",
+                            (long long)p->max_steps, (long long)p->updates_in_epoch,
+                            (long long)p->epochs, run->checkpoint, run->trial);
+    if (position == NULL ||
+        !PyArg_ParseTuple(position, "LL", &p->first_epoch, &p->first_step)) {
+        goto done;
+    }
+    pair = PyObject_CallMethod(op, "_prepare_for_training", "LOO",
+                               (long long)p->max_steps, *loader, run->checkpoint);
+    if (pair == NULL || !PyArg_ParseTuple(pair, "OO", &run->model, &values)) {
+        values = NULL;
+        goto done;
+    }
+    Py_INCREF(run->model);
+    Py_SETREF(*loader, Py_NewRef(values));
+    values = NULL; /* was the pair's */
+    result = 0;
+done:
+    Py_XDECREF(pair);
+    Py_XDECREF(position);
+    Py_XDECREF(values);
+    return result;
+}
+
+static int
+flag(PyObject *op, PyObject *name, int *value)
+{
+    return ctpy_field_bool(op, ctpy_state_borrow(op)->str_control, name, value);
+}
+
+/* After Ctrl-C or SIGTERM: a checkpoint of the last whole update, and the end. */
+static int
+save_and_stop(PyObject *op, ctpy_run *run)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *stack[] = {op, run->model, run->trial};
+    PyObject *answer =
+        PyObject_VectorcallMethod(names->str__save_on_signal, stack, 3, NULL);
+    PyObject *control = PyObject_GetAttr(op, names->str_control);
+    int result =
+        answer == NULL || control == NULL
+            ? -1
+            : PyObject_SetAttr(control, names->str_should_training_stop, Py_True);
+    Py_XDECREF(control);
+    Py_XDECREF(answer);
+    return result;
+}
+
+/* A hook was stopped by Ctrl-C: the exception goes, the flag stays. */
+static bool
+is_interrupt(void)
+{
+    if (ctpy_stop_requested() && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+        PyErr_Clear();
+        return true;
+    }
+    return false;
+}
+
+/* One update; *more is false when the epoch ends: no batch left, or a callback, or a
+ * signal. */
+static int
+run_one_update(PyObject *op, ctpy_run *run, PyObject *iterator, bool *more)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *batches = NULL, *count = NULL;
+    int epoch = 0, training = 0;
+    *more = false;
+    if (ctpy_next_batches(op, run, iterator, &batches, &count) < 0) {
+        return -1;
+    }
+    int result = 0;
+    if (PyList_GET_SIZE(batches) > 0) {
+        *more = true;
+        result = ctpy_run_update(op, run, batches, count);
+    }
+    Py_DECREF(batches);
+    Py_DECREF(count);
+    if (result < 0 && !((Trainer *)op)->in_update && is_interrupt()) {
+        result = 1; /* evaluation was cut short, the update before it is whole */
+    }
+    if (result < 0 || flag(op, names->str_should_epoch_stop, &epoch) < 0 ||
+        flag(op, names->str_should_training_stop, &training) < 0) {
+        return -1;
+    }
+    if (ctpy_stop_requested()) {
+        *more = false;
+        return save_and_stop(op, run);
+    }
+    *more = *more && !epoch && !training;
+    return 0;
+}
+
+static int
+run_updates(PyObject *op, ctpy_run *run, PyObject *iterator)
+{
+    bool more = true;
+    for (int64_t i = run->micro_step / run->accumulation;
+         more && i < run->updates_in_epoch; i++) {
+        if (run_one_update(op, run, iterator, &more) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+warn_no_batches(PyObject *op)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int64_t step;
+    PyObject *control = PyObject_GetAttr(op, names->str_control);
+    int result =
+        control == NULL ||
+                ctpy_field_int64(op, names->str_state, names->str_global_step, &step) <
+                    0 ||
+                PyObject_SetAttr(control, names->str_should_training_stop, Py_True) < 0
+            ? -1
+            : PyErr_WarnFormat(PyExc_UserWarning, 1,
+                               "the train dataloader gave no batch; training stops at "
+                               "step %lld. An iterable dataset that ends cannot be "
+                               "read again unless its __iter__ starts anew",
+                               (long long)step);
+    Py_XDECREF(control);
+    return result;
+}
+
+/* Iterator over the epoch's batches, past those that the checkpoint has seen. */
+static PyObject *
+epoch_iterator(PyObject *op, ctpy_run *run, PyObject *loader)
+{
+    return PyObject_CallMethod(op, "_epoch_iterator", "OLLO", loader,
+                               (long long)run->epoch, (long long)run->micro_step,
+                               run->checkpoint);
+}
+
+static int
+run_epoch(PyObject *op, ctpy_run *run, PyObject *loader)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (ctpy_trainer_fire(op, names->str_on_epoch_begin, NULL) < 0) {
+        return -1;
+    }
+    PyObject *iterator = epoch_iterator(op, run, loader);
+    int result = iterator == NULL ? -1 : run_updates(op, run, iterator);
+    Py_XDECREF(iterator);
+    if (result < 0 ||
+        (run->micro_step == 0 && !ctpy_stop_requested() && warn_no_batches(op) < 0)) {
+        return -1;
+    }
+    if (ctpy_trainer_fire(op, names->str_on_epoch_end, NULL) < 0) {
+        return -1;
+    }
+    return ctpy_stop_requested() ? 0 : ctpy_log_save_evaluate(op, run, Py_None);
+}
+
+static int
+run_epochs(PyObject *op, ctpy_run *run, const plan *p, PyObject *loader)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int stop = 0;
+    run->micro_step = p->first_step;
+    for (run->epoch = p->first_epoch; !stop && run->epoch < p->epochs; run->epoch++) {
+        if (ctpy_set_int64(op, names->str__epoch, run->epoch) < 0 ||
+            run_epoch(op, run, loader) < 0 ||
+            flag(op, names->str_should_training_stop, &stop) < 0) {
+            return -1;
+        }
+        run->micro_step = 0;
+        run->checkpoint = Py_None; /* its position was for the first epoch */
+    }
+    return 0;
+}
+
+/* From on_train_begin to the last epoch. */
+static int
+train_from(PyObject *op, ctpy_run *run, const plan *p, PyObject *loader)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int first, stray;
+    if (ctpy_get_bool(op, names->str__stray_parameters, &stray) < 0 ||
+        ctpy_field_int64(op, names->str_args, names->str_gradient_accumulation_steps,
+                         &run->accumulation) < 0 ||
+        ctpy_trainer_fire(op, names->str_on_train_begin, NULL) < 0 ||
+        ctpy_field_bool(op, names->str_args, names->str_eval_on_start, &first) < 0) {
+        return -1;
+    }
+    run->stray_parameters = stray;
+    run->steps_in_epoch = p->steps_in_epoch;
+    run->updates_in_epoch = p->updates_in_epoch;
+    if (first) {
+        PyObject *stack[] = {op, run->trial, run->ignore_keys, Py_True};
+        PyObject *metrics = PyObject_VectorcallMethod(names->str__evaluate, stack, 3,
+                                                      names->kw_skip_scheduler);
+        Py_XDECREF(metrics);
+        if (metrics == NULL) {
+            return -1;
+        }
+    }
+    return run_epochs(op, run, p, loader);
+}
+
+const char Trainer__inner_training_loop_doc[] =
+    "_inner_training_loop($self, batch_size=None, args=None,\n"
+    "                     resume_from_checkpoint=None, trial=None,\n"
+    "                     ignore_keys_for_eval=None)\n--\n\n"
+    "Run all epochs and return a TrainOutput; train() has resolved the checkpoint.";
+
+PyObject *
+Trainer__inner_training_loop(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {
+        "batch_size",           "args", "resume_from_checkpoint", "trial",
+        "ignore_keys_for_eval", NULL};
+    ctpy_state *names = ctpy_state_borrow(op);
+    ctpy_run run = {.checkpoint = Py_None, .trial = Py_None, .ignore_keys = Py_None};
+    PyObject *batch_size = Py_None, *given = Py_None, *loader = NULL, *output = NULL;
+    plan p = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OOOOO:_inner_training_loop",
+                                     keywords, &batch_size, &given, &run.checkpoint,
+                                     &run.trial, &run.ignore_keys)) {
+        return NULL;
+    }
+    given = given == Py_None ? PyObject_GetAttr(op, names->str_args) : Py_NewRef(given);
+    if (given == NULL ||
+        (loader = PyObject_CallMethodNoArgs(op, names->str_get_train_dataloader)) ==
+            NULL ||
+        prepare(op, given, &run, &p, &loader) < 0 ||
+        (run.start_time = PyObject_CallMethodNoArgs(op, names->str__start_clock)) ==
+            NULL ||
+        train_from(op, &run, &p, loader) < 0) {
+        goto done;
+    }
+    output = PyObject_CallMethod(op, "_finalize_training", "OLO", run.trial,
+                                 (long long)p.samples, run.start_time);
+done:
+    Py_XDECREF(run.start_time);
+    Py_XDECREF(run.model);
+    Py_XDECREF(loader);
+    Py_XDECREF(given);
+    return output;
+}
+
+/* Ends a run that came to its end or broke: handlers back, saves finished. Keeps the
+ * exception that is set, if any, above one of its own. */
+static PyObject *
+end_train_steal(PyObject *op, ctpy_signals *saved, PyObject *output)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    int number = ctpy_signals_restore(saved);
+    ((Trainer *)op)->in_update = false;
+    ((Trainer *)op)->share = 0.0;
+    PyObject *answer =
+        PyObject_CallMethod(op, "_end_train", "O", type == NULL ? Py_True : Py_False);
+    if (type != NULL) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, trace);
+    }
+    else if (answer == NULL) {
+        Py_CLEAR(output);
+    }
+    Py_XDECREF(answer);
+    if (number != 0 && !PyErr_Occurred()) {
+        Py_CLEAR(output);
+        if (number == SIGINT) {
+            PyErr_SetNone(PyExc_KeyboardInterrupt);
+        }
+        else {
+            (void)raise(number); /* now what was installed before decides */
+            if (PyErr_CheckSignals() == 0) {
+                PyErr_Format(PyExc_SystemExit, "%d", 128 + number);
+            }
+        }
+    }
+    return output;
+}
+
+const char Trainer_train_doc[] =
+    "train($self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None,\n"
+    "      **kwargs)\n--\n\n"
+    "Train the model and return TrainOutput(global_step, training_loss, metrics).\n\n"
+    "resume_from_checkpoint is a folder, or True for the newest whole checkpoint in\n"
+    "args.output_dir. The run goes on in the middle of the epoch with the same losses\n"
+    "as one that was never stopped. Ctrl-C and SIGTERM leave a checkpoint of the last\n"
+    "whole update first; a second one ends the process at once.";
+
+PyObject *
+Trainer_train(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    ctpy_signals saved = {0};
+    PyObject *checkpoint = Py_None, *trial = Py_None, *ignore = Py_None, *output = NULL;
+    PyObject *parsed = NULL, *begun = NULL, *method = NULL, *none = NULL, *given = NULL;
+    int handles;
+    /* Python's own parser deals with model_path= of old releases and unknown names. */
+    parsed = PyObject_GetAttrString(op, "_train_arguments");
+    if (parsed == NULL) {
+        return NULL;
+    }
+    Py_SETREF(parsed, PyObject_Call(parsed, args, kwargs));
+    if (parsed == NULL ||
+        !PyArg_ParseTuple(parsed, "OOO", &checkpoint, &trial, &ignore)) {
+        Py_XDECREF(parsed);
+        return NULL;
+    }
+    begun = PyObject_CallMethod(op, "_begin_train", "OO", checkpoint, trial);
+    if (begun == NULL || ctpy_get_bool(op, names->str__handles_signals, &handles) < 0) {
+        goto done;
+    }
+    if (handles) {
+        ctpy_signals_install(&saved);
+    }
+    method = PyObject_GetAttr(op, names->str__inner_training_loop);
+    given = Py_BuildValue("{s:O,s:O,s:O}", "resume_from_checkpoint", begun, "trial",
+                          trial, "ignore_keys_for_eval", ignore);
+    none = PyTuple_New(0);
+    if (method != NULL && given != NULL && none != NULL) {
+        output = PyObject_Call(method, none, given);
+    }
+done:
+    output = end_train_steal(op, &saved, output);
+    Py_XDECREF(none);
+    Py_XDECREF(given);
+    Py_XDECREF(method);
+    Py_XDECREF(begun);
+    Py_DECREF(parsed);
+    return output;
+}

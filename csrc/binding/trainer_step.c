@@ -1,0 +1,378 @@
+/* Trainer: one micro-batch: inputs, loss, backward. */
+#include "binding/trainer.h"
+
+const char Trainer__prepare_inputs_doc[] =
+    "_prepare_inputs($self, inputs, /)\n--\n\n"
+    "Bring one batch to the model's device and return it as a new mapping.\n\n"
+    "Raises ValueError for an empty batch, and names the columns that the model's\n"
+    "forward accepts.";
+
+PyObject *
+Trainer__prepare_inputs(PyObject *op, PyObject *inputs)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *ready;
+    int on_host;
+    Py_ssize_t n;
+    if (ctpy_get_bool(op, names->str__inputs_stay, &on_host) < 0) {
+        return NULL;
+    }
+    ready = on_host && PyDict_CheckExact(inputs)
+                ? PyDict_Copy(inputs) /* hooks may pop from it */
+                : PyObject_CallMethodOneArg(op, names->str__prepare_input, inputs);
+    if (ready == NULL || (n = PyObject_Size(ready)) < 0) {
+        Py_XDECREF(ready);
+        return NULL;
+    }
+    if (n == 0) {
+        Py_DECREF(ready);
+        PyObject *columns = PyObject_GetAttr(op, names->str__signature_columns);
+        if (columns != NULL) {
+            PyErr_Format(PyExc_ValueError,
+                         "the batch is empty, so the model has nothing to train on; "
+                         "give the dataset at least one of the columns that the "
+                         "model's forward accepts: %S",
+                         columns);
+            Py_DECREF(columns);
+        }
+        return NULL;
+    }
+    return ready;
+}
+
+const char Trainer_compute_loss_context_manager_doc[] =
+    "compute_loss_context_manager($self, /)\n--\n\n"
+    "Return the context in which the default training_step computes the loss: none.\n\n"
+    "Mixed precision does not need it: the model's own forward runs under autocast.";
+
+PyObject *
+Trainer_compute_loss_context_manager(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    (void)op;
+    PyObject *contextlib = PyImport_ImportModule("contextlib");
+    if (contextlib == NULL) {
+        return NULL;
+    }
+    PyObject *context = PyObject_CallMethod(contextlib, "nullcontext", NULL);
+    Py_DECREF(contextlib);
+    return context;
+}
+
+/* The dict that model(**inputs) takes: a copy of the mapping, with the count of items
+ * where the model accepts it. */
+static PyObject *
+model_keywords(PyObject *op, PyObject *inputs, PyObject *count)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int accepts;
+    if (!PyMapping_Check(inputs) || PyList_Check(inputs) || PyTuple_Check(inputs)) {
+        PyErr_Format(PyExc_TypeError,
+                     "compute_loss expects a batch that maps the names of the model's "
+                     "arguments to tensors, got %.100s; return dicts from the dataset "
+                     "or the data_collator, or override compute_loss",
+                     Py_TYPE(inputs)->tp_name);
+        return NULL;
+    }
+    if (ctpy_get_bool(op, names->str_model_accepts_loss_kwargs, &accepts) < 0) {
+        return NULL;
+    }
+    PyObject *keywords = PyDict_New();
+    if (keywords == NULL || PyDict_Update(keywords, inputs) < 0 ||
+        (accepts && count != Py_None &&
+         PyDict_SetItem(keywords, names->str_num_items_in_batch, count) < 0)) {
+        Py_CLEAR(keywords);
+    }
+    return keywords;
+}
+
+/* inputs.pop("labels") where the loss is ours to compute, else NULL; *failed on error.
+ */
+static PyObject *
+take_labels(PyObject *op, PyObject *inputs, int *failed)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *smoother = PyObject_GetAttr(op, names->str_label_smoother);
+    PyObject *function = PyObject_GetAttr(op, names->str_compute_loss_func);
+    PyObject *labels = NULL;
+    *failed = smoother == NULL || function == NULL;
+    if (!*failed && (smoother != Py_None || function != Py_None)) {
+        int present = PySequence_Contains(inputs, names->str_labels);
+        *failed = present < 0;
+        if (present > 0) {
+            labels =
+                PyObject_CallMethodOneArg(inputs, names->str_pop, names->str_labels);
+            *failed = labels == NULL;
+        }
+    }
+    Py_XDECREF(smoother);
+    Py_XDECREF(function);
+    return labels;
+}
+
+static PyObject *
+loss_of_outputs(PyObject *outputs, PyObject *inputs, ctpy_state *names)
+{
+    if (!PyDict_Check(outputs)) {
+        return PySequence_GetItem(outputs, 0);
+    }
+    PyObject *loss = PyObject_GetItem(outputs, names->str_loss);
+    if (loss == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
+        PyErr_Clear();
+        PyObject *had = PySequence_List(outputs), *got = PySequence_List(inputs);
+        if (had != NULL && got != NULL) {
+            PyErr_Format(PyExc_ValueError,
+                         "the model returned no loss, only %S, for the inputs %S; give "
+                         "it labels, pass compute_loss_func, or override compute_loss",
+                         had, got);
+        }
+        Py_XDECREF(had);
+        Py_XDECREF(got);
+    }
+    return loss;
+}
+
+/* The loss by the user's function, by label smoothing, or from the model's outputs. */
+static PyObject *
+choose_loss(PyObject *op, PyObject *model, PyObject *outputs, PyObject *inputs,
+            PyObject *labels, PyObject *count)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *loss = NULL,
+             *function = PyObject_GetAttr(op, names->str_compute_loss_func);
+    if (function == NULL) {
+        return NULL;
+    }
+    if (function != Py_None) {
+        PyObject *stack[] = {outputs, labels == NULL ? Py_None : labels, count};
+        loss = PyObject_Vectorcall(function, stack, 2, names->kw_num_items_in_batch);
+    }
+    else if (labels != NULL) {
+        PyObject *stack[] = {op, model, outputs, labels, count};
+        loss = PyObject_VectorcallMethod(names->str__smoothed_loss, stack, 5, NULL);
+    }
+    else {
+        loss = loss_of_outputs(outputs, inputs, names);
+    }
+    Py_DECREF(function);
+    return loss;
+}
+
+const char Trainer_compute_loss_doc[] =
+    "compute_loss($self, model, inputs, return_outputs=False, "
+    "num_items_in_batch=None)\n"
+    "--\n\n"
+    "Return the loss of one micro-batch, a scalar with gradients.\n\n"
+    "inputs is a mapping of the model's arguments. The loss is outputs['loss'] or\n"
+    "outputs[0], the label smoother's, or compute_loss_func(outputs, labels,\n"
+    "num_items_in_batch=...). num_items_in_batch counts the predicted targets of the\n"
+    "whole update; a loss that divides its sum by it is right under gradient\n"
+    "accumulation as it is, any other is weighted by the trainer. With\n"
+    "return_outputs: (loss, outputs). Raises ValueError when the model returns no\n"
+    "loss.";
+
+PyObject *
+Trainer_compute_loss(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"model", "inputs", "return_outputs",
+                               "num_items_in_batch", NULL};
+    PyObject *model, *inputs, *count = Py_None, *result = NULL;
+    PyObject *labels = NULL, *given = NULL, *outputs = NULL, *loss = NULL, *none = NULL;
+    int return_outputs = 0, failed;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|pO:compute_loss", keywords,
+                                     &model, &inputs, &return_outputs, &count)) {
+        return NULL;
+    }
+    labels = take_labels(op, inputs, &failed);
+    if (failed || (given = model_keywords(op, inputs, count)) == NULL ||
+        (none = PyTuple_New(0)) == NULL ||
+        (outputs = PyObject_Call(model, none, given)) == NULL ||
+        (loss = choose_loss(op, model, outputs, inputs, labels, count)) == NULL) {
+        goto done;
+    }
+    result = return_outputs ? PyTuple_Pack(2, loss, outputs) : Py_NewRef(loss);
+done:
+    Py_XDECREF(loss);
+    Py_XDECREF(outputs);
+    Py_XDECREF(none);
+    Py_XDECREF(given);
+    Py_XDECREF(labels);
+    return result;
+}
+
+/* compute_loss inside compute_loss_context_manager(), both by lookup. */
+static PyObject *
+loss_in_context(PyObject *op, PyObject *model, PyObject *inputs, PyObject *count)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *stack[] = {model, inputs, count};
+    PyObject *context, *entered, *loss;
+    int plain = ctpy_is_default(op, names->str_compute_loss_context_manager);
+    if (plain != 0) {
+        return plain < 0 ? NULL
+                         : ctpy_call_adapted(op, names->str_compute_loss, stack, 2,
+                                             names->kw_num_items_in_batch);
+    }
+    context = PyObject_CallMethodNoArgs(op, names->str_compute_loss_context_manager);
+    if (context == NULL) {
+        return NULL;
+    }
+    entered = PyObject_CallMethodNoArgs(context, names->str___enter__);
+    if (entered == NULL) {
+        Py_DECREF(context);
+        return NULL;
+    }
+    Py_DECREF(entered);
+    loss = ctpy_call_adapted(op, names->str_compute_loss, stack, 2,
+                             names->kw_num_items_in_batch);
+    if (ctpy_leave_context(context, names->str___exit__) < 0) {
+        Py_CLEAR(loss);
+    }
+    Py_DECREF(context);
+    return loss;
+}
+
+/* Does the loss carry its share of the update already? A count that was read, or a
+ * trainer that says so (TRL passes a value that is no function as compute_loss_func).
+ */
+static int
+is_weighted(PyObject *op, PyObject *count)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int failed, answer = 0;
+    PyObject *said = ctpy_get_optional(op, names->str_loss_is_scaled_for_ga, &failed);
+    if (failed) {
+        return -1;
+    }
+    if (said != NULL) {
+        answer = PyObject_IsTrue(said);
+        Py_DECREF(said);
+    }
+    if (answer != 0) {
+        return answer;
+    }
+    PyObject *function = PyObject_GetAttr(op, names->str_compute_loss_func);
+    if (function == NULL) {
+        return -1;
+    }
+    answer = function != Py_None && !PyCallable_Check(function);
+    Py_DECREF(function);
+    if (answer == 0 && count != Py_None) {
+        PyObject *read = ctpy_get_optional(count, names->str_was_read, &failed);
+        /* A plain number was put there by the user's own get_batch_samples. */
+        answer = failed ? -1 : read == NULL ? 1 : PyObject_IsTrue(read);
+        Py_XDECREF(read);
+    }
+    return answer;
+}
+
+/* Weighs the loss of a micro-batch by its share of the update. */
+static PyObject *
+weigh_steal(PyObject *op, PyObject *loss, PyObject *count)
+{
+    Trainer *self = (Trainer *)op;
+    int64_t n = 1;
+    PyObject *factor = NULL, *weighed = NULL;
+    int done = is_weighted(op, count);
+    if (done != 0 || self->share == 1.0) {
+        if (done < 0) {
+            Py_CLEAR(loss);
+        }
+        return loss;
+    }
+    if (self->share > 0.0 && count != Py_None) {
+        factor = PyFloat_FromDouble(self->share);
+        weighed = factor == NULL ? NULL : PyNumber_Multiply(loss, factor);
+    }
+    else {
+        PyObject *name = ctpy_state_borrow(op)->str_current_gradient_accumulation_steps;
+        if (ctpy_get_int64(op, name, &n) == 0) {
+            factor = PyLong_FromLongLong(n);
+            weighed = n == 1           ? Py_NewRef(loss)
+                      : factor == NULL ? NULL
+                                       : PyNumber_TrueDivide(loss, factor);
+        }
+    }
+    Py_XDECREF(factor);
+    Py_DECREF(loss);
+    return weighed;
+}
+
+/* Backward of loss times the loss scale (fp16). */
+static int
+run_backward(PyObject *op, PyObject *loss)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *scaled = NULL, *answer = NULL;
+    PyObject *scaler = PyObject_GetAttr(op, names->str__loss_scaler);
+    if (scaler == NULL) {
+        return -1;
+    }
+    if (scaler == Py_None) {
+        scaled = Py_NewRef(loss);
+    }
+    else {
+        PyObject *scale = PyObject_GetAttr(scaler, names->str_scale);
+        scaled = scale == NULL ? NULL : PyNumber_Multiply(loss, scale);
+        Py_XDECREF(scale);
+    }
+    Py_DECREF(scaler);
+    if (scaled != NULL) {
+        answer = PyObject_CallMethodNoArgs(scaled, names->str_backward);
+        Py_DECREF(scaled);
+    }
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* model.train(), and the optimizer's, unless the model is in that mode already: asking
+ * costs 40 ns where setting it walks all modules. */
+static int
+ensure_train_mode(PyObject *op, PyObject *model)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int failed;
+    PyObject *training = ctpy_get_optional(model, names->str_training, &failed);
+    if (training == NULL) {
+        return failed ? -1 : 0; /* a model without modes */
+    }
+    int on = PyObject_IsTrue(training);
+    Py_DECREF(training);
+    if (on != 0) {
+        return on < 0 ? -1 : 0;
+    }
+    PyObject *answer = PyObject_CallMethodOneArg(op, names->str__train_mode, model);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+const char Trainer_training_step_doc[] =
+    "training_step($self, model, inputs, num_items_in_batch=None)\n--\n\n"
+    "Run forward and backward on one micro-batch; return its loss, detached.\n\n"
+    "Calls _prepare_inputs, compute_loss_context_manager and compute_loss. The loss\n"
+    "returned is weighted by the micro-batch's share of the update, so that the sum\n"
+    "over an update is the loss of its whole batch.";
+
+PyObject *
+Trainer_training_step(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"model", "inputs", "num_items_in_batch", NULL};
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *model, *inputs, *count = Py_None, *ready, *loss, *detached = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:training_step", keywords,
+                                     &model, &inputs, &count) ||
+        ensure_train_mode(op, model) < 0) {
+        return NULL;
+    }
+    ready = PyObject_CallMethodOneArg(op, names->str__prepare_inputs, inputs);
+    if (ready == NULL) {
+        return NULL;
+    }
+    loss = loss_in_context(op, model, ready, count);
+    Py_DECREF(ready);
+    if (loss != NULL && (loss = weigh_steal(op, loss, count)) != NULL &&
+        run_backward(op, loss) == 0) {
+        detached = PyObject_CallMethodNoArgs(loss, names->str_detach);
+    }
+    Py_XDECREF(loss);
+    return detached;
+}

@@ -1,0 +1,399 @@
+/* Trainer: one update: clip, step, schedule, and what the step is told.
+ *
+ * Our optimizers are measured and updated in two C calls. Any other is driven through
+ * its own step(), with our norm, our clipping and our look for Inf and NaN before it.
+ */
+#include "binding/ctpy_callbacks.h"
+#include "binding/ctpy_optim.h"
+#include "binding/ctpy_scheduler.h"
+#include "binding/trainer.h"
+
+typedef struct update {
+    PyObject *optimizer;
+    PyObject
+        *engine; /* of one of our optimizers whose step() nobody replaced, or NULL */
+    PyObject *scaler; /* the loss scaler, or NULL */
+    double loss_scale;
+    bool clip_first; /* somebody looks at the gradients between clipping and update */
+    ct_step_config config;
+    ct_step_result result;
+} update;
+
+static void
+update_release(update *u)
+{
+    Py_CLEAR(u->scaler);
+    Py_CLEAR(u->engine);
+    Py_CLEAR(u->optimizer);
+}
+
+/* args.nonfinite_policy: "skip", "stop" or "keep"; arguments of transformers' own class
+ * have none and skip. */
+static int
+read_policy(PyObject *op, ct_nonfinite *policy)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int failed;
+    PyObject *args = PyObject_GetAttr(op, names->str_args);
+    if (args == NULL) {
+        return -1;
+    }
+    PyObject *text = ctpy_get_optional(args, names->str_nonfinite_policy, &failed);
+    Py_DECREF(args);
+    *policy = CT_NONFINITE_SKIP;
+    if (text == NULL) {
+        return failed ? -1 : 0;
+    }
+    const char *word = PyUnicode_Check(text) ? PyUnicode_AsUTF8(text) : NULL;
+    if (word != NULL && strcmp(word, "stop") == 0) {
+        *policy = CT_NONFINITE_STOP;
+    }
+    else if (word != NULL && strcmp(word, "keep") == 0) {
+        *policy = CT_NONFINITE_KEEP;
+    }
+    else if (word == NULL || strcmp(word, "skip") != 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "nonfinite_policy must be 'skip', 'stop' or 'keep', got %R", text);
+        Py_DECREF(text);
+        return -1;
+    }
+    Py_DECREF(text);
+    return 0;
+}
+
+static int
+update_open_scaler(PyObject *op, update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *scaler = PyObject_GetAttr(op, names->str__loss_scaler);
+    u->loss_scale = 1.0;
+    if (scaler == NULL || scaler == Py_None) {
+        Py_XDECREF(scaler);
+        return scaler == NULL ? -1 : 0;
+    }
+    u->scaler = scaler;
+    u->config.nonfinite = CT_NONFINITE_SKIP; /* an overflow is the scaler's business */
+    return ctpy_get_double(scaler, names->str_scale, &u->loss_scale);
+}
+
+static int
+update_open(PyObject *op, update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int clips = ctpy_is_default(op, names->str__clip_grad_norm);
+    if (clips < 0 ||
+        ctpy_field_double(op, names->str_args, names->str_max_grad_norm,
+                          &u->config.max_norm) < 0 ||
+        read_policy(op, &u->config.nonfinite) < 0 || update_open_scaler(op, u) < 0 ||
+        (u->optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL) {
+        return -1;
+    }
+    u->config.max_norm = u->config.max_norm > 0.0 ? u->config.max_norm : 0.0;
+    PyObject *handler = PyObject_GetAttr(op, names->str_callback_handler);
+    int listened =
+        handler == NULL
+            ? -1
+            : ctpy_callbacks_listens(names, handler, names->str_on_pre_optimizer_step);
+    Py_XDECREF(handler);
+    u->clip_first = !clips || listened > 0;
+    return listened < 0 || ctpy_optimizer_engine(names, u->optimizer, &u->engine) < 0
+               ? -1
+               : 0;
+}
+
+/* An override of _clip_grad_norm(model) clips by itself and returns the norm. */
+static int
+clip_by_override(PyObject *op, ctpy_run *run, update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *norm =
+        PyObject_CallMethodOneArg(op, names->str__clip_grad_norm, run->model);
+    if (norm == NULL) {
+        return -1;
+    }
+    PyObject *number = norm == Py_None ? Py_NewRef(norm) : PyNumber_Float(norm);
+    Py_DECREF(norm);
+    if (number == NULL) {
+        return -1;
+    }
+    if (number != Py_None) {
+        u->result.grad_norm = PyFloat_AS_DOUBLE(number);
+    }
+    Py_DECREF(number);
+    u->config.max_norm = 0.0;
+    u->result.clip_coef = 1.0;
+    return 0;
+}
+
+/* The norm of a foreign optimizer's gradients: ours in host memory, else the
+ * framework's on its device. */
+static int
+foreign_norm(PyObject *op, update *u, double *norm)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int on_host;
+    if (ctpy_get_bool(op, names->str__inputs_stay, &on_host) < 0) {
+        return -1;
+    }
+    if (on_host) {
+        return ctpy_grads_norm(names, u->optimizer, norm);
+    }
+    PyObject *answer =
+        PyObject_CallMethodOneArg(op, names->str__device_grad_norm, u->optimizer);
+    *norm = answer == NULL ? -1.0 : PyFloat_AsDouble(answer);
+    Py_XDECREF(answer);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+foreign_scale(PyObject *op, update *u, double factor)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int on_host;
+    if (ctpy_get_bool(op, names->str__inputs_stay, &on_host) < 0) {
+        return -1;
+    }
+    if (on_host) {
+        return ctpy_grads_scale(names, u->optimizer, factor);
+    }
+    PyObject *answer =
+        PyObject_CallMethod(op, "_device_grad_scale", "Od", u->optimizer, factor);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static int
+update_measure(PyObject *op, update *u)
+{
+    double norm;
+    if (u->engine != NULL) {
+        return ctpy_engine_measure(u->engine, u->optimizer, &u->config, u->loss_scale,
+                                   &u->result);
+    }
+    if (foreign_norm(op, u, &norm) < 0) {
+        return -1;
+    }
+    u->result.grad_norm = norm / u->loss_scale;
+    u->result.finite = isfinite(norm);
+    u->result.clip_coef = ct_clip_coef(u->config.max_norm, u->result.grad_norm);
+    return 0;
+}
+
+/* Unscales and clips in place, for whoever reads gradients before the update. */
+static int
+scale_in_place(PyObject *op, ctpy_run *run, update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int clips = ctpy_is_default(op, names->str__clip_grad_norm);
+    double factor = (clips ? u->result.clip_coef : 1.0) / u->loss_scale;
+    if (clips < 0 || (factor != 1.0 && foreign_scale(op, u, factor) < 0) ||
+        (!clips && u->config.max_norm > 0.0 && clip_by_override(op, run, u) < 0)) {
+        return -1;
+    }
+    u->result.clip_coef = 1.0;
+    u->loss_scale = 1.0;
+    return 0;
+}
+
+/* Tells of a skipped update: the counters now, the log when one is due, and one warning
+ * in a run. */
+static int
+tell_nonfinite(PyObject *op, update *u)
+{
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    int64_t step;
+    self->nonfinite_steps++;
+    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
+        return -1;
+    }
+    if (u->config.nonfinite == CT_NONFINITE_STOP) {
+        PyErr_Format(
+            PyExc_FloatingPointError,
+            "the gradients of step %lld are not finite (a NaN or Inf); weights "
+            "and optimizer are as they were before it. Look at the batch and "
+            "the learning rate, or set nonfinite_policy='skip' to go on",
+            (long long)step + 1);
+        return -1;
+    }
+    if (self->nonfinite_total++ > 0) {
+        return 0;
+    }
+    return PyErr_WarnFormat(
+        PyExc_RuntimeWarning, 1,
+        "the gradients of step %lld are not finite (a NaN or Inf): %s. The log counts "
+        "such steps as nonfinite_steps; nonfinite_policy='stop' raises instead",
+        (long long)step + 1,
+        u->config.nonfinite == CT_NONFINITE_KEEP
+            ? "updated all the same, as nonfinite_policy='keep' asks"
+            : "the update is skipped and the weights stay as they are");
+}
+
+/* op.step(), of an optimizer or a schedule */
+static int
+call_step(PyObject *op, ctpy_state *names)
+{
+    PyObject *answer = PyObject_CallMethodNoArgs(op, names->str_step);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static int
+apply_foreign(PyObject *op, update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    u->result.updated = u->result.finite || u->config.nonfinite == CT_NONFINITE_KEEP;
+    if (!u->result.updated) {
+        return 0;
+    }
+    return call_step(u->optimizer, names);
+}
+
+static int
+scaler_update(update *u, ctpy_state *names)
+{
+    if (u->scaler == NULL) {
+        return 0;
+    }
+    PyObject *answer = PyObject_CallMethodOneArg(u->scaler, names->str_update,
+                                                 u->result.finite ? Py_False : Py_True);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* Clip, the callback before the step, the update, the callback after it. */
+static int
+update_apply(PyObject *op, ctpy_run *run, update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (update_measure(op, u) < 0 ||
+        (!u->result.finite && u->scaler == NULL && tell_nonfinite(op, u) < 0) ||
+        ((u->clip_first || u->engine == NULL) && u->result.finite &&
+         scale_in_place(op, run, u) < 0)) {
+        return -1;
+    }
+    ((Trainer *)op)->grad_norm = u->result.grad_norm;
+    if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step, NULL) < 0) {
+        return -1;
+    }
+    if (u->engine == NULL) {
+        if (apply_foreign(op, u) < 0) {
+            return -1;
+        }
+    }
+    else if (ctpy_engine_apply(u->engine, u->optimizer, &u->config, u->loss_scale,
+                               &u->result) < 0) {
+        return -1;
+    }
+    return scaler_update(u, names) < 0
+               ? -1
+               : ctpy_trainer_fire(op, names->str_on_optimizer_step, NULL);
+}
+
+/* The schedule goes on only with the optimizer. One that watches a metric is stepped
+ * after evaluation instead. */
+static int
+step_schedule(PyObject *op)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
+    int on_metric, result = -1;
+    if (scheduler == NULL ||
+        ctpy_get_bool(op, names->str__schedule_on_metric, &on_metric) < 0) {
+        goto done;
+    }
+    if (on_metric || scheduler == Py_None) {
+        result = 0;
+    }
+    else {
+        result = ctpy_scheduler_is_native(names, scheduler)
+                     ? ctpy_scheduler_step(scheduler)
+                     : call_step(scheduler, names);
+    }
+done:
+    Py_XDECREF(scheduler);
+    return result;
+}
+
+static int
+drop_gradients(PyObject *op, ctpy_run *run, update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (!run->stray_parameters) {
+        return ctpy_grads_drop(names, u->optimizer);
+    }
+    PyObject *answer = PyObject_CallMethodNoArgs(run->model, names->str_zero_grad);
+    Py_XDECREF(answer);
+    (void)op;
+    return answer == NULL ? -1 : 0;
+}
+
+/* state.global_step += 1; state.epoch = epoch + done / all. */
+static int
+advance_counters(PyObject *op, ctpy_run *run)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *state = PyObject_GetAttr(op, names->str_state);
+    int64_t step;
+    double epoch =
+        (double)run->epoch + (double)run->micro_step / (double)run->steps_in_epoch;
+    if (state == NULL) {
+        return -1;
+    }
+    int result = ctpy_get_int64(state, names->str_global_step, &step) < 0 ||
+                         ctpy_set_int64(state, names->str_global_step, step + 1) < 0 ||
+                         ctpy_set_double(state, names->str_epoch, epoch) < 0
+                     ? -1
+                     : 0;
+    Py_DECREF(state);
+    return result;
+}
+
+/* From the summed gradients to the end of the step: update, schedule, counters,
+ * callbacks, and what is due of logging, evaluation and saving. */
+int
+ctpy_finish_update(PyObject *op, ctpy_run *run)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    update u = {0};
+    PyObject *learning_rate = NULL;
+    int result = -1;
+    if (update_open(op, &u) == 0 && update_apply(op, run, &u) == 0 &&
+        (learning_rate =
+             PyObject_CallMethodNoArgs(op, names->str__get_learning_rate)) != NULL &&
+        (!u.result.updated || step_schedule(op) == 0) &&
+        drop_gradients(op, run, &u) == 0 && advance_counters(op, run) == 0) {
+        ((Trainer *)op)->in_update = false;
+        result = ctpy_trainer_fire(op, names->str_on_step_end, NULL) < 0
+                     ? -1
+                     : ctpy_log_save_evaluate(op, run, learning_rate);
+    }
+    Py_XDECREF(learning_rate);
+    update_release(&u);
+    return result;
+}
+
+const char Trainer__clip_grad_norm_doc[] =
+    "_clip_grad_norm($self, model, /)\n--\n\n"
+    "Clip the optimizer's gradients to args.max_grad_norm in place; return their "
+    "norm.\n"
+    "\n"
+    "The loop clips inside the update and calls this only where it is overridden.";
+
+PyObject *
+Trainer__clip_grad_norm(PyObject *op, PyObject *Py_UNUSED(model))
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    double norm, max_norm, coef;
+    PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
+    if (optimizer == NULL) {
+        return NULL;
+    }
+    int failed = ctpy_field_double(op, names->str_args, names->str_max_grad_norm,
+                                   &max_norm) < 0 ||
+                 ctpy_grads_norm(names, optimizer, &norm) < 0;
+    coef = failed ? 1.0 : ct_clip_coef(max_norm > 0.0 ? max_norm : 0.0, norm);
+    failed = failed || (coef != 1.0 && ctpy_grads_scale(names, optimizer, coef) < 0);
+    Py_DECREF(optimizer);
+    return failed ? NULL : PyFloat_FromDouble(norm);
+}

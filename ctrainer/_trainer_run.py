@@ -1,0 +1,304 @@
+"""Trainer: what happens before the first batch and after the last."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ctrainer import _C
+from ctrainer.trainer_state import ExportableState, TrainerState
+from ctrainer.trainer_utils import (
+    TrainOutput,
+    enable_full_determinism,
+    has_length,
+    set_seed,
+    speed_metrics,
+)
+
+if TYPE_CHECKING:
+    from ctrainer.trainer import Trainer
+
+logger = logging.getLogger("ctrainer.trainer")
+
+
+class RunMixin:
+    """Preparation and end of train(); the loop between them is C."""
+
+    def _train_arguments(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """The arguments of train(), with transformers 4's `model_path`."""
+        if "model_path" in kwargs:
+            resume_from_checkpoint = kwargs.pop("model_path")
+        if kwargs:
+            raise TypeError(f"train() got unexpected arguments: {', '.join(kwargs)}")
+        return resume_from_checkpoint, trial, ignore_keys_for_eval
+
+    def _begin_train(self: Trainer, resume: str | bool | None, trial: Any) -> Any:
+        """Ready the model and load the checkpoint's weights; return its folder."""
+        args = self.args
+        self.is_in_train = True
+        self._handles_signals = (
+            getattr(args, "save_on_signal", True)
+            and threading.current_thread() is threading.main_thread()
+        )
+        if self._inputs_stay and getattr(args, "malloc_tuning", True):
+            _C.malloc_tune(True)
+        if self.model_init is not None:
+            self._seed()
+            self.model = self.model_wrapped = self.call_model_init(trial)
+            self.optimizer = self.lr_scheduler = None
+        self._move_model_to_device(self.model, args.device)
+        self._ready_model()
+        folder = self._resolve_checkpoint(resume)
+        if folder is not None:
+            self._load_from_checkpoint(folder)
+        return folder
+
+    def _ready_model(self: Trainer) -> None:
+        """Gradient checkpointing and noise on embeddings, where asked for."""
+        if self.args.gradient_checkpointing:
+            kwargs = self.args.gradient_checkpointing_kwargs
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs=dict(kwargs) if kwargs else None
+            )
+        if self.neftune_noise_alpha is not None:
+            self._neftune = self._adapter.add_embedding_noise(
+                self.model, self.neftune_noise_alpha
+            )
+
+    def _seed(self: Trainer) -> None:
+        full = self.args.full_determinism
+        (enable_full_determinism if full else set_seed)(self.args.seed)
+
+    def _resolve_checkpoint(self: Trainer, resume: str | bool | None) -> str | None:
+        if resume is None or resume is False:
+            return None
+        if resume is True:
+            found = _C.last_whole_checkpoint(self.args.output_dir)
+            if found is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True, but {self.args.output_dir} holds no "
+                    "whole checkpoint; train without it, or name a folder"
+                )
+            return str(found)
+        folder = os.fspath(resume)
+        if not os.path.isdir(folder):
+            raise ValueError(
+                f"resume_from_checkpoint: no folder {folder!r}; give a checkpoint's "
+                "folder, or True for the newest in output_dir"
+            )
+        return folder
+
+    def set_initial_training_values(
+        self: Trainer, args: Any, dataloader: Any
+    ) -> tuple[int, int, int, float, int, int, int]:
+        """Return how long the run is: (num_train_epochs, num_update_steps_per_epoch,
+        num_examples, num_train_samples, total_train_batch_size, steps_in_epoch,
+        max_steps). A step in an epoch is a micro-batch.
+
+        Raises ValueError where neither max_steps nor the loader's length says.
+        """
+        total = self.get_total_train_batch_size(args)
+        length = len(dataloader) if has_length(dataloader) else None
+        if not length:
+            if args.max_steps <= 0:
+                raise ValueError(
+                    "the training data has no length, so max_steps must say how many "
+                    f"updates to make; it is {args.max_steps}"
+                )
+            micro = args.max_steps * args.gradient_accumulation_steps
+            samples = total * args.max_steps
+            return sys.maxsize, args.max_steps, samples, samples, total, micro, args.max_steps
+        updates = max(math.ceil(length / args.gradient_accumulation_steps), 1)
+        examples = self.num_examples(dataloader)
+        if args.max_steps > 0:
+            epochs = math.ceil(args.max_steps / updates)
+            samples = args.max_steps * total
+            return epochs, updates, examples, samples, total, length, args.max_steps
+        steps = math.ceil(args.num_train_epochs * updates)
+        samples = examples * args.num_train_epochs
+        epochs = math.ceil(args.num_train_epochs)
+        return epochs, updates, examples, samples, total, length, steps
+
+    def get_total_train_batch_size(self: Trainer, args: Any) -> int:
+        """Examples an update sees: micro-batch times accumulation times workers."""
+        return int(
+            self._train_batch_size * args.gradient_accumulation_steps * args.world_size
+        )
+
+    def _init_training_state(
+        self: Trainer,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """A new state, or the checkpoint's; return the epoch and the micro-batch of it
+        to begin with."""
+        stateful = [
+            c
+            for c in [*self.callback_handler.callbacks, self.control]
+            if isinstance(c, ExportableState) or callable(getattr(c, "state", None))
+        ]
+        self.state = TrainerState(stateful_callbacks=stateful)
+        self.state.is_hyper_param_search = trial is not None
+        self.state.train_batch_size = self._train_batch_size
+        self.state.compute_steps(self.args, max_steps)
+        self._set_loss_state()
+        self._resume_state = {}
+        position = (0, 0)
+        if resume_from_checkpoint is not None:
+            self._load_trainer_state(resume_from_checkpoint)
+            position = self._position(num_update_steps_per_epoch)
+        self.state.init_training_references(self, max_steps, num_train_epochs, trial)
+        self._globalstep_last_logged = self.state.global_step
+        return position
+
+    def _position(self: Trainer, updates_per_epoch: int) -> tuple[int, int]:
+        """Epoch and micro-batch that the loaded checkpoint stands at."""
+        known = self._resume_state
+        if "epoch" in known and not self.args.ignore_data_skip:
+            epoch, micro = int(known["epoch"]), int(known["micro_step"])
+            return (epoch + 1, 0) if known.get("epoch_done") else (epoch, micro)
+        epoch, updates = divmod(self.state.global_step, updates_per_epoch)
+        skipped = 0 if self.args.ignore_data_skip else updates
+        return epoch, skipped * self.args.gradient_accumulation_steps
+
+    def _prepare_for_training(
+        self: Trainer, max_steps: int, train_dataloader: Any, checkpoint: str | None
+    ) -> tuple[Any, Any]:
+        """Optimizer, schedule and the wrapped model; the checkpoint's state of them."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        model = self._wrap_model(self.model_wrapped)
+        self.model_wrapped = model
+        self._loss_scaler = _C.LossScaler() if self.args.fp16 else None
+        if checkpoint is not None:
+            self._load_optimizer_and_scheduler(checkpoint)
+            self._load_scaler(checkpoint)
+        self._schedule_on_metric = self._adapter.is_metric_scheduler(self.lr_scheduler)
+        self._stray_parameters = self._adapter.stray_parameters(
+            self.model, self.optimizer
+        )
+        self._flos_per_token = self._adapter.flos_per_token(self.model)
+        self._main_input_name = getattr(self.model, "main_input_name", "input_ids")
+        self._train_mode(model)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return model, train_dataloader
+
+    def _train_mode(self: Trainer, model: Any) -> None:
+        """Put model and optimizer (schedule-free ones have modes) into train mode."""
+        for part in (model, self.optimizer):
+            if callable(getattr(part, "train", None)):
+                part.train()
+
+    def _start_clock(self: Trainer) -> float:
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        return time.time()
+
+    def _epoch_iterator(
+        self: Trainer, loader: Any, epoch: int, skip: int, checkpoint: str | None
+    ) -> Any:
+        """Batches of the epoch from number `skip` on.
+
+        The generators' states at the beginning of the epoch are kept for checkpoints:
+        a resumed run starts the epoch with them, so that its order is the same, and
+        then takes those of the moment of saving.
+        """
+        began = self._resume_state.get("epoch_rng") if checkpoint else None
+        if began is not None:
+            self._adapter.set_rng_state(began)
+        else:
+            self._resume_state["epoch_rng"] = self._adapter.rng_state()
+        iterator = self._adapter.epoch_iterator(loader, epoch, skip)
+        if checkpoint is not None:
+            self._load_rng_state(checkpoint)
+        return iterator
+
+    def _save_on_signal(self: Trainer, model: Any, trial: Any) -> None:
+        """The checkpoint that Ctrl-C or SIGTERM asks for, unless this step has one."""
+        step = self.state.global_step
+        if self._saved_step != step and step > 0:
+            logger.warning("Asked to stop: saving a checkpoint of step %d first.", step)
+            self._save_checkpoint(model, trial)
+        self._wait_for_save()
+
+    def _finalize_training(
+        self: Trainer, trial: Any, num_train_samples: int, start_time: float
+    ) -> TrainOutput:
+        """Metrics of the run, the best model, on_train_end."""
+        loss = self._training_loss()
+        metrics = speed_metrics(
+            "train", start_time, num_samples=num_train_samples,
+            num_steps=self.state.max_steps,
+        )  # fmt: skip
+        self.store_flos()
+        metrics["total_flos"] = self.state.total_flos
+        metrics["train_loss"] = loss
+        skipped = self._loss_state()["nonfinite_total"]
+        if skipped:
+            metrics["nonfinite_steps"] = skipped
+        self.log(metrics)
+        self._wait_for_save()
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            self._load_best_model()
+        self._drop_last_for_best(trial)
+        self.control = self.callback_handler.on_train_end(
+            self.args, self.state, self.control
+        )
+        return TrainOutput(self.state.global_step, loss, metrics)
+
+    def _end_train(self: Trainer, whole: bool) -> None:
+        """Undo what training did to the model; finish the saves that are under way."""
+        self.is_in_train = False
+        self._adapter.leave_mixed_precision(self.model)
+        if getattr(self, "_neftune", None) is not None:
+            self._neftune.remove()
+            self._neftune = None
+        self._wait_for_save()
+
+    def _wrap_model(
+        self: Trainer, model: Any, training: bool = True, dataloader: Any = None
+    ) -> Any:
+        """`model` as it is run: compiled, under mixed precision, where args say so."""
+        if model is not self.model:
+            return model
+        full_eval = self.args.bf16_full_eval or self.args.fp16_full_eval
+        if training or not (full_eval or self.is_in_train):
+            self._adapter.enter_mixed_precision(model, self.args)
+        if training and self.args.torch_compile:
+            return self._adapter.compile_model(model, self.args)
+        return model
+
+    def _move_model_to_device(self: Trainer, model: Any, device: Any) -> None:
+        if self.place_model_on_device:
+            self._adapter.move_model(model, device)
+
+    def call_model_init(self: Trainer, trial: Any = None) -> Any:
+        """A fresh model from model_init, which takes no argument or the trial."""
+        assert self.model_init is not None
+        import inspect
+
+        takes = len(inspect.signature(self.model_init).parameters)
+        if takes > 1:
+            raise RuntimeError(
+                f"model_init must take no argument or one (the trial), not {takes}"
+            )
+        model = self.model_init(trial) if takes else self.model_init()
+        if model is None:
+            raise RuntimeError("model_init returned None; it must return a model")
+        return model

@@ -1,0 +1,428 @@
+"""torch: batches, samplers, devices, random state, mixed precision."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from ctrainer.adapters import _torch_batches as batches
+
+Args = Any
+Model = nn.Module
+
+default_collator = batches.default_collator
+length_grouped_sampler = batches.LengthGroupedSampler
+seek = batches.seek
+
+
+# Inputs and devices
+
+
+def inputs_stay(args: Args) -> bool:
+    """Does a batch train where the data loader put it, in host memory?"""
+    return torch.device(args.device).type == "cpu"
+
+
+def prepare_input(data: Any, device: Any) -> Any:
+    """`data`, a tensor or a nest of mappings, lists and tuples, with its tensors on
+    `device`. New containers of the same types; leaves that are no tensors as given."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device=device, non_blocking=True)
+    if isinstance(data, Mapping):
+        return type(data)({k: prepare_input(v, device) for k, v in data.items()})  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(prepare_input(v, device) for v in data))
+    if isinstance(data, tuple | list):
+        return type(data)(prepare_input(v, device) for v in data)
+    return data
+
+
+def move_model(model: Model, device: Any) -> None:
+    """Move the model, keeping tied weights tied."""
+    model.to(device)
+    if hasattr(model, "tie_weights") and torch.device(device).type == "xla":
+        model.tie_weights()
+
+
+# Counting
+
+
+class ItemCount(torch.Tensor):
+    """Number of predicted targets in an update, a scalar int64 tensor.
+
+    It notes in `was_read` whether anybody used its value, so that the trainer knows
+    whether the loss is normalised by it already.
+    """
+
+    was_read: bool = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in _SHAPE_QUERIES:
+            for arg in (*args, *(kwargs or {}).values()):
+                if isinstance(arg, ItemCount):
+                    arg.was_read = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(
+                *[_plain(a) for a in args],
+                **{k: _plain(v) for k, v in (kwargs or {}).items()},
+            )
+
+
+_SHAPE_QUERIES = {"__get__", "dim", "size", "numel", "is_floating_point", "__repr__"}
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, ItemCount) else value
+
+
+def item_count(n: int, device: Any, compiled: bool) -> torch.Tensor:
+    """The count that is handed to loss functions; plain where torch.compile traces
+    the model, which could not look into a subclass."""
+    count = torch.tensor(n, device=device)
+    return count if compiled else count.as_subclass(ItemCount)
+
+
+def count_targets(labels: Any, shifted: bool) -> int | None:
+    """Labels that are not -100, without each row's first where the loss shifts them."""
+    if not isinstance(labels, torch.Tensor):
+        return None
+    if shifted and labels.dim() > 0:
+        labels = labels[..., 1:]
+    return int(labels.ne(-100).sum())
+
+
+def shifts_labels(model: Model) -> bool:
+    """Does the model's own loss predict each label from those before it?
+
+    True where a transformers model ends up with its causal loss, be it by loss_type
+    or, for a model made from a bare configuration, by default.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    kind = getattr(model, "loss_type", None)
+    if isinstance(kind, str):
+        return kind == "ForCausalLM" or _mapped_loss(kind) == "ForCausalLMLoss"
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and hasattr(
+        model, "loss_function"
+    )
+
+
+def _mapped_loss(kind: str) -> str:
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    return getattr(LOSS_MAPPING.get(kind), "__name__", "")
+
+
+def flos_per_token(model: Model) -> float:
+    """6 times the parameters without embeddings, worked out once a run; 0 where the
+    model cannot count them."""
+    count = getattr(model, "num_parameters", None)
+    try:
+        return 6.0 * count(exclude_embeddings=True) if callable(count) else 0.0
+    except TypeError:
+        return 0.0
+
+
+# Losses on a device, summed without waiting for it
+
+
+def add_device_loss(total: torch.Tensor | None, loss: torch.Tensor) -> torch.Tensor:
+    """[sum of finite losses, losses that are not finite] on the loss's device."""
+    loss = loss.detach().double()
+    finite = torch.isfinite(loss)
+    pair = torch.stack((torch.where(finite, loss, 0.0), (~finite).double()))
+    return pair if total is None else total + pair
+
+
+def read_device_loss(total: torch.Tensor, accumulation: int) -> tuple[float, int]:
+    """The sum, and how many updates at least had a loss that is not finite."""
+    value, bad = total.tolist()
+    return value, -int(-bad // accumulation)
+
+
+def add_embedding_noise(model: Model, alpha: float) -> Any:
+    """Uniform noise of alpha / sqrt(tokens * width) on the input embeddings while
+    training; remove() of what is returned ends it.
+    Source: Jain et al., "NEFTune", 2023, algorithm 1."""
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+
+    def add_noise(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output
+        size = alpha / (output.size(1) * output.size(2)) ** 0.5
+        return output + torch.zeros_like(output).uniform_(-size, size)
+
+    return embeddings.register_forward_hook(add_noise)
+
+
+def smoothed_loss(
+    outputs: Any, labels: Any, epsilon: float, shift: bool, count: Any
+) -> Any:
+    """Cross entropy against labels mixed with the uniform distribution.
+
+    (1 - epsilon) * nll + epsilon * mean over classes of -log p, summed over labels that
+    are not -100 and divided by their number, or by `count`.
+    Source: Szegedy et al., "Rethinking the Inception Architecture", 2016, section 7.
+    """
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    if shift:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    labels = labels.reshape(-1)
+    kept = labels.ne(-100)
+    log_p = nn.functional.log_softmax(logits.reshape(labels.numel(), -1).float(), -1)
+    nll = -log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    uniform = -log_p.mean(-1)
+    mixed = (1.0 - epsilon) * nll + epsilon * uniform
+    n = kept.sum() if count is None else count
+    return torch.where(kept, mixed, 0.0).sum() / n
+
+
+# Randomness
+
+
+def rng_state() -> dict[str, Any]:
+    """States of Python's, NumPy's and torch's generators, as a checkpoint keeps them."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    random.setstate(_as_tuple(state["python"]))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
+
+
+# Precision
+
+
+class _Autocast:
+    """A model's forward under autocast, its floating-point outputs in fp32."""
+
+    def __init__(self, forward: Callable[..., Any], device: str, dtype: torch.dtype):
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.context = functools.partial(torch.autocast, device, dtype=dtype)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.context():
+            outputs = self.forward(*args, **kwargs)
+        return _to_fp32(outputs)
+
+
+def _to_fp32(data: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        half = data.dtype in (torch.float16, torch.bfloat16)
+        return data.float() if half else data
+    if isinstance(data, Mapping):
+        return type(data)({k: _to_fp32(v) for k, v in data.items()})  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*map(_to_fp32, data))
+    return type(data)(map(_to_fp32, data)) if isinstance(data, tuple | list) else data
+
+
+def enter_mixed_precision(model: Model, args: Args) -> bool:
+    """Run the model's forward in bf16 or fp16 as `args` ask; False where they do not,
+    or it does already. Source: accelerate, which wraps forward in the same way."""
+    if not (args.bf16 or args.fp16) or isinstance(
+        model.__dict__.get("forward"), _Autocast
+    ):
+        return False
+    dtype = torch.bfloat16 if args.bf16 else torch.float16
+    model.forward = _Autocast(model.forward, torch.device(args.device).type, dtype)  # type: ignore[method-assign]
+    return True
+
+
+def leave_mixed_precision(model: Model) -> None:
+    """Give the model its own forward back."""
+    wrapped = model.__dict__.get("forward")
+    if isinstance(wrapped, _Autocast):
+        del model.forward
+        if model.forward != wrapped.forward:
+            model.forward = wrapped.forward  # type: ignore[method-assign]
+
+
+def compile_model(model: Model, args: Args) -> Model:
+    """torch.compile with the backend and mode of `args`; the same parameters."""
+    return torch.compile(  # type: ignore[return-value]
+        model,
+        backend=args.torch_compile_backend or "inductor",
+        mode=args.torch_compile_mode,
+    )
+
+
+def no_grad() -> contextlib.AbstractContextManager[Any]:
+    return torch.no_grad()
+
+
+def empty_cache() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# Optimizers
+
+
+_NO_DECAY = [
+    re.compile(p)
+    for p in (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+]
+
+
+def decay_parameter_names(model: Model) -> list[str]:
+    """Names of the parameters that weight decay applies to: no biases and nothing in a
+    normalisation layer, by type or by name. Source: transformers 5.17, trainer.py,
+    get_decay_parameter_names."""
+    names = []
+    for name, _ in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if not isinstance(owner, nn.LayerNorm) and not any(
+            p.search(name.lower()) for p in _NO_DECAY
+        ):
+            names.append(name)
+    return names
+
+
+def optimizer_groups(
+    model: Model, decay: list[str], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two groups, with and without weight decay, of the parameters that train."""
+    chosen = set(decay)
+    groups: tuple[list[Any], list[Any]] = ([], [])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[name not in chosen].append(parameter)
+    return [
+        {"params": groups[0], "weight_decay": weight_decay},
+        {"params": groups[1], "weight_decay": 0.0},
+    ]
+
+
+def optimizer_class(name: str, args: Args, model: Model) -> tuple[Any, dict[str, Any]]:
+    """Class and keywords of the optimizer called `name`: ours, or torch's own where a
+    parameter is not in host memory."""
+    from ctrainer import optim
+
+    on_host = all(p.device.type == "cpu" for p in model.parameters())
+    source: Any = optim if on_host else torch.optim
+    kwargs: dict[str, Any] = {"lr": args.learning_rate}
+    if name == "sgd":
+        return source.SGD, kwargs
+    kwargs.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    if not on_host:
+        kwargs["fused"] = True
+    return source.AdamW, kwargs
+
+
+def make_scheduler(
+    name: str, optimizer: Any, warmup: int, total: int, options: dict[str, Any]
+) -> Any:
+    from ctrainer import optim
+
+    return optim.get_scheduler(name, optimizer, warmup, total, **options)
+
+
+def is_metric_scheduler(scheduler: Any) -> bool:
+    """Is it stepped with an evaluation's metric instead of once an update?"""
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def stray_parameters(model: Model, optimizer: Any) -> bool:
+    """Has the model a parameter that trains and is not the optimizer's?"""
+    known = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    return any(p.requires_grad and id(p) not in known for p in model.parameters())
+
+
+def _grads(optimizer: Any) -> list[torch.Tensor]:
+    params = (p for g in optimizer.param_groups for p in g["params"])
+    return [p.grad for p in params if p.grad is not None]
+
+
+def grad_norm(optimizer: Any) -> float:
+    """L2 norm of the optimizer's gradients on their devices; waits for it."""
+    grads = _grads(optimizer)
+    norms = torch._foreach_norm(grads) if grads else []
+    total = [n.to(norms[0].device, torch.float64) for n in norms]
+    return torch.stack(total).norm().item() if total else 0.0
+
+
+def scale_grads(optimizer: Any, factor: float) -> None:
+    """Multiply the optimizer's gradients by `factor` in place."""
+    grads = _grads(optimizer)
+    if grads:
+        torch._foreach_mul_(grads, factor)
+
+
+# Data
+
+
+def is_iterable(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset)
+
+
+def random_sampler(dataset: Any, args: Args) -> Sampler[int]:
+    """A shuffled order that depends on the seed and the epoch alone."""
+    return batches.SeededSampler(dataset, args)
+
+
+def sequential_sampler(dataset: Any) -> Sampler[int]:
+    return torch.utils.data.SequentialSampler(dataset)
+
+
+def data_loader(
+    dataset: Any, args: Args, *, training: bool, sampler: Any, **options: Any
+) -> DataLoader[Any]:
+    """A torch DataLoader with the options of `args`.
+
+    A plain RandomSampler of training data, which an override of _get_train_sampler
+    may return, is replaced by one of the same order as accelerate's: seeded by the
+    run's seed plus the epoch, so that a resumed run finds it again.
+    """
+    workers = args.dataloader_num_workers
+    options.update(
+        num_workers=workers,
+        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+        persistent_workers=args.dataloader_persistent_workers and workers > 0,
+    )
+    if workers > 0:
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+        context = getattr(args, "dataloader_multiprocessing_context", None)
+        options["multiprocessing_context"] = context
+    if not is_iterable(dataset):
+        options["sampler"] = batches.seeded(sampler, args) if training else sampler
+        options["drop_last"] = args.dataloader_drop_last
+        if training and workers > 0:
+            options["worker_init_fn"] = batches.worker_seeder(workers)
+    return DataLoader(dataset, **options)
+
+
+def epoch_iterator(loader: Any, epoch: int, skip: int) -> Iterator[Any]:
+    """Batches of epoch number `epoch`, from batch number `skip` on."""
+    batches.set_epoch(loader, epoch)
+    return seek(loader, skip) if skip else iter(loader)
+
+

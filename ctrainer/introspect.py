@@ -1,0 +1,117 @@
+"""What a model's class says of its inputs and its loss; which optimizer args mean."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def base_model(model: Any) -> Any:
+    """The model inside a PEFT wrapper, else the model."""
+    if not hasattr(model, "peft_config"):
+        return model
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model.base_model.model
+
+
+def _forward(model: Any) -> Callable[..., Any] | None:
+    return getattr(model, "forward", None) or getattr(model, "__call__", None)
+
+
+def accepts_loss_kwargs(model: Any) -> bool:
+    """Does the model's forward take num_items_in_batch? It says so itself by
+    `accepts_loss_kwargs`, by naming it, or by taking any keyword."""
+    said = getattr(model, "accepts_loss_kwargs", None)
+    if said is not None:
+        return bool(said)
+    forward = _forward(model)
+    try:
+        parameters = inspect.signature(forward).parameters if forward else {}
+    except (TypeError, ValueError):
+        return False
+    return "num_items_in_batch" in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )
+
+
+def label_names(cls: type) -> list[str]:
+    """The labels that forward of the model class `cls` takes. Source: transformers,
+    utils/generic.py, find_labels."""
+    forward = getattr(cls, "forward", None)
+    if forward is None:
+        return []
+    names = list(inspect.signature(forward).parameters)
+    answering = "QuestionAnswering" in cls.__name__
+    places = ("start_positions", "end_positions") if answering else ()
+    return [n for n in names if "label" in n or n in places]
+
+
+def can_return_loss(cls: type) -> bool:
+    """Has forward of the model class `cls` a parameter return_loss=True?"""
+    forward = getattr(cls, "forward", None)
+    if forward is None:
+        return False
+    found = inspect.signature(forward).parameters.get("return_loss")
+    return found is not None and found.default is True
+
+
+class LabelSmoother:
+    """Label-smoothed cross entropy of a model's logits, for models of torch.
+
+    epsilon is the weight of the uniform distribution, in [0, 1]; labels equal to
+    ignore_index, -100, are left out.
+    """
+
+    def __init__(self, epsilon: float = 0.1, ignore_index: int = -100) -> None:
+        if not 0.0 <= epsilon <= 1.0:
+            raise ValueError(f"label_smoothing_factor must be in [0, 1], got {epsilon}")
+        self.epsilon = epsilon
+        self.ignore_index = ignore_index
+
+    def __call__(
+        self,
+        model_output: Any,
+        labels: Any,
+        shift_labels: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        from ctrainer.adapters import torch as adapter
+
+        return adapter.smoothed_loss(
+            model_output, labels, self.epsilon, shift_labels, num_items_in_batch
+        )
+
+
+def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The class that args.optim names and its keywords but for the parameters."""
+    from ctrainer import adapters
+
+    name = str(getattr(args.optim, "value", args.optim))
+    adapter = adapters.for_model(model)
+    cls, kwargs = adapter.optimizer_class(name, args, model)
+    return cls, {**kwargs, **parse_options(getattr(args, "optim_args", None))}
+
+
+def parse_options(text: str | None) -> dict[str, Any]:
+    """`optim_args`, "name=value,name=value": numbers and booleans as such."""
+    options: dict[str, Any] = {}
+    for item in filter(None, (text or "").replace(" ", "").split(",")):
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"optim_args must be name=value pairs, got {item!r}")
+        options[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            return text

@@ -1,0 +1,333 @@
+"""HuggingFace's Trainer on ctrainer's engine."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ctrainer import _C, adapters
+from ctrainer._trainer_data import DataMixin
+from ctrainer._trainer_run import RunMixin
+from ctrainer.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback
+from ctrainer.progress import ProgressCallback
+from ctrainer.trainer_state import TrainerControl, TrainerState
+from ctrainer.trainer_utils import has_length
+from ctrainer.training_args import TrainingArguments, adopt
+
+logger = logging.getLogger("ctrainer.trainer")
+
+TRAINING_ARGS_NAME = "training_args.bin"
+TRAINER_STATE_NAME = "trainer_state.json"
+OPTIMIZER_NAME = "optimizer.pt"
+SCHEDULER_NAME = "scheduler.pt"
+SCALER_NAME = "scaler.pt"
+
+DEFAULT_CALLBACKS: list[type] = [DefaultFlowCallback]
+DEFAULT_PROGRESS_CALLBACK = ProgressCallback
+
+
+class Trainer(DataMixin, RunMixin, _C.Trainer):
+    """Trains and evaluates a model; a drop-in for transformers.Trainer.
+
+    Args:
+        model: a torch.nn.Module, or an object of ctrainer.adapters.numpy's protocol.
+            Its call takes a batch as keywords and returns the loss as ["loss"] or [0].
+        args: TrainingArguments, ours or transformers'; by default those of the folder
+            "tmp_trainer".
+        data_collator: makes a batch of a list of examples.
+        train_dataset, eval_dataset: map-style or iterable; eval_dataset may be a dict
+            of several.
+        processing_class: tokenizer or processor, saved with the model.
+        model_init: makes a fresh model for each train(); instead of `model`.
+        compute_loss_func: (outputs, labels, num_items_in_batch=None) -> loss.
+        compute_metrics: (EvalPrediction) -> dict of metrics.
+        callbacks: TrainerCallback instances or classes, beside the default ones.
+        optimizers: (optimizer, lr_scheduler); None makes that of args.
+        optimizer_cls_and_kwargs: class and keywords of the optimizer, instead.
+        preprocess_logits_for_metrics: (logits, labels) -> what evaluation keeps.
+
+    Raises:
+        ValueError: arguments contradict each other or are not supported; the message
+            names them. RuntimeError: neither model nor model_init, or both.
+
+    Source: transformers 5.17, trainer.py; docs/migrating.md says what differs.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Callable[..., Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if "tokenizer" in kwargs:  # its name before transformers 4.46
+            processing_class = kwargs.pop("tokenizer")
+        if kwargs:
+            raise TypeError(f"Trainer got unexpected arguments: {', '.join(kwargs)}")
+        self.args: TrainingArguments = adopt(
+            TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        )
+        self.model_init = model_init
+        self.neftune_noise_alpha = self.args.neftune_noise_alpha
+        self.compute_loss_func = compute_loss_func
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.processing_class = processing_class
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self._seed()
+        self._take_model(model)
+        self.data_collator = data_collator or self._default_collator()
+        self._validate()
+        self._start_state(callbacks or [])
+
+    def _take_model(self, model: Any) -> None:
+        """Check, inspect and place the model, or the first one of model_init."""
+        if (model is None) == (self.model_init is None):
+            raise RuntimeError(
+                "the trainer needs either model or model_init"
+                + (", not both" if model is not None else "")
+            )
+        model = self.call_model_init() if model is None else model
+        self._adapter = adapters.for_model(model)
+        self.model = self.model_wrapped = model
+        device = self.args.device
+        self.is_model_parallel = len(set(_device_map(model))) > 1
+        full_eval = self.args.bf16_full_eval or self.args.fp16_full_eval
+        self.place_model_on_device = not self.is_model_parallel
+        self._inputs_stay = self._adapter.inputs_stay(self.args)
+        if not full_eval:
+            self._move_model_to_device(model, device)
+        self._inspect_model()
+
+    def _inspect_model(self) -> None:
+        from ctrainer import introspect
+
+        base = introspect.base_model(self.model)
+        self.model_accepts_loss_kwargs = introspect.accepts_loss_kwargs(base)
+        found = introspect.label_names(type(base))
+        given = self.args.label_names
+        self.label_names = found if given is None else given
+        self.can_return_loss = introspect.can_return_loss(type(base))
+        self._loss_shifts_labels = self._adapter.shifts_labels(base)
+        self.label_smoother: Any = None
+        if self.args.label_smoothing_factor != 0:
+            self.label_smoother = introspect.LabelSmoother(
+                self.args.label_smoothing_factor
+            )
+
+    def _default_collator(self) -> Callable[..., Any]:
+        """Padding by the tokenizer where there is one, else plain stacking."""
+        if callable(getattr(self.processing_class, "pad", None)):
+            from transformers import DataCollatorWithPadding
+
+            return DataCollatorWithPadding(self.processing_class)
+        return self._adapter.default_collator
+
+    def _validate(self) -> None:
+        args = self.args
+        if self.optimizer_cls_and_kwargs is not None and self.optimizer is not None:
+            raise RuntimeError("pass optimizers or optimizer_cls_and_kwargs, not both")
+        if self.model_init is not None and (self.optimizer or self.lr_scheduler):
+            raise RuntimeError(
+                "model_init makes a new model for each run, so optimizers= cannot know "
+                "its parameters; override create_optimizer_and_scheduler instead"
+            )
+        if args.eval_strategy != "no" and self.eval_dataset is None:
+            raise ValueError(
+                f'eval_strategy="{args.eval_strategy}" needs an eval_dataset'
+            )
+        if not callable(self.data_collator):
+            raise TypeError("data_collator must be callable")
+        data = self.train_dataset
+        if data is not None and not has_length(data) and args.max_steps <= 0:
+            raise ValueError(
+                "train_dataset has no length, so max_steps must say how many updates "
+                "to make"
+            )
+        if args.batch_eval_metrics and self.compute_metrics is not None:
+            if "compute_result" not in inspect.signature(self.compute_metrics).parameters:
+                raise ValueError(
+                    "batch_eval_metrics=True calls compute_metrics once a batch; it "
+                    "must take compute_result, which is True for the last"
+                )
+
+    def _start_state(self, callbacks: list[Any]) -> None:
+        """Callbacks, state and the attributes that subclasses expect to find."""
+        from ctrainer.integrations import reporting_callbacks
+
+        args = self.args
+        display = PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
+        defaults = [*DEFAULT_CALLBACKS, *reporting_callbacks(args.report_to), display]
+        self.callback_handler = CallbackHandler(
+            [*defaults, *callbacks], self.model, self.processing_class,
+            self.optimizer, self.lr_scheduler,
+        )  # fmt: skip
+        if args.should_save:
+            os.makedirs(args.output_dir, exist_ok=True)
+        self.control = TrainerControl()
+        self.state = TrainerState(
+            is_local_process_zero=self.is_local_process_zero(),
+            is_world_process_zero=self.is_world_process_zero(),
+        )
+        self.__dict__.update(_ATTRIBUTES)
+        self._resume_state = {}
+        self._eval_dataloaders: dict[str, Any] = {}
+        self._train_batch_size = args.train_batch_size
+        self._counts_tokens = args.include_num_input_tokens_seen not in (False, "no")
+        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+        config = getattr(self.model, "config", None)
+        if hasattr(config, "use_cache") and not getattr(args, "use_cache", False):
+            config.use_cache = False
+
+    # Optimizer and schedule
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make the optimizer and the schedule that were not passed."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=num_training_steps)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make self.optimizer unless there is one, and return it.
+
+        Weight decay applies to the parameters of get_decay_parameter_names alone.
+        """
+        if self.optimizer is None:
+            target = self.model if model is None else model
+            decay = self.get_decay_parameter_names(target)
+            groups = self._adapter.optimizer_groups(
+                target, decay, self.args.weight_decay
+            )
+            if self.optimizer_cls_and_kwargs is not None:
+                cls, kwargs = self.optimizer_cls_and_kwargs
+                groups = kwargs.pop("params", groups) if "params" in kwargs else groups
+            else:
+                cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, target)
+            self.optimizer = cls(groups, **kwargs)
+        return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: Any, model: Any = None
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The class that args.optim names and its keywords, without the parameters."""
+        from ctrainer.introspect import optimizer_class
+
+        return optimizer_class(args, model)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Names of the parameters that weight decay applies to."""
+        return list(self._adapter.decay_parameter_names(model))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make self.lr_scheduler unless there is one, and return it."""
+        if self.lr_scheduler is None:
+            args = self.args
+            self.lr_scheduler = self._adapter.make_scheduler(
+                str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+                self.optimizer if optimizer is None else optimizer,
+                args.get_warmup_steps(num_training_steps),
+                num_training_steps,
+                dict(args.lr_scheduler_kwargs or {}),
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # What the loop asks of the framework
+
+    def _prepare_input(self, data: Any) -> Any:
+        """`data` with its tensors on the device; overrides see every batch here that
+        is no plain dict, or goes to a GPU."""
+        return self._adapter.prepare_input(data, self.args.device)
+
+    def _item_count(self, n: int, device: Any) -> Any:
+        return self._adapter.item_count(n, device, bool(self.args.torch_compile))
+
+    def _count_targets(self, labels: Any, shifted: bool) -> int | None:
+        return self._adapter.count_targets(labels, shifted)  # type: ignore[no-any-return]
+
+    def _add_device_loss(self, total: Any, loss: Any) -> Any:
+        return self._adapter.add_device_loss(total, loss)
+
+    def _read_device_loss(self, total: Any) -> tuple[float, int]:
+        steps = self.args.gradient_accumulation_steps
+        return self._adapter.read_device_loss(total, steps)  # type: ignore[no-any-return]
+
+    def _device_grad_norm(self, optimizer: Any) -> float:
+        return self._adapter.grad_norm(optimizer)  # type: ignore[no-any-return]
+
+    def _device_grad_scale(self, optimizer: Any, factor: float) -> None:
+        self._adapter.scale_grads(optimizer, factor)
+
+    def _smoothed_loss(self, model: Any, outputs: Any, labels: Any, count: Any) -> Any:
+        shift = self._loss_shifts_labels
+        return self.label_smoother(outputs, labels, shift, num_items_in_batch=count)
+
+    # Who and where
+
+    def is_local_process_zero(self) -> bool:
+        return bool(self.args.local_process_index == 0)
+
+    def is_world_process_zero(self) -> bool:
+        return bool(self.args.process_index == 0)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback: an instance, or a class to instantiate."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove and return a callback, by instance or class; None without one."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, by instance or class."""
+        self.callback_handler.remove_callback(callback)
+
+
+# The attributes of transformers' Trainer that others read before training sets them.
+_ATTRIBUTES: dict[str, Any] = {
+    "is_in_train": False,
+    "deepspeed": None,
+    "is_deepspeed_enabled": False,
+    "is_fsdp_enabled": False,
+    "is_fsdp_xla_enabled": False,
+    "hp_name": None,
+    "hp_search_backend": None,
+    "hub_model_id": None,
+    "push_in_progress": None,
+    "current_flos": 0,
+    "current_gradient_accumulation_steps": 1,
+    "_signature_columns": None,
+    "_created_lr_scheduler": False,
+    "_globalstep_last_logged": 0,
+    "_epoch": 0,
+    "_loss_scaler": None,
+    "_schedule_on_metric": False,
+    "_stray_parameters": False,
+    "_flos_per_token": 0.0,
+    "_main_input_name": "input_ids",
+    "_initial_num_input_tokens_seen": 0,
+    "_saved_step": -1,
+    "_neftune": None,
+}
+
+
+def _device_map(model: Any) -> list[Any]:
+    places = getattr(model, "hf_device_map", None) or {}
+    return [p for p in places.values() if p not in ("cpu", "disk")]
