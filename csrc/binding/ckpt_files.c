@@ -1,0 +1,391 @@
+/* Reading and judging the files of checkpoints: functions of the module. */
+#include "binding/ckpt_tensors.h"
+#include "core/ct_alloc.h"
+#include "core/ct_manifest.h"
+#include "core/ct_zip.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+static PyObject *
+text_to_str(ct_text text)
+{
+    return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.n, NULL);
+}
+
+static ct_st_file *
+open_file(PyObject *path)
+{
+    ct_st_file *file = NULL;
+    ct_status status;
+    ct_error err;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_st_open(&file, PyBytes_AS_STRING(path), &err);
+    Py_END_ALLOW_THREADS
+    if (status != CT_OK) {
+        (void)ctpy_raise(&err);
+    }
+    return file;
+}
+
+static PyObject *
+metadata_to_dict(const ct_st_file *file)
+{
+    size_t n;
+    const ct_st_pair *pairs = ct_st_metadata_borrow(file, &n);
+    PyObject *dict = PyDict_New();
+    for (size_t i = 0; i < n && dict != NULL; i++) {
+        PyObject *key = text_to_str(pairs[i].key), *value = text_to_str(pairs[i].value);
+        if (key == NULL || value == NULL || PyDict_SetItem(dict, key, value) < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(value);
+        Py_XDECREF(key);
+    }
+    return dict;
+}
+
+static PyObject *
+shape_to_tuple(const ct_st_tensor *tensor)
+{
+    PyObject *shape = PyTuple_New((Py_ssize_t)tensor->ndim);
+    for (size_t i = 0; i < tensor->ndim && shape != NULL; i++) {
+        PyObject *extent = PyLong_FromUnsignedLongLong(tensor->shape[i]);
+        if (extent == NULL) {
+            Py_CLEAR(shape);
+            break;
+        }
+        PyTuple_SET_ITEM(shape, (Py_ssize_t)i, extent);
+    }
+    return shape;
+}
+
+/* (name, dtype, shape, bytes) */
+static PyObject *
+tensor_to_tuple(const ct_st_tensor *tensor)
+{
+    PyObject *name = text_to_str(tensor->name), *tag = text_to_str(tensor->tag);
+    PyObject *shape = shape_to_tuple(tensor), *made = NULL;
+    if (name != NULL && tag != NULL && shape != NULL) {
+        made = Py_BuildValue("OOOK", name, tag, shape,
+                             (unsigned long long)(tensor->end - tensor->begin));
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(tag);
+    Py_XDECREF(name);
+    return made;
+}
+
+static PyObject *
+tensors_to_list(const ct_st_file *file)
+{
+    size_t n;
+    const ct_st_tensor *tensors = ct_st_tensors_borrow(file, &n);
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    for (size_t i = 0; i < n && list != NULL; i++) {
+        PyObject *item = tensor_to_tuple(&tensors[i]);
+        if (item == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+    }
+    return list;
+}
+
+const char ctpy_safetensors_index_doc[] =
+    "safetensors_index($module, path, /)\n--\n\n"
+    "Return (metadata, [(name, dtype, shape, bytes), ...]) of a safetensors file.\n\n"
+    "Raises ValueError, naming the file, when it is not whole.";
+
+PyObject *
+ctpy_safetensors_index(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    PyObject *path = ctpy_path_from(arg), *metadata = NULL, *list = NULL, *pair = NULL;
+    ct_st_file *file = path == NULL ? NULL : open_file(path);
+    if (file != NULL && (metadata = metadata_to_dict(file)) != NULL &&
+        (list = tensors_to_list(file)) != NULL) {
+        pair = PyTuple_Pack(2, metadata, list);
+    }
+    Py_XDECREF(list);
+    Py_XDECREF(metadata);
+    ct_st_close(file);
+    Py_XDECREF(path);
+    return pair;
+}
+
+/* Does the tensor of the file fit the one it is to be read into? */
+static int
+check_fit(PyObject *path, const ct_st_tensor *stored, const ct_st_entry *entry)
+{
+    if (ct_text_is(stored->tag, entry->tag) && stored->ndim == entry->ndim &&
+        memcmp(stored->shape, entry->shape, entry->ndim * sizeof(uint64_t)) == 0 &&
+        stored->end - stored->begin == entry->bytes) {
+        return 0;
+    }
+    PyObject *name = text_to_str(stored->name), *tag = text_to_str(stored->tag);
+    PyObject *shape = shape_to_tuple(stored);
+    if (name != NULL && tag != NULL && shape != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: tensor '%U' is %U of shape %R there, which does not fit the "
+                     "%s it is to be read into",
+                     PyBytes_AS_STRING(path), name, tag, shape, entry->tag);
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(tag);
+    Py_XDECREF(name);
+    return -1;
+}
+
+/* Where each tensor of the file goes; `wanted` also marks empty ones, which have no
+ * address. */
+typedef struct load {
+    void **targets;
+    bool *wanted;
+    PyObject *missing, *unexpected; /* lists of names */
+} load;
+
+static void
+load_fini(load *l)
+{
+    Py_CLEAR(l->unexpected);
+    Py_CLEAR(l->missing);
+    ct_free(l->wanted);
+    ct_free((void *)l->targets);
+}
+
+static int
+load_init(load *l, const ct_st_file *file)
+{
+    size_t n;
+    (void)ct_st_tensors_borrow(file, &n);
+    l->targets = (void **)ct_calloc(n + 1, sizeof(void *));
+    l->wanted = ct_calloc(n + 1, sizeof(bool));
+    l->missing = PyList_New(0);
+    l->unexpected = PyList_New(0);
+    if (l->targets == NULL || l->wanted == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    return l->missing == NULL || l->unexpected == NULL ? -1 : 0;
+}
+
+/* Pairs each wanted tensor with the file's; those that the file lacks are missing. */
+static int
+match(PyObject *path, const ct_st_file *file, const ctpy_tensors *tensors, load *l)
+{
+    size_t n;
+    const ct_st_tensor *all = ct_st_tensors_borrow(file, &n);
+    for (size_t i = 0; i < tensors->n; i++) {
+        const ct_st_entry *entry = &tensors->entries[i];
+        const ct_st_tensor *stored = ct_st_find_borrow(file, entry->name);
+        if (stored == NULL) {
+            PyObject *pair = PyList_GET_ITEM(tensors->items, (Py_ssize_t)i);
+            if (PyList_Append(l->missing, PyTuple_GET_ITEM(pair, 0)) < 0) {
+                return -1;
+            }
+            continue;
+        }
+        if (check_fit(path, stored, entry) < 0) {
+            return -1;
+        }
+        l->targets[stored - all] = (void *)(uintptr_t)entry->data;
+        l->wanted[stored - all] = true;
+    }
+    return 0;
+}
+
+static int
+list_unexpected(const ct_st_file *file, const load *l)
+{
+    size_t n;
+    const ct_st_tensor *all = ct_st_tensors_borrow(file, &n);
+    for (size_t i = 0; i < n; i++) {
+        PyObject *name = l->wanted[i] ? NULL : text_to_str(all[i].name);
+        int failed =
+            !l->wanted[i] && (name == NULL || PyList_Append(l->unexpected, name) < 0);
+        Py_XDECREF(name);
+        if (failed) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+refuse_differences(PyObject *path, const load *l)
+{
+    if (PyList_GET_SIZE(l->missing) == 0 && PyList_GET_SIZE(l->unexpected) == 0) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "%s: the file lacks %R and has %R, which were not asked for; pass "
+                 "strict=False to read what both have",
+                 PyBytes_AS_STRING(path), l->missing, l->unexpected);
+    return -1;
+}
+
+/* Everything is checked before the first byte is read into a tensor. */
+static PyObject *
+load_file(PyObject *path, const ct_st_file *file, const ctpy_tensors *tensors,
+          int strict, int check)
+{
+    load l = {0};
+    ct_error err;
+    PyObject *answer = NULL;
+    if (load_init(&l, file) == 0 && match(path, file, tensors, &l) == 0 &&
+        list_unexpected(file, &l) == 0 &&
+        (!strict || refuse_differences(path, &l) == 0)) {
+        ct_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_st_read(file, l.targets, check != 0, &err);
+        Py_END_ALLOW_THREADS
+        answer = status == CT_OK ? PyTuple_Pack(2, l.missing, l.unexpected)
+                                 : ctpy_raise(&err);
+    }
+    load_fini(&l);
+    return answer;
+}
+
+const char ctpy_load_safetensors_into_doc[] =
+    "load_safetensors_into($module, path, tensors, strict, check, /)\n--\n\n"
+    "Read a safetensors file straight into the memory of a dict of named tensors.\n\n"
+    "Returns (names the file lacks, names that were not asked for); with strict, "
+    "either\n"
+    "raises ValueError, as does a dtype or shape that differs, before anything is\n"
+    "changed. With check, the data is compared with the checksum that ctrainer "
+    "writes;\n"
+    "ValueError then, but the tensors have been overwritten.";
+
+PyObject *
+ctpy_load_safetensors_into(PyObject *module, PyObject *args)
+{
+    PyObject *given, *dict, *answer = NULL, *path = NULL;
+    int strict, check;
+    ctpy_tensors tensors = {0};
+    ct_st_file *file = NULL;
+    if (!PyArg_ParseTuple(args, "OOpp:load_safetensors_into", &given, &dict, &strict,
+                          &check) ||
+        (path = ctpy_path_from(given)) == NULL) {
+        return NULL;
+    }
+    if (ctpy_tensors_from(PyModule_GetState(module), dict, 1, &tensors) == 0 &&
+        (file = open_file(path)) != NULL) {
+        answer = load_file(path, file, &tensors, strict, check);
+    }
+    ct_st_close(file);
+    ctpy_tensors_fini(&tensors);
+    Py_DECREF(path);
+    return answer;
+}
+
+/* Opens the file and sums its data, reading it nowhere. */
+static ct_status
+check_safetensors(const char *path, ct_error *err)
+{
+    ct_st_file *file = NULL;
+    size_t n;
+    ct_status status = ct_st_open(&file, path, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    (void)ct_st_tensors_borrow(file, &n);
+    void **nowhere = (void **)ct_calloc(n + 1, sizeof(void *));
+    status = nowhere == NULL ? ct_fail(err, CT_ENOMEM, "no memory to read %s", path)
+                             : ct_st_read(file, nowhere, true, err);
+    ct_free((void *)nowhere);
+    ct_st_close(file);
+    return status;
+}
+
+static PyObject *
+check_path(PyObject *arg, ct_status (*check)(const char *path, ct_error *err))
+{
+    ct_error err;
+    ct_status status;
+    PyObject *path = ctpy_path_from(arg);
+    if (path == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = check(PyBytes_AS_STRING(path), &err);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(path);
+    if (status != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    Py_RETURN_NONE;
+}
+
+const char ctpy_check_safetensors_doc[] =
+    "check_safetensors($module, path, /)\n--\n\n"
+    "Raise ValueError or OSError, naming the file, unless it is whole.\n\n"
+    "Its header is checked against its size, and its data against the checksum in its\n"
+    "metadata where there is one.";
+
+PyObject *
+ctpy_check_safetensors(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    return check_path(arg, check_safetensors);
+}
+
+const char ctpy_check_archive_doc[] =
+    "check_archive($module, path, /)\n--\n\n"
+    "Raise ValueError or OSError, naming the file, unless it is a whole torch "
+    "archive.\n"
+    "\n"
+    "Every record is compared with its checksum; nothing is unpickled.";
+
+PyObject *
+ctpy_check_archive(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    return check_path(arg, ct_zip_verify);
+}
+
+/* Collects problems as plain text: it runs without the GIL. */
+static ct_status
+collect(void *arg, const char *problem, ct_error *err)
+{
+    return ct_buf_add(arg, problem, strlen(problem) + 1, err);
+}
+
+static PyObject *
+texts_to_list(const ct_buf *buf)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t at = 0; at < buf->n && list != NULL;) {
+        const char *text = (const char *)buf->data + at;
+        PyObject *item = PyUnicode_DecodeFSDefault(text);
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+        at += strlen(text) + 1;
+    }
+    return list;
+}
+
+const char ctpy_verify_manifest_doc[] =
+    "verify_manifest($module, folder, /)\n--\n\n"
+    "Compare a checkpoint's files with its manifest; return the problems, as str.\n\n"
+    "Raises FileNotFoundError when it has no manifest, ValueError when that is "
+    "damaged.";
+
+PyObject *
+ctpy_verify_manifest(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    ct_error err;
+    ct_status status;
+    ct_buf problems = {0};
+    PyObject *list = NULL, *path = ctpy_path_from(arg);
+    if (path == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_manifest_verify(PyBytes_AS_STRING(path), collect, &problems, &err);
+    Py_END_ALLOW_THREADS
+    list = status == CT_OK ? texts_to_list(&problems) : ctpy_raise(&err);
+    ct_buf_fini(&problems);
+    Py_DECREF(path);
+    return list;
+}

@@ -1,0 +1,234 @@
+#include "binding/ckpt_tensors.h"
+
+#include "binding/ctpy_optim.h"
+#include "core/ct_alloc.h"
+
+#include <stdio.h>
+
+void
+ctpy_tensors_fini(ctpy_tensors *tensors)
+{
+    ct_free(tensors->extents);
+    ct_free(tensors->entries);
+    Py_CLEAR(tensors->items);
+    *tensors = (ctpy_tensors){0};
+}
+
+PyObject *
+ctpy_path_from(PyObject *op)
+{
+    PyObject *bytes = NULL;
+    return PyUnicode_FSConverter(op, (void *)&bytes) ? bytes : NULL;
+}
+
+/* The shape of one value, borrowed from it or a new reference in *owned. */
+static PyObject *
+shape_of(PyObject *value, PyObject **owned)
+{
+    PyObject *shape = PyTuple_Check(value) ? Py_NewRef(PyTuple_GET_ITEM(value, 2))
+                                           : PyObject_GetAttrString(value, "shape");
+    if (shape != NULL && !PyTuple_Check(shape)) {
+        PyErr_SetString(PyExc_TypeError, "a tensor's shape must be a tuple");
+        Py_CLEAR(shape);
+    }
+    *owned = shape;
+    return shape;
+}
+
+static int
+check_value(PyObject *name, PyObject *value)
+{
+    if (!PyUnicode_Check(name)) {
+        PyErr_Format(PyExc_TypeError, "names of tensors must be str, got %.100s",
+                     Py_TYPE(name)->tp_name);
+        return -1;
+    }
+    if (PyTuple_Check(value) && (PyTuple_GET_SIZE(value) != 3 ||
+                                 !PyUnicode_Check(PyTuple_GET_ITEM(value, 1)))) {
+        PyErr_Format(PyExc_TypeError,
+                     "tensor '%U': a tuple must be (bytes as uint8, dtype, shape)",
+                     name);
+        return -1;
+    }
+    return 0;
+}
+
+/* Number of extents of all shapes, so that their memory is taken once. */
+static Py_ssize_t
+count_extents(PyObject *items)
+{
+    Py_ssize_t n = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+        PyObject *pair = PyList_GET_ITEM(items, i), *shape;
+        if (check_value(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) < 0 ||
+            shape_of(PyTuple_GET_ITEM(pair, 1), &shape) == NULL) {
+            return -1;
+        }
+        n += PyTuple_GET_SIZE(shape);
+        Py_DECREF(shape);
+    }
+    return n;
+}
+
+static int
+fill_shape(PyObject *value, uint64_t *extents, ct_st_entry *entry)
+{
+    PyObject *shape;
+    if (shape_of(value, &shape) == NULL) {
+        return -1;
+    }
+    entry->ndim = (size_t)PyTuple_GET_SIZE(shape);
+    entry->shape = extents;
+    for (size_t i = 0; i < entry->ndim && !PyErr_Occurred(); i++) {
+        extents[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, (Py_ssize_t)i));
+    }
+    Py_DECREF(shape);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+fill_entry(ctpy_state *state, PyObject *pair, int writable, uint64_t *extents,
+           ct_st_entry *entry)
+{
+    char what[200];
+    ct_span span;
+    Py_ssize_t n;
+    PyObject *name = PyTuple_GET_ITEM(pair, 0), *value = PyTuple_GET_ITEM(pair, 1);
+    bool raw = PyTuple_Check(value);
+    const char *text = PyUnicode_AsUTF8AndSize(name, &n);
+    if (text == NULL) {
+        return -1;
+    }
+    (void)snprintf(what, sizeof what, "tensor '%.180s'", text);
+    if (ctpy_span_from(state, raw ? PyTuple_GET_ITEM(value, 0) : value, what, writable,
+                       &span) < 0) {
+        return -1;
+    }
+    entry->name = (ct_text){text, (size_t)n};
+    entry->data = span.data;
+    entry->bytes = span.n * ct_dtype_size(span.dtype);
+    entry->tag =
+        raw ? PyUnicode_AsUTF8(PyTuple_GET_ITEM(value, 1)) : ct_dtype_tag(span.dtype);
+    return entry->tag == NULL ? -1 : fill_shape(value, extents, entry);
+}
+
+static int
+fill_entries(ctpy_state *state, ctpy_tensors *tensors, int writable)
+{
+    Py_ssize_t extents = count_extents(tensors->items);
+    if (extents < 0) {
+        return -1;
+    }
+    tensors->n = (size_t)PyList_GET_SIZE(tensors->items);
+    tensors->entries = ct_calloc(tensors->n + 1, sizeof *tensors->entries);
+    tensors->extents = ct_calloc((size_t)extents + 1, sizeof *tensors->extents);
+    if (tensors->entries == NULL || tensors->extents == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    uint64_t *at = tensors->extents;
+    for (size_t i = 0; i < tensors->n; i++) {
+        PyObject *pair = PyList_GET_ITEM(tensors->items, (Py_ssize_t)i);
+        if (fill_entry(state, pair, writable, at, &tensors->entries[i]) < 0) {
+            return -1;
+        }
+        at += tensors->entries[i].ndim;
+    }
+    return 0;
+}
+
+int
+ctpy_tensors_from(ctpy_state *state, PyObject *dict, int writable,
+                  ctpy_tensors *tensors)
+{
+    if (!PyDict_Check(dict)) {
+        PyErr_Format(PyExc_TypeError, "tensors must be a dict, got %.100s",
+                     Py_TYPE(dict)->tp_name);
+        return -1;
+    }
+    tensors->items = PyDict_Items(dict);
+    if (tensors->items == NULL || fill_entries(state, tensors, writable) < 0) {
+        ctpy_tensors_fini(tensors);
+        return -1;
+    }
+    return 0;
+}
+
+ct_st_pair *
+ctpy_pairs_from(PyObject *dict, size_t *n)
+{
+    Py_ssize_t at = 0;
+    PyObject *key, *value;
+    ct_st_pair *pairs = ct_calloc((size_t)PyDict_GET_SIZE(dict) + 1, sizeof *pairs);
+    *n = 0;
+    if (pairs == NULL) {
+        (void)PyErr_NoMemory();
+        return NULL;
+    }
+    while (PyDict_Next(dict, &at, &key, &value)) {
+        Py_ssize_t key_n, value_n;
+        if (!PyUnicode_Check(key) || !PyUnicode_Check(value)) {
+            PyErr_SetString(PyExc_TypeError, "metadata must map str to str");
+            break;
+        }
+        ct_st_pair *pair = &pairs[(*n)++];
+        pair->key.data = PyUnicode_AsUTF8AndSize(key, &key_n);
+        pair->value.data = PyUnicode_AsUTF8AndSize(value, &value_n);
+        if (pair->key.data == NULL || pair->value.data == NULL) {
+            break;
+        }
+        pair->key.n = (size_t)key_n;
+        pair->value.n = (size_t)value_n;
+    }
+    if (PyErr_Occurred()) {
+        ct_free(pairs);
+        return NULL;
+    }
+    return pairs;
+}
+
+/* One (name, data) of an archive; data is bytes, or a tensor or array. */
+static int
+fill_record(ctpy_state *state, PyObject *pair, ct_zip_record *record)
+{
+    ct_span span;
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+        !PyUnicode_Check(PyTuple_GET_ITEM(pair, 0))) {
+        PyErr_SetString(PyExc_TypeError, "records must be tuples (name, data)");
+        return -1;
+    }
+    PyObject *data = PyTuple_GET_ITEM(pair, 1);
+    record->name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(pair, 0));
+    if (record->name == NULL) {
+        return -1;
+    }
+    if (PyBytes_Check(data)) {
+        record->data = PyBytes_AS_STRING(data);
+        record->bytes = (size_t)PyBytes_GET_SIZE(data);
+        return 0;
+    }
+    if (ctpy_span_from(state, data, record->name, 0, &span) < 0) {
+        return -1;
+    }
+    record->data = span.data;
+    record->bytes = span.n * ct_dtype_size(span.dtype);
+    return 0;
+}
+
+ct_zip_record *
+ctpy_records_from(ctpy_state *state, PyObject *list)
+{
+    size_t n = (size_t)PyList_GET_SIZE(list);
+    ct_zip_record *records = ct_calloc(n + 1, sizeof *records);
+    if (records == NULL) {
+        (void)PyErr_NoMemory();
+        return NULL;
+    }
+    for (size_t i = 0; i < n; i++) {
+        if (fill_record(state, PyList_GET_ITEM(list, (Py_ssize_t)i), &records[i]) < 0) {
+            ct_free(records);
+            return NULL;
+        }
+    }
+    return records;
+}
