@@ -1,0 +1,256 @@
+"""Normalizing and validating training arguments."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from ctrainer._older_fields import ALIASES, default_of
+from ctrainer.enums import (
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    SaveStrategy,
+    SchedulerType,
+)
+
+if TYPE_CHECKING:
+    from ctrainer.training_args import TrainingArguments
+
+_DICTS = (
+    "accelerator_config",
+    "fsdp_config",
+    "deepspeed",
+    "gradient_checkpointing_kwargs",
+    "lr_scheduler_kwargs",
+    "parallelism_config",
+)
+_WORDS = {
+    "eval_strategy": IntervalStrategy,
+    "logging_strategy": IntervalStrategy,
+    "save_strategy": SaveStrategy,
+    "hub_strategy": HubStrategy,
+    "lr_scheduler_type": SchedulerType,
+    "optim": OptimizerNames,
+}
+_COUNTS = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+)
+
+
+def current_log_level() -> int:
+    """Level that the user has set: transformers' where it is loaded, else ours."""
+    name = "transformers" if "transformers" in sys.modules else "ctrainer"
+    return logging.getLogger(name).getEffectiveLevel()
+
+
+def normalize(args: TrainingArguments) -> None:
+    """Bring each field into its one form."""
+    args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
+    if args.logging_dir is not None:
+        args.logging_dir = os.path.expanduser(args.logging_dir)
+    for name in _DICTS:
+        value = getattr(args, name)
+        if isinstance(value, str) and value.startswith("{"):
+            setattr(args, name, _typed(json.loads(value)))
+    for name, words in _WORDS.items():
+        setattr(args, name, _word(name, words, getattr(args, name)))
+    args.debug = args.debug.split() if isinstance(args.debug, str) else args.debug or []
+    if isinstance(args.include_num_input_tokens_seen, bool):
+        counted = "all" if args.include_num_input_tokens_seen else "no"
+        args.include_num_input_tokens_seen = counted
+    args.report_to = _reporters(args.report_to)
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        _whole(args, name)
+
+
+def _word(name: str, words: type[StrEnum], value: Any) -> StrEnum:
+    try:
+        return words(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _typed(values: dict[str, Any]) -> dict[str, Any]:
+    """A command line's dict: words that are numbers or bools become such."""
+    return {name: _typed_value(value) for name, value in values.items()}
+
+
+def _typed_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _typed(value)
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _reporters(names: str | list[str] | None) -> list[str]:
+    if names in (None, "none", ["none"], []):
+        return []
+    if names in ("all", ["all"]):
+        from ctrainer.adapters.reporters import installed
+
+        return installed()
+    return [names] if isinstance(names, str) else list(names or [])
+
+
+def _whole(args: TrainingArguments, name: str) -> None:
+    steps = getattr(args, name)
+    if steps is None or steps <= 1:
+        return
+    if steps != int(steps):
+        raise ValueError(f"{name} above 1 must be a whole number, not {steps!r}")
+    setattr(args, name, int(steps))
+
+
+def derive(args: TrainingArguments) -> None:
+    """Fill in what follows from other fields."""
+    if args.disable_tqdm is None:
+        args.disable_tqdm = current_log_level() > logging.WARNING
+    if args.eval_strategy != IntervalStrategy.NO:
+        args.do_eval = True
+    if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
+        args.eval_steps = args.logging_steps
+    if args.metric_for_best_model is None and args.load_best_model_at_end:
+        args.metric_for_best_model = "loss"
+    if args.greater_is_better is None and args.metric_for_best_model is not None:
+        args.greater_is_better = not args.metric_for_best_model.endswith("loss")
+    if args.torch_compile_mode is not None or args.torch_compile_backend is not None:
+        args.torch_compile = True
+    if args.torch_compile and args.torch_compile_backend is None:
+        args.torch_compile_backend = "inductor"
+    if args.use_cpu:
+        args.dataloader_pin_memory = False
+    _take_mixed_precision(args)
+
+
+def _take_mixed_precision(args: TrainingArguments) -> None:
+    """What accelerate launch was told counts where the arguments say nothing."""
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if args.fp16 or args.bf16 or launched == "no":
+        return
+    if launched not in ("fp16", "bf16"):
+        raise ValueError(
+            f"ACCELERATE_MIXED_PRECISION={launched} is not supported; set it to fp16, "
+            "bf16 or no"
+        )
+    setattr(args, launched, True)
+
+
+def validate(args: TrainingArguments) -> None:
+    """Raise ValueError for a value out of range or a contradiction."""
+    _validate_numbers(args)
+    _validate_steps(args)
+    if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
+        _validate_best(args)
+    for first, second in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
+        if getattr(args, first) and getattr(args, second):
+            raise ValueError(f"{first} and {second} exclude each other; set one")
+    if args.dataloader_num_workers == 0 and args.dataloader_prefetch_factor is not None:
+        raise ValueError(
+            "dataloader_prefetch_factor needs dataloader_num_workers above 0, which "
+            "load ahead"
+        )
+    unknown = set(args.include_for_metrics) - {"inputs", "loss"}
+    if unknown:
+        raise ValueError(
+            f"include_for_metrics knows 'inputs' and 'loss', not {sorted(unknown)}"
+        )
+
+
+def _validate_numbers(args: TrainingArguments) -> None:
+    for name in _COUNTS:
+        if not getattr(args, name) >= 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(args, name)!r}")
+    for name in ("warmup_steps", "learning_rate", "weight_decay", "adam_epsilon"):
+        if not getattr(args, name) >= 0:
+            raise ValueError(f"{name} must be at least 0, not {getattr(args, name)!r}")
+    for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
+        if not 0 <= getattr(args, name) < 1:
+            raise ValueError(
+                f"{name} must be from 0 to below 1, not {getattr(args, name)!r}"
+            )
+    every = args.torch_empty_cache_steps
+    if every is not None and not (isinstance(every, int) and every > 0):
+        raise ValueError(
+            f"torch_empty_cache_steps must be an int above 0, not {every!r}"
+        )
+
+
+def _validate_steps(args: TrainingArguments) -> None:
+    for kind in ("logging", "eval", "save"):
+        steps = getattr(args, f"{kind}_steps")
+        if getattr(args, f"{kind}_strategy") != "steps":
+            continue
+        if not (steps is not None and steps > 0):
+            raise ValueError(
+                f"{kind}_strategy 'steps' needs {kind}_steps above 0, not {steps!r}"
+            )
+
+
+def _validate_best(args: TrainingArguments) -> None:
+    if args.eval_strategy != args.save_strategy:
+        raise ValueError(
+            "load_best_model_at_end needs a checkpoint of each evaluation: "
+            f"eval_strategy is '{args.eval_strategy}' but save_strategy "
+            f"'{args.save_strategy}'; set them to the same, or save_strategy to 'best'"
+        )
+    if args.eval_strategy != IntervalStrategy.STEPS:
+        return
+    every, evaluated = args.save_steps, args.eval_steps
+    assert evaluated is not None  # validated before
+    mixed = (every < 1) != (evaluated < 1)
+    million = 1_000_000  # shares are compared as whole millionths
+    if mixed or round(every * million) % round(evaluated * million) != 0:
+        raise ValueError(
+            "load_best_model_at_end needs save_steps to be a multiple of eval_steps"
+            f"{', both shares or both counts' if mixed else ''}; they are {every!r} "
+            f"and {evaluated!r}"
+        )
+
+
+def require_arguments(args: Any) -> None:
+    """Raise TypeError unless `args` is like transformers' TrainingArguments."""
+    missing = [
+        name
+        for name in ("output_dir", "per_device_train_batch_size", "get_warmup_steps")
+        if not hasattr(args, name)
+    ]
+    if missing:
+        raise TypeError(
+            "args must be TrainingArguments, ctrainer's or transformers', not "
+            f"{type(args).__name__} (it has no {missing[0]})"
+        )
+    if getattr(args, "n_gpu", 0) > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible and one process trains on one: set "
+            "CUDA_VISIBLE_DEVICES to the one to use"
+        )
+
+
+def complete(args: Any, cls: type) -> None:
+    """Give a foreign object the fields that it lacks."""
+    for field in fields(cls):
+        if not hasattr(args, field.name) and field.name not in ALIASES:
+            setattr(args, field.name, _foreign_default(args, field.name, cls))
+
+
+def _foreign_default(args: Any, name: str, cls: type) -> Any:
+    """A newer field of an older object may be told by the field that it replaced."""
+    if name == "train_sampling_strategy" and getattr(args, "group_by_length", False):
+        return "group_by_length"
+    return default_of(cls, name)

@@ -1,0 +1,247 @@
+"""What becomes of each training argument: the one table, from which docs/arguments.md
+is made and by which every TrainingArguments, ours or transformers', is checked.
+
+Nothing is silently ignored: an argument is honoured; or honoured for some values and
+refused for others; or refused when set; or without effect by its nature, which the
+documentation says.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+HONOURED = frozenset(
+    """
+    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
+    lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2
+    adam_epsilon gradient_accumulation_steps max_grad_norm label_smoothing_factor bf16
+    fp16 bf16_full_eval fp16_full_eval tf32 gradient_checkpointing
+    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode
+    use_cache neftune_noise_alpha torch_empty_cache_steps logging_strategy logging_steps
+    logging_first_step logging_nan_inf_filter log_level
+    disable_tqdm report_to eval_strategy eval_steps eval_delay
+    per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
+    eval_accumulation_steps include_for_metrics batch_eval_metrics save_only_model
+    save_strategy save_steps save_total_limit enable_jit_checkpoint
+    load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+    restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu
+    dataloader_drop_last dataloader_num_workers dataloader_pin_memory
+    dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
+    label_names length_column_name skip_memory_metrics past_index logging_dir
+    malloc_tuning async_save save_on_signal predict_with_generate generation_max_length
+    generation_num_beams generation_config
+    """.split()
+)
+
+_ONE_RANK = "no effect on one process, which is what this version trains with"
+_SCRIPTS = "for the script that makes the trainer; the trainer does not read it"
+_TRACKERS = "passed on to the trackers of report_to"
+_HUB = "no effect without push_to_hub"
+_DDP = "no effect on one process: gradients are not exchanged"
+
+RECORDED = {
+    "average_tokens_across_devices": _ONE_RANK,
+    "liger_kernel_config": "no effect without use_liger_kernel",
+    "log_on_each_node": _ONE_RANK,
+    "log_level_replica": _ONE_RANK,
+    "run_name": _TRACKERS,
+    "project": _TRACKERS,
+    "trackio_space_id": _TRACKERS,
+    "trackio_bucket_id": _TRACKERS,
+    "trackio_static_space_id": _TRACKERS,
+    "eval_use_gather_object": _ONE_RANK,
+    "save_on_each_node": _ONE_RANK,
+    "hub_token": _HUB,
+    "hub_private_repo": _HUB,
+    "hub_model_id": _HUB,
+    "hub_strategy": _HUB,
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+    "ddp_find_unused_parameters": _DDP,
+    "ddp_bucket_cap_mb": _DDP,
+    "ddp_broadcast_buffers": _DDP,
+    "ddp_static_graph": _DDP,
+    "ddp_backend": _DDP,
+    "ddp_timeout": _DDP,
+    "fsdp_config": "no effect without fsdp",
+    "do_train": _SCRIPTS,
+    "do_eval": _SCRIPTS,
+    "do_predict": _SCRIPTS,
+    "resume_from_checkpoint": _SCRIPTS + ": call train(resume_from_checkpoint=...)",
+    "local_rank": _ONE_RANK,
+    "fp16_opt_level": "a setting of apex, which half_precision_backend must not name",
+    "ray_scope": "no effect outside a search with Ray",
+    "_n_gpu": "set by searches; at most one device is used",
+}
+
+# Without effect, but whoever sets them expects one: they are told.
+TOLD = {
+    "overwrite_output_dir": _SCRIPTS,
+    "save_safetensors": "weights are always written as safetensors",
+}
+
+_OWN_OPTIMIZER = "make the optimizer and pass optimizers=(optimizer, None)"
+
+REFUSED = {
+    "optim_target_modules": f"GaLore and APOLLO are not built in; {_OWN_OPTIMIZER}",
+    "use_liger_kernel": "apply Liger's kernels to the model before it is passed on",
+    "auto_find_batch_size": "restarting with another batch changes the result; lower "
+    "per_device_train_batch_size and raise gradient_accumulation_steps instead",
+    "push_to_hub": "upload the saved folder with huggingface_hub.upload_folder, or "
+    "call model.push_to_hub",
+    "parallelism_config": "one process trains on one device; leave it unset",
+    "fsdp": "one process trains on one device; leave it unset",
+    "deepspeed": "one process trains on one device; leave it unset",
+    "debug": "use torch.autograd.detect_anomaly for overflows; nonfinite_policy finds "
+    "gradients that are NaN or Inf",
+    "use_mps_device": "training runs on a CPU or a CUDA device",
+    "jit_mode_eval": "trace the model yourself, or set torch_compile",
+    "tpu_num_cores": "training runs on a CPU or a CUDA device",
+    "tpu_metrics_debug": "training runs on a CPU or a CUDA device",
+    "fsdp_min_num_params": "one process trains on one device; leave it unset",
+    "fsdp_transformer_layer_cls_to_wrap": "one process trains on one device; leave it "
+    "unset",
+    "use_legacy_prediction_loop": "override evaluation_loop instead of prediction_loop",
+    "push_to_hub_organization": "write it into hub_model_id, as organization/name",
+    "mp_parameters": "SageMaker's model parallelism is not supported",
+    "sortish_sampler": "set train_sampling_strategy='group_by_length'",
+    "sharded_ddp": "fairscale's sharding is not supported",
+}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Values that are honoured, and what to do for others where there are any."""
+
+    accepts: Callable[[Any], bool]
+    values: str
+    instead: str
+
+
+def one_of(*words: Any, instead: str = "") -> Limit:
+    return Limit(lambda v: v in words, ", ".join(repr(w) for w in words), instead)
+
+
+# Settings of accelerate that change nothing on one process, or are the default.
+_ACCELERATE: dict[str, tuple[Any, ...]] = {
+    "split_batches": (True, False),
+    "dispatch_batches": (None, True, False),
+    "even_batches": (True, False),
+    "use_seedable_sampler": (True,),
+    "non_blocking": (True, False),
+    "gradient_accumulation_kwargs": (None, {}),
+    "use_configured_state": (False,),
+}
+
+
+def _accelerate_accepts(config: Any) -> bool:
+    if config is None:
+        return True
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    return isinstance(config, dict) and all(
+        name in _ACCELERATE and value in _ACCELERATE[name]
+        for name, value in config.items()
+    )
+
+
+LIMITED = {
+    "lr_scheduler_type": one_of(
+        "linear",
+        "cosine",
+        "constant",
+        "constant_with_warmup",
+        instead="make the scheduler and pass optimizers=(optimizer, scheduler)",
+    ),
+    "optim": one_of(
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_hf",
+        "sgd",
+        instead=_OWN_OPTIMIZER,
+    ),
+    "train_sampling_strategy": one_of(
+        "random",
+        "sequential",
+        "group_by_length",
+        instead="override _get_train_sampler",
+    ),
+    "accelerator_config": Limit(
+        _accelerate_accepts,
+        "None, or a dict of " + ", ".join(_ACCELERATE),
+        "those that would change something on one process must keep their defaults",
+    ),
+    "nonfinite_policy": one_of("skip", "stop", "keep"),
+    "include_num_input_tokens_seen": one_of("all", "non_padding", "no", True, False),
+    "half_precision_backend": one_of(
+        "auto", "amp", "cuda_amp", "cpu_amp", instead="torch's autocast is used"
+    ),
+    "fp16_backend": one_of("auto", "amp", instead="torch's autocast is used"),
+}
+
+
+def check(args: Any, default_of: Callable[[str], Any]) -> None:
+    """Raise ValueError for the first argument whose value is not honoured."""
+    for name, reason in REFUSED.items():
+        value = getattr(args, name, None)
+        if value:  # the defaults of all of them are false
+            raise ValueError(f"{name}={value!r} is not supported: {reason}")
+    for name, limit in LIMITED.items():
+        value = getattr(args, name, default_of(name))
+        if not limit.accepts(value):
+            instead = f". Otherwise: {limit.instead}" if limit.instead else ""
+            raise ValueError(
+                f"{name}={_word(value)!r} is not supported; {limit.values} are{instead}"
+            )
+
+
+def _word(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def tell(args: Any, default_of: Callable[[str], Any]) -> None:
+    """Warn of arguments that are set but have no effect any more."""
+    for name, reason in TOLD.items():
+        value = getattr(args, name, default_of(name))
+        if value != default_of(name):
+            warnings.warn(
+                f"{name}={value!r} has no effect: {reason}", FutureWarning, stacklevel=4
+            )
+
+
+def check_environment() -> None:
+    """Raise RuntimeError when a launcher expects more than one process, or sharding."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world.strip() not in ("", "1"):
+        raise RuntimeError(
+            f"WORLD_SIZE={world}: this version trains with one process. Start the "
+            "script with python instead of a launcher, or with one process, or unset "
+            "WORLD_SIZE"
+        )
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        if os.environ.get(name, "").lower() in ("1", "true", "yes", "on"):
+            raise RuntimeError(
+                f"{name} is set: this version trains with one process on one device. "
+                "Unset it, or start the script without accelerate launch"
+            )
+
+
+def status_of(name: str) -> tuple[str, str]:
+    """What becomes of the argument, in a word and in a sentence."""
+    if name in HONOURED:
+        return "honoured", ""
+    if name in LIMITED:
+        limit = LIMITED[name]
+        if not limit.instead:
+            return "honoured", limit.values
+        return "honoured in part", f"{limit.values}; otherwise: {limit.instead}"
+    if name in REFUSED:
+        return "refused when set", REFUSED[name]
+    if name in TOLD:
+        return "no effect, with a warning", TOLD[name]
+    return "no effect", RECORDED[name]

@@ -1,0 +1,240 @@
+"""Fields that only older releases of transformers have, and ctrainer's own.
+
+All are keyword-only. A field with a successor is an `Alias`: what it is set to, at
+construction or later, sets the successor, with a FutureWarning.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
+
+from ctrainer._training_fields import CurrentFields, arg
+
+
+class _Read:
+    """Marks a value read through an alias: dataclasses.replace passes it back to the
+    constructor, where it must not count as given."""
+
+
+class _ReadStr(_Read, str):
+    pass
+
+
+class _ReadFloat(_Read, float):
+    pass
+
+
+class _ReadInt(_Read, int):
+    pass
+
+
+def _marked(value: Any) -> Any:
+    value = getattr(value, "value", value)  # a member of an enumeration
+    for plain, marked in ((str, _ReadStr), (float, _ReadFloat), (int, _ReadInt)):
+        if isinstance(value, plain):
+            return marked(value)
+    return value
+
+
+class Alias:
+    """Data descriptor of a field that has become another.
+
+    `to` makes the successor's value from the old one and the current; `back` makes the
+    old from the successor's, for code that still reads it.
+    """
+
+    def __init__(
+        self,
+        successor: str,
+        to: Callable[[Any, Any], Any] = lambda value, current: value,
+        back: Callable[[Any], Any] = lambda value: value,
+    ) -> None:
+        self.successor = successor
+        self.to = to
+        self.back = back
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def attach(self, owner: type, name: str, default: Any) -> None:
+        self.name, self.default = name, default
+        setattr(owner, name, self)
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self.default
+        return _marked(self.back(getattr(instance, self.successor)))
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        ready = "_ready" in vars(instance)
+        if isinstance(value, _Read) or (value == self.default and not ready):
+            return
+        current = getattr(instance, self.successor)
+        new = self.to(value, current)
+        self._check(instance, value, current, new, ready)
+        warnings.warn(
+            f"{self.name} is the old name of {self.successor}: "
+            f"set {self.successor}={new!r} instead of {self.name}={value!r}",
+            FutureWarning,
+            stacklevel=2 if ready else 3,
+        )
+        setattr(instance, self.successor, new)
+
+    def _check(
+        self, instance: Any, value: Any, current: Any, new: Any, ready: bool
+    ) -> None:
+        default = default_of(type(instance), self.successor)
+        if not ready and current not in (default, new):
+            raise ValueError(
+                f"{self.name}={value!r} and {self.successor}={current!r} contradict "
+                f"each other: {self.name} is the old name of {self.successor}; "
+                f"give only that"
+            )
+
+
+def default_of(cls: type, name: str) -> Any:
+    """Default of a dataclass field."""
+    found = next(f for f in fields(cls) if f.name == name)
+    if found.default_factory is not MISSING:
+        return found.default_factory()
+    return found.default
+
+
+def _ratio_to_steps(ratio: float, current: float) -> float:
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"warmup_ratio must be from 0 to 1, not {ratio!r}")
+    return min(float(ratio), math.nextafter(1.0, 0.0))  # 1.0 would mean one step
+
+
+def _with_inputs(wanted: bool, current: list[str]) -> list[str]:
+    rest = [name for name in current if name != "inputs"]
+    return [*rest, "inputs"] if wanted else rest
+
+
+ALIASES = {
+    "evaluation_strategy": Alias("eval_strategy"),
+    "per_gpu_train_batch_size": Alias("per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size"),
+    "warmup_ratio": Alias(
+        "warmup_steps", _ratio_to_steps, lambda steps: steps if steps < 1 else 0.0
+    ),
+    "no_cuda": Alias("use_cpu"),
+    "adafactor": Alias(
+        "optim",
+        lambda wanted, current: "adafactor" if wanted else current,
+        lambda optim: optim == "adafactor",
+    ),
+    "group_by_length": Alias(
+        "train_sampling_strategy",
+        lambda wanted, current: "group_by_length" if wanted else "random",
+        lambda strategy: strategy == "group_by_length",
+    ),
+    "include_inputs_for_metrics": Alias(
+        "include_for_metrics", _with_inputs, lambda names: "inputs" in names
+    ),
+    "include_tokens_per_second": Alias(
+        "include_num_input_tokens_seen",
+        lambda wanted, current: "all" if wanted else "no",
+        lambda counted: counted not in ("no", False),
+    ),
+    "push_to_hub_model_id": Alias("hub_model_id"),
+    "push_to_hub_token": Alias("hub_token"),
+    "torchdynamo": Alias("torch_compile_backend"),
+}
+
+
+@dataclass(init=False, repr=False, eq=False)
+class OlderFields(CurrentFields):
+    evaluation_strategy: str = arg("no", "eval_strategy before 4.41.", kw_only=True)
+    overwrite_output_dir: bool = arg(
+        False, "For scripts: train although output_dir has content.", kw_only=True
+    )
+    per_gpu_train_batch_size: int | None = arg(
+        None, "per_device_train_batch_size before 3.0.", kw_only=True
+    )
+    per_gpu_eval_batch_size: int | None = arg(
+        None, "per_device_eval_batch_size before 3.0.", kw_only=True
+    )
+    warmup_ratio: float = arg(0.0, "Share of the run to warm up in.", kw_only=True)
+    logging_dir: str | None = arg(None, "Folder of TensorBoard's files.", kw_only=True)
+    save_safetensors: bool = arg(True, "Weights as safetensors.", kw_only=True)
+    no_cuda: bool = arg(False, "use_cpu before 4.32.", kw_only=True)
+    use_mps_device: bool = arg(False, "Train on Apple's GPU.", kw_only=True)
+    jit_mode_eval: bool = arg(False, "Evaluate a traced model.", kw_only=True)
+    fp16_opt_level: str = arg("O1", "Level of apex's mixed precision.", kw_only=True)
+    half_precision_backend: str = arg(
+        "auto",
+        "Who does mixed precision.",
+        kw_only=True,
+        choices=["auto", "apex", "cpu_amp", "cuda_amp", "amp"],
+    )
+    fp16_backend: str = arg(
+        "auto",
+        "half_precision_backend before 4.13.",
+        kw_only=True,
+        choices=["auto", "apex", "amp"],
+    )
+    tpu_num_cores: int | None = arg(None, "Cores of a TPU.", kw_only=True)
+    tpu_metrics_debug: bool = arg(False, "Metrics of a TPU.", kw_only=True)
+    past_index: int = arg(
+        -1, "Index of the output to feed to the next batch as mems.", kw_only=True
+    )
+    fsdp_min_num_params: int = arg(0, "In fsdp_config since 4.26.", kw_only=True)
+    fsdp_transformer_layer_cls_to_wrap: str | None = arg(
+        None, "In fsdp_config since 4.26.", kw_only=True
+    )
+    adafactor: bool = arg(False, "optim='adafactor' before 4.16.", kw_only=True)
+    group_by_length: bool = arg(False, "Batches of rows of like length.", kw_only=True)
+    use_legacy_prediction_loop: bool = arg(
+        False, "Evaluate by prediction_loop.", kw_only=True
+    )
+    include_inputs_for_metrics: bool = arg(
+        False, "compute_metrics gets the inputs.", kw_only=True
+    )
+    push_to_hub_model_id: str | None = arg(
+        None, "hub_model_id before 4.13.", kw_only=True
+    )
+    push_to_hub_organization: str | None = arg(
+        None, "Part of hub_model_id since 4.13.", kw_only=True
+    )
+    push_to_hub_token: str | None = arg(None, "hub_token before 4.13.", kw_only=True)
+    mp_parameters: str = arg("", "Of SageMaker's launcher.", kw_only=True)
+    torchdynamo: str | None = arg(
+        None, "torch_compile_backend before 4.26.", kw_only=True
+    )
+    ray_scope: str | None = arg("last", "Of a search with Ray.", kw_only=True)
+    include_tokens_per_second: bool = arg(
+        False, "Tokens per second among the metrics.", kw_only=True
+    )
+    sharded_ddp: str = arg("", "Of fairscale.", kw_only=True)
+    _n_gpu: int = field(init=False, repr=False, default=-1)
+
+
+for _name, _alias in ALIASES.items():
+    _alias.attach(OlderFields, _name, default_of(OlderFields, _name))
+
+
+@dataclass(init=False, repr=False, eq=False)
+class OwnFields(OlderFields):
+    nonfinite_policy: Literal["skip", "stop", "keep"] = arg(
+        "skip",
+        "An update whose gradients are NaN or Inf: skip it, stop with an error, or "
+        "keep it.",
+        kw_only=True,
+    )
+    malloc_tuning: bool = arg(
+        True,
+        "On the CPU, have glibc keep large blocks instead of mapping them anew each "
+        "step. Holds for the process.",
+        kw_only=True,
+    )
+    async_save: bool = arg(
+        True, "Write checkpoints in the background, from a copy.", kw_only=True
+    )
+    save_on_signal: bool = arg(
+        True, "On SIGTERM or Ctrl-C take a checkpoint before leaving.", kw_only=True
+    )

@@ -1,0 +1,65 @@
+"""What of torch belongs to the process: the device, seeds, determinism."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def choose_device(use_cpu: bool, tf32: bool | None) -> torch.device:
+    """cuda:0 where a GPU is visible, unless the CPU is asked for.
+
+    Sets TF32 for CUDA's products when `tf32` is not None. Raises ValueError when TF32
+    is asked for where there is none.
+    """
+    wants_cpu = use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
+        "1",
+        "true",
+        "yes",
+        "on",
+    )
+    if wants_cpu or not torch.cuda.is_available():
+        if tf32:
+            raise ValueError("tf32=True needs a CUDA device, and none is used")
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count > 1:
+        logger.warning("%d GPUs are visible; one process trains on cuda:0 alone", count)
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+    if tf32 is not None:
+        _set_tf32(device, tf32)
+    return device
+
+
+def _set_tf32(device: torch.device, wanted: bool) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if wanted and major < 8:
+        raise ValueError(
+            f"tf32=True needs a GPU of compute capability 8.0; this one has "
+            f"{major}.{minor}"
+        )
+    torch.backends.cuda.matmul.allow_tf32 = wanted
+    torch.backends.cudnn.allow_tf32 = wanted
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators, those of CUDA devices too."""
+    torch.manual_seed(seed)
+    torch.cuda.manual_seed_all(seed)
+
+
+def be_deterministic(warn_only: bool = False) -> None:
+    """Let torch use deterministic algorithms alone, or fail (or warn)."""
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def initial_seed() -> int:
+    """Seed of this process's generator; differs between workers of a DataLoader."""
+    return torch.initial_seed() % 2**32

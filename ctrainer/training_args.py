@@ -1,0 +1,259 @@
+"""TrainingArguments: transformers' names, order and defaults, without its imports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ctrainer import _argument_checks, _argument_table
+from ctrainer._argument_setters import Setters
+from ctrainer._older_fields import ALIASES, default_of
+from ctrainer._training_fields import arg
+from ctrainer.enums import (
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    ParallelMode,
+    SaveStrategy,
+    SchedulerType,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "HubStrategy",
+    "IntervalStrategy",
+    "OptimizerNames",
+    "ParallelMode",
+    "SaveStrategy",
+    "SchedulerType",
+    "Seq2SeqTrainingArguments",
+    "TrainingArguments",
+    "adopt",
+]
+
+logger = logging.getLogger(__name__)
+
+_LEVELS = {
+    "detail": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+@dataclass
+class TrainingArguments(Setters):
+    """Settings of a run.
+
+    The fields of transformers 5.17 in its order, then, by keyword only, those of
+    earlier releases and ctrainer's own; docs/arguments.md says what becomes of each.
+    Subclass it as a dataclass to add fields. Making one imports neither torch nor
+    transformers; `device` imports torch.
+
+    Raises ValueError for a value that is refused or contradicts another, RuntimeError
+    in an environment that asks for several processes.
+    """
+
+    deepspeed_plugin: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        _argument_table.check_environment()
+        _argument_checks.normalize(self)
+        _argument_checks.derive(self)
+        _argument_checks.validate(self)
+        _argument_table.check(self, self._default_of)
+        _argument_table.tell(self, self._default_of)
+        self._ready = True
+
+    @classmethod
+    def _default_of(cls, name: str) -> Any:
+        return default_of(cls, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "_device"}
+
+    def __str__(self) -> str:
+        lines = [f"{name}={value!r}" for name, value in sorted(self._shown().items())]
+        return f"{type(self).__name__}(\n" + ",\n".join(lines) + ",\n)"
+
+    __repr__ = __str__
+
+    def _shown(self) -> dict[str, Any]:
+        """Fields by name, without the old names of others and without secrets."""
+        shown = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.init and f.name not in ALIASES
+        }
+        secret = {
+            name: f"<{name.upper()}>" for name in shown if name.endswith("_token")
+        }
+        return {**shown, **secret}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as values that JSON can hold; tokens are left out."""
+        return {name: _plain(value) for name, value in self._shown().items()}
+
+    def to_json_string(self) -> str:
+        """The fields as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """The fields as values that trackers can show: numbers, bools and strings."""
+        values = {
+            **self.to_dict(),
+            "train_batch_size": self.train_batch_size,
+            "eval_batch_size": self.eval_batch_size,
+        }
+        kept = (bool, int, float, str)
+        return {k: v if type(v) in kept else str(v) for k, v in values.items()}
+
+    @property
+    def train_batch_size(self) -> int:
+        """Rows in a micro-batch; one device, so the same as per device."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Rows in an evaluation batch."""
+        return self.per_device_eval_batch_size
+
+    @property
+    def mixed_precision(self) -> str:
+        """The type of autocast: fp16, bf16 or no."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        return timedelta(seconds=self.ddp_timeout)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained: cuda:0 where a GPU is visible, unless use_cpu.
+
+        Imports torch, and sets TF32 there as `tf32` says.
+        """
+        if "_device" not in vars(self):
+            from ctrainer.adapters.torch_process import choose_device
+
+            self._device = choose_device(self.use_cpu, self.tf32)
+        return self._device
+
+    @property
+    def n_gpu(self) -> int:
+        """Devices used: 1 on a GPU, 0 on the CPU."""
+        return int(self.device.type == "cuda")
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def process_index(self) -> int:
+        return 0
+
+    @property
+    def local_process_index(self) -> int:
+        return 0
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        return ParallelMode.NOT_PARALLEL
+
+    @property
+    def should_log(self) -> bool:
+        """Does this process log?"""
+        return self.process_index == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Does this process write checkpoints?"""
+        return self.process_index == 0
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """A subclass may say False to keep the model where it is; None: the trainer
+        decides."""
+        return None
+
+    @property
+    def distributed_state(self) -> None:
+        return None
+
+    def get_process_log_level(self) -> int:
+        """Level of the logging module for this process."""
+        name = self.log_level if self.should_log else self.log_level_replica
+        return _LEVELS.get(name, _argument_checks.current_log_level())
+
+    @contextlib.contextmanager
+    def main_process_first(
+        self, local: bool = True, desc: str = "work"
+    ) -> Iterator[None]:
+        """Run the block on the main process before the others; there is only one."""
+        yield
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Updates to warm up in."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * self.warmup_steps)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    name = str(value)
+    return name.removeprefix("torch.") if name.startswith("torch.") else value
+
+
+@dataclass
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """TrainingArguments for models that are evaluated by generating."""
+
+    sortish_sampler: bool = arg(False, "Order of transformers' old example scripts.")
+    predict_with_generate: bool = arg(False, "Evaluate on what the model generates.")
+    generation_max_length: int | None = arg(
+        None, "max_length while evaluating; None: the model's."
+    )
+    generation_num_beams: int | None = arg(
+        None, "num_beams while evaluating; None: the model's."
+    )
+    generation_config: str | Path | None = arg(
+        None, "GenerationConfig, or the folder of one, to evaluate with."
+    )
+
+
+def adopt(args: Any) -> Any:
+    """Check training arguments, ours or transformers', and return the same object.
+
+    A foreign object gets the fields that it lacks, at ctrainer's defaults; nothing
+    that is there is changed. Raises TypeError for an object of another kind, ValueError
+    for a value that is refused.
+    """
+    _argument_table.check_environment()
+    if not isinstance(args, TrainingArguments):
+        _argument_checks.require_arguments(args)
+        _argument_checks.complete(args, TrainingArguments)
+    _argument_table.check(args, TrainingArguments._default_of)
+    return args

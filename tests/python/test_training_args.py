@@ -1,0 +1,493 @@
+"""TrainingArguments: transformers' face, and nothing silently ignored."""
+
+import copy
+import dataclasses
+import importlib.util
+import json
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from ctrainer import _argument_table as table
+from ctrainer._older_fields import ALIASES, default_of
+from ctrainer.training_args import (
+    IntervalStrategy,
+    OptimizerNames,
+    ParallelMode,
+    SchedulerType,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+    adopt,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Field and a value that is not its default, for every alias.
+OLD_VALUES = {
+    "evaluation_strategy": "epoch",
+    "per_gpu_train_batch_size": 3,
+    "per_gpu_eval_batch_size": 5,
+    "warmup_ratio": 0.25,
+    "no_cuda": True,
+    "group_by_length": True,
+    "include_inputs_for_metrics": True,
+    "include_tokens_per_second": True,
+    "push_to_hub_model_id": "me/model",
+    "push_to_hub_token": "secret",
+    "torchdynamo": "eager",
+}
+
+
+@dataclasses.dataclass
+class UsersArguments(TrainingArguments):
+    mine: int = 3
+
+
+@pytest.fixture
+def hf():
+    return pytest.importorskip("transformers", minversion="5.17")
+
+
+def init_fields(cls: type) -> list[dataclasses.Field]:
+    return [f for f in dataclasses.fields(cls) if f.init]
+
+
+class TestAgainstTransformers:
+    def test_names_and_order_are_the_same(self, hf) -> None:
+        ours = [f.name for f in init_fields(TrainingArguments) if not f.kw_only]
+        assert ours == [f.name for f in init_fields(hf.TrainingArguments)]
+
+    def test_defaults_are_the_same(self, hf) -> None:
+        for field in init_fields(hf.TrainingArguments):
+            ours = default_of(TrainingArguments, field.name)
+            theirs = default_of(hf.TrainingArguments, field.name)
+            assert (type(ours), ours) == (type(theirs), theirs), field.name
+
+    def test_seq2seq_adds_the_same_fields(self, hf) -> None:
+        def added(cls, base):
+            known = {f.name for f in dataclasses.fields(base)}
+            return [
+                (f.name, f.default) for f in init_fields(cls) if f.name not in known
+            ]
+
+        assert added(Seq2SeqTrainingArguments, TrainingArguments) == added(
+            hf.Seq2SeqTrainingArguments, hf.TrainingArguments
+        )
+
+    def test_public_names_are_all_there(self, hf) -> None:
+        theirs = {n for n in dir(hf.TrainingArguments) if not n.startswith("_")}
+        fields = {f.name for f in dataclasses.fields(hf.TrainingArguments)}
+        missing = {
+            name for name in theirs - fields if not hasattr(TrainingArguments, name)
+        }
+        # Names that its class body happens to leave behind.
+        left = {"default_optim", "is_torch_greater_or_equal_than_2_8"}
+        assert missing <= left, missing - left
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {},
+            {"eval_strategy": "steps"},
+            {"eval_strategy": "steps", "eval_steps": 0.25, "logging_steps": 0.5},
+            {"logging_steps": 10.0, "save_steps": 20.0, "save_strategy": "steps"},
+            {"load_best_model_at_end": True, "save_strategy": "best"},
+            {
+                "load_best_model_at_end": True,
+                "eval_strategy": "epoch",
+                "save_strategy": "epoch",
+                "metric_for_best_model": "accuracy",
+            },
+            {"report_to": "none"},
+            {"lr_scheduler_kwargs": '{"num_cycles": "2", "x": "0.5", "y": "true"}'},
+            {"include_num_input_tokens_seen": True},
+            {"torch_compile_mode": "default"},
+            {"use_cpu": True},
+            {"lr_scheduler_type": "cosine", "warmup_steps": 0.1},
+        ],
+    )
+    def test_values_become_the_same(self, hf, given, tmp_path) -> None:
+        ours = TrainingArguments(tmp_path, **given)
+        theirs = hf.TrainingArguments(str(tmp_path), **given)
+        same = [f.name for f in init_fields(hf.TrainingArguments)]
+        same.remove("accelerator_config")  # an object of accelerate there
+        same.remove("fsdp_config")  # filled with sharding's defaults there
+        for name in same:
+            assert getattr(ours, name) == getattr(theirs, name), name
+        for total in (1, 99, 1000):
+            assert ours.get_warmup_steps(total) == theirs.get_warmup_steps(total)
+        assert ours.train_batch_size == theirs.train_batch_size
+        assert ours.get_process_log_level() == theirs.get_process_log_level()
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"logging_steps": 0},
+            {"logging_steps": 1.5},
+            {"save_steps": 2.5},
+            {"eval_strategy": "steps", "eval_steps": 7.5},
+            {"eval_strategy": "steps", "logging_steps": 0, "logging_strategy": "no"},
+            {"load_best_model_at_end": True},
+            {
+                "load_best_model_at_end": True,
+                "eval_strategy": "steps",
+                "eval_steps": 300,
+            },
+            {
+                "load_best_model_at_end": True,
+                "eval_strategy": "steps",
+                "eval_steps": 0.3,
+                "save_steps": 0.5,
+            },
+            {"fp16": True, "bf16": True},
+            {"fp16_full_eval": True, "bf16_full_eval": True, "use_cpu": True},
+            {"warmup_steps": -1},
+            {"dataloader_prefetch_factor": 2},
+            {"torch_empty_cache_steps": 0},
+            {"eval_strategy": "sometimes"},
+            {"optim": "no_such"},
+        ],
+    )
+    def test_contradictions_are_refused_by_both(self, hf, given, tmp_path) -> None:
+        with pytest.raises(ValueError, match=r"."):
+            hf.TrainingArguments(str(tmp_path), **given)
+        with pytest.raises(ValueError, match="|".join(given)):
+            TrainingArguments(tmp_path, **given)
+
+    def test_set_methods_have_the_same_signatures_and_effects(
+        self, hf, tmp_path
+    ) -> None:
+        import inspect
+
+        names = [n for n in dir(hf.TrainingArguments) if n.startswith("set_")]
+        assert len(names) == 9
+        for name in names:
+            ours = inspect.signature(getattr(TrainingArguments, name)).parameters
+            theirs = inspect.signature(getattr(hf.TrainingArguments, name)).parameters
+            assert [(p.name, p.default) for p in ours.values()] == [
+                (p.name, p.default) for p in theirs.values()
+            ]
+            given = {"model_id": "m"} if name == "set_push_to_hub" else {}
+            a = TrainingArguments(tmp_path)
+            b = hf.TrainingArguments(str(tmp_path))
+            assert getattr(a, name)(**given) is a
+            getattr(b, name)(**given)
+            for field in ("learning_rate", "do_train", "do_predict", "data_seed"):
+                assert getattr(a, field) == getattr(b, field)
+            differing = {
+                f.name
+                for f in init_fields(hf.TrainingArguments)
+                if getattr(a, f.name) != getattr(b, f.name)
+            }
+            assert differing <= {"accelerator_config", "fsdp_config", "eval_delay"}
+
+    def test_hf_argument_parser_reads_a_users_subclass(self, hf) -> None:
+        parser = hf.HfArgumentParser(UsersArguments)
+        with pytest.warns(FutureWarning, match="evaluation_strategy"):
+            (args,) = parser.parse_args_into_dataclasses(
+                "--output_dir o --mine 4 --evaluation_strategy epoch --bf16 "
+                "--no_remove_unused_columns --save_steps 0.5 --label_names a b "
+                "--nonfinite_policy stop".split()
+            )
+        assert (args.mine, args.eval_strategy, args.bf16) == (4, "epoch", True)
+        assert (args.remove_unused_columns, args.save_steps) == (False, 0.5)
+        assert (args.label_names, args.nonfinite_policy) == (["a", "b"], "stop")
+
+
+class TestTable:
+    def test_every_field_has_exactly_one_status(self) -> None:
+        groups = [
+            table.HONOURED,
+            table.RECORDED,
+            table.TOLD,
+            table.REFUSED,
+            table.LIMITED,
+        ]
+        names = [name for group in groups for name in group]
+        assert len(names) == len(set(names))
+        fields = {f.name for f in dataclasses.fields(Seq2SeqTrainingArguments)}
+        assert set(names) | set(ALIASES) == fields
+        assert not set(names) & set(ALIASES)
+
+    @pytest.mark.parametrize("name", table.REFUSED)
+    def test_what_is_refused_raises_with_a_reason(self, name: str, tmp_path) -> None:
+        default = default_of(Seq2SeqTrainingArguments, name)
+        assert not default, "the check relies on it"
+        value = {bool: True, int: 2, str: "x"}.get(type(default), "x")
+        with pytest.raises(ValueError, match=f"^{name}=.* is not supported: ."):
+            Seq2SeqTrainingArguments(tmp_path, **{name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("lr_scheduler_type", "polynomial"),
+            ("optim", "adafactor"),
+            ("train_sampling_strategy", "batch_rebalance"),
+            ("accelerator_config", {"use_seedable_sampler": False}),
+            ("accelerator_config", {"unknown": 1}),
+            ("half_precision_backend", "apex"),
+            ("fp16_backend", "apex"),
+            ("nonfinite_policy", "ignore"),
+            ("include_num_input_tokens_seen", "some"),
+        ],
+    )
+    def test_values_that_are_not_honoured_raise(self, name, value, tmp_path) -> None:
+        with pytest.raises(ValueError, match=f"^{name}=.* is not supported; "):
+            TrainingArguments(tmp_path, **{name: value})
+
+    def test_harmless_settings_of_accelerate_pass(self, tmp_path) -> None:
+        given = {"split_batches": True, "even_batches": False}
+        assert TrainingArguments(tmp_path, accelerator_config=given)
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("save_safetensors", False), ("overwrite_output_dir", True)]
+    )
+    def test_what_has_no_effect_any_more_is_told(self, name, value, tmp_path) -> None:
+        with pytest.warns(FutureWarning, match=f"{name}={value} has no effect") as told:
+            TrainingArguments(tmp_path, **{name: value})
+        assert told[0].filename == __file__
+
+    def test_document_is_current(self) -> None:
+        spec = importlib.util.spec_from_file_location(
+            "make_arguments", ROOT / "docs" / "make_arguments.py"
+        )
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.PAGE.read_text() == module.page()
+
+
+class TestOldNames:
+    def test_each_alias_is_tried(self) -> None:
+        assert set(OLD_VALUES) | {"adafactor"} == set(ALIASES)
+
+    @pytest.mark.parametrize(("name", "value"), OLD_VALUES.items())
+    def test_old_name_warns_and_sets_the_new(self, name, value, tmp_path) -> None:
+        with pytest.warns(FutureWarning, match=f"{name} is the old name of") as told:
+            args = TrainingArguments(tmp_path, **{name: value})
+        assert told[0].filename == __file__
+        alias = ALIASES[name]
+        new = getattr(args, alias.successor)
+        assert new == alias.to(value, default_of(TrainingArguments, alias.successor))
+        assert getattr(args, name) == value
+
+    @pytest.mark.parametrize(("name", "value"), OLD_VALUES.items())
+    def test_setting_it_later_works_too(self, name, value, tmp_path) -> None:
+        args = TrainingArguments(tmp_path)
+        with pytest.warns(FutureWarning, match=f"{name} is the old name of") as told:
+            setattr(args, name, value)
+        assert told[0].filename == __file__
+        assert getattr(args, name) == value
+
+    def test_both_names_with_different_values_raise(self, tmp_path) -> None:
+        with pytest.raises(ValueError, match="contradict each other"):
+            TrainingArguments(
+                tmp_path, evaluation_strategy="steps", eval_strategy="epoch"
+            )
+        with pytest.raises(ValueError, match="contradict each other"):
+            TrainingArguments(tmp_path, warmup_ratio=0.1, warmup_steps=10)
+
+    def test_both_names_with_the_same_value_agree(self, tmp_path) -> None:
+        with pytest.warns(FutureWarning):
+            args = TrainingArguments(
+                tmp_path, evaluation_strategy="steps", eval_strategy="steps"
+            )
+        assert args.eval_strategy is IntervalStrategy.STEPS
+
+    def test_replace_does_not_bring_the_old_value_back(self, tmp_path) -> None:
+        with pytest.warns(FutureWarning):
+            args = TrainingArguments(
+                tmp_path, evaluation_strategy="steps", warmup_ratio=0.1, no_cuda=True
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            again = dataclasses.replace(
+                args, eval_strategy="no", warmup_steps=5, use_cpu=False
+            )
+        assert (again.eval_strategy, again.warmup_steps) == ("no", 5)
+        assert again.use_cpu is False
+
+    def test_ratio_of_one_warms_up_in_the_whole_run(self, tmp_path) -> None:
+        with pytest.warns(FutureWarning):
+            args = TrainingArguments(tmp_path, warmup_ratio=1.0)
+        assert args.get_warmup_steps(77) == 77
+
+    @pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan")])
+    def test_ratio_out_of_range_raises(self, ratio, tmp_path) -> None:
+        with pytest.raises(ValueError, match="warmup_ratio must be from 0 to 1"):
+            TrainingArguments(tmp_path, warmup_ratio=ratio)
+
+    def test_adafactor_is_refused_as_the_optimizer_that_it_names(
+        self, tmp_path
+    ) -> None:
+        with (
+            pytest.warns(FutureWarning, match="adafactor is the old name of optim"),
+            pytest.raises(ValueError, match="optim='adafactor' is not supported"),
+        ):
+            TrainingArguments(tmp_path, adafactor=True)
+
+
+class TestObject:
+    def test_making_one_imports_neither_torch_nor_transformers(self) -> None:
+        code = (
+            "import sys; from ctrainer.training_args import TrainingArguments; "
+            "a = TrainingArguments('x'); repr(a), a.to_dict(); "
+            "print('torch' in sys.modules, 'transformers' in sys.modules)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
+        assert done.stdout.split() == ["False", "False"]
+
+    def test_output_dir_by_position_and_default(self) -> None:
+        assert TrainingArguments("out").output_dir == "out"
+        assert TrainingArguments().output_dir == "trainer_output"
+        assert TrainingArguments("~/x").output_dir == str(Path.home() / "x")
+
+    def test_dictionary_and_text_hide_tokens_and_old_names(self, tmp_path) -> None:
+        args = TrainingArguments(tmp_path, hub_token="secret", hub_model_id="m")
+        content = json.loads(args.to_json_string())
+        assert content["hub_token"] == "<HUB_TOKEN>"
+        assert content["lr_scheduler_type"] == "linear"
+        assert "secret" not in repr(args)
+        assert not set(ALIASES) & set(content)
+        again = TrainingArguments(**{**content, "hub_token": None})
+        assert {**again.to_dict(), "hub_token": 0} == {**content, "hub_token": 0}
+
+    def test_sanitized_values_are_plain(self, tmp_path) -> None:
+        values = TrainingArguments(tmp_path, label_names=["a"]).to_sanitized_dict()
+        assert {type(v) for v in values.values()} <= {bool, int, float, str}
+        assert (values["train_batch_size"], values["label_names"]) == (8, "['a']")
+
+    def test_pickles_and_copies_with_users_attributes(self, tmp_path) -> None:
+        args = UsersArguments(tmp_path, mine=7, optim="sgd")
+        args.noted = "x"
+        for again in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):
+            assert again == args
+            assert (again.mine, again.noted) == (7, "x")
+            with pytest.warns(FutureWarning):
+                again.no_cuda = True
+            assert again.use_cpu
+
+    def test_device_is_chosen_once_and_not_pickled(self, tmp_path) -> None:
+        torch = pytest.importorskip("torch")
+        args = TrainingArguments(tmp_path, use_cpu=True)
+        assert args.device == torch.device("cpu")
+        assert args.n_gpu == 0
+        assert args.device is args.device
+        assert "_device" not in vars(pickle.loads(pickle.dumps(args)))
+
+    def test_tf32_needs_a_gpu(self, tmp_path) -> None:
+        pytest.importorskip("torch")
+        with pytest.raises(ValueError, match="tf32=True needs a CUDA device"):
+            _ = TrainingArguments(tmp_path, tf32=True, use_cpu=True).device
+
+    def test_one_process(self, tmp_path) -> None:
+        args = TrainingArguments(tmp_path)
+        assert (args.world_size, args.process_index, args.local_process_index) == (
+            1,
+            0,
+            0,
+        )
+        assert args.parallel_mode is ParallelMode.NOT_PARALLEL
+        assert args.should_save
+        assert args.should_log
+        with args.main_process_first(desc="tokenizing"):
+            pass
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("WORLD_SIZE", "2"), ("ACCELERATE_USE_FSDP", "true")],
+    )
+    def test_environment_of_a_launcher_is_refused(
+        self, name, value, monkeypatch, tmp_path
+    ) -> None:
+        args = TrainingArguments(tmp_path)
+        monkeypatch.setenv(name, value)
+        with pytest.raises(RuntimeError, match=name):
+            TrainingArguments(tmp_path)
+        with pytest.raises(RuntimeError, match=name):
+            adopt(args)
+
+    def test_precision_of_accelerate_launch_counts(self, monkeypatch, tmp_path) -> None:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        assert TrainingArguments(tmp_path).bf16
+        assert TrainingArguments(tmp_path, fp16=True).mixed_precision == "fp16"
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+        with pytest.raises(ValueError, match="fp8 is not supported"):
+            TrainingArguments(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("per_device_train_batch_size", 0),
+            ("gradient_accumulation_steps", 0),
+            ("learning_rate", float("nan")),
+            ("adam_beta2", 1.0),
+            ("label_smoothing_factor", -0.1),
+        ],
+    )
+    def test_numbers_out_of_range_are_named(self, name, value, tmp_path) -> None:
+        with pytest.raises(ValueError, match=f"{name} must be .*not {value}"):
+            TrainingArguments(tmp_path, **{name: value})
+
+    def test_enumerations_equal_their_words(self) -> None:
+        assert SchedulerType("cosine") == "cosine"
+        assert str(OptimizerNames.SGD) == "sgd"
+        with pytest.raises(ValueError, match="choose one of 'no', 'steps', 'epoch'"):
+            IntervalStrategy("daily")
+
+
+class TestAdopt:
+    def test_ours_comes_back_and_later_changes_are_checked(self, tmp_path) -> None:
+        args = TrainingArguments(tmp_path)
+        assert adopt(args) is args
+        args.optim = "lomo"
+        with pytest.raises(ValueError, match="optim='lomo' is not supported"):
+            adopt(args)
+
+    def test_transformers_object_comes_back_with_our_fields(self, hf, tmp_path) -> None:
+        args = hf.TrainingArguments(str(tmp_path), eval_strategy="epoch", use_cpu=True)
+        before = dict(vars(args))
+        assert adopt(args) is args
+        assert {k: v for k, v in vars(args).items() if k in before} == before
+        assert (args.async_save, args.nonfinite_policy) == (True, "skip")
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("optim", "adafactor"),
+            ("lr_scheduler_type", "polynomial"),
+            ("debug", "underflow_overflow"),
+        ],
+    )
+    def test_transformers_object_is_checked_too(
+        self, hf, name, value, tmp_path
+    ) -> None:
+        args = hf.TrainingArguments(str(tmp_path), use_cpu=True, **{name: value})
+        with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
+            adopt(args)
+
+    def test_object_of_an_older_release_is_completed(self) -> None:
+        from types import SimpleNamespace
+
+        old = SimpleNamespace(
+            output_dir="o",
+            per_device_train_batch_size=4,
+            group_by_length=True,
+            get_warmup_steps=int,
+        )
+        adopt(old)
+        assert old.train_sampling_strategy == "group_by_length"
+        assert old.dataloader_in_order is True
+
+    def test_something_else_is_a_type_error(self) -> None:
+        with pytest.raises(TypeError, match="not dict"):
+            adopt({"output_dir": "x"})
