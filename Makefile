@@ -72,7 +72,7 @@ ext:
 check-core: $(TESTS)
 	set -e; for t in $(TESTS); do $$t; done
 
-$(BUILD)/test_%: tests/core/test_%.c tests/core/ct_test.h $(BUILD)/libcore.a
+$(BUILD)/test_%: tests/core/test_%.c $(wildcard tests/core/*.h) $(BUILD)/libcore.a
 	$(CC) $(CFLAGS) -Itests/core -o $@ $< $(BUILD)/libcore.a -lm
 
 $(BUILD)/libcore.a: $(CORE:csrc/%.c=$(BUILD)/obj/%.o)

@@ -96,8 +96,10 @@ typedef struct ct_device {
 extern const ct_device ct_device_cpu;
 
 /* The instruction set in use, "base", "v3" or "v4" (x86-64-v3 has AVX2, v4 AVX-512);
- * other processors have "base" alone. Chosen at the first call: the best that the
- * processor has, or CTRAINER_ISA. CT_EINVAL when this processor lacks it. */
+ * other processors and compilers than GCC have "base" alone. Chosen at the first call:
+ * CTRAINER_ISA, else the best that the processor has. NULL when CTRAINER_ISA names one
+ * that is unknown or missing here; every kernel then fails and says so. Setting NULL
+ * chooses anew; CT_EINVAL when this processor lacks the one that is asked for. */
 const char *ct_cpu_isa(void);
 CT_NODISCARD ct_status ct_cpu_set_isa(const char *name, ct_error *err);
 

@@ -1,0 +1,186 @@
+#include "core/ct_alloc.h"
+#include "ct_kernels.h"
+#include "ct_random.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    MOST_SPANS = 30
+};
+
+static double
+norm(const ct_span *spans, size_t n_spans)
+{
+    ct_scratch scratch = {0};
+    double sum_sq = -1.0;
+    CHECK(ct_device_cpu.norm(NULL, &scratch, spans, n_spans, &sum_sq, NULL) == CT_OK);
+    ct_device_cpu.scratch_release(&scratch);
+    return sum_sq;
+}
+
+typedef struct problem {
+    ct_span spans[MOST_SPANS];
+    void *blocks[MOST_SPANS];
+    size_t n_spans;
+    double sum_sq;
+} problem;
+
+static problem
+problem_make(ct_random *r)
+{
+    static const ct_dtype dtypes[] = {CT_F32, CT_F64, CT_BF16, CT_F16};
+    problem p = {.n_spans = 1 + ct_random_below(r, MOST_SPANS)};
+    for (size_t i = 0; i < p.n_spans; i++) {
+        const size_t n = ct_random_below(r, i % 10 == 9 ? 150000 : 400);
+        const ct_dtype dtype = dtypes[ct_random_below(r, 4)];
+        p.blocks[i] = ct_alloc((n + 1) * ct_dtype_size(dtype));
+        p.spans[i] = (ct_span){(char *)p.blocks[i] + ct_dtype_size(dtype), n, dtype};
+        for (size_t e = 0; e < n; e++) {
+            ct_store(dtype, p.spans[i].data, e, 3.0 * ct_random_unit(r));
+        }
+    }
+    return p;
+}
+
+static void
+problem_free(problem *p)
+{
+    for (size_t i = 0; i < p->n_spans; i++) {
+        ct_free(p->blocks[i]);
+    }
+}
+
+static void
+check_same_bits(void *arg)
+{
+    const problem *p = arg;
+    CHECK(norm(p->spans, p->n_spans) == p->sum_sq);
+}
+
+/* Squares of 16-bit floats and floats are exact in double, so adding n of them in any
+ * order is off by at most (n - 1) * 2^-53 of their sum; F64 squares add 1 more. */
+static void
+test_random_lists_are_summed_to_double_precision_and_always_alike(void)
+{
+    ct_random r = {99};
+    for (int round = 0; round < 40; round++) {
+        problem p = problem_make(&r);
+        long double exact = 0.0L;
+        size_t total = 1;
+        for (size_t i = 0; i < p.n_spans; i++) {
+            total += p.spans[i].n;
+            for (size_t e = 0; e < p.spans[i].n; e++) {
+                const long double x = ct_load(p.spans[i].dtype, p.spans[i].data, e);
+                exact += x * x;
+            }
+        }
+        p.sum_sq = norm(p.spans, p.n_spans);
+        CHECK(fabsl(p.sum_sq - exact) <= exact * (long double)total * 0x1p-53L);
+        ct_for_each_setting(check_same_bits, &p);
+        problem_free(&p);
+    }
+}
+
+static void
+test_the_sum_depends_on_the_values_and_not_on_where_they_lie(void)
+{
+    enum {
+        N = 5000
+    };
+    ct_random r = {5};
+    float memory[N + 16];
+    double first = 0.0;
+    for (size_t shift = 0; shift < 16; shift++) {
+        r.state = 5;
+        for (size_t i = 0; i < N; i++) {
+            memory[shift + i] = (float)ct_random_unit(&r);
+        }
+        const ct_span span = {memory + shift, N, CT_F32};
+        first = shift == 0 ? norm(&span, 1) : first;
+        CHECK(norm(&span, 1) == first);
+    }
+}
+
+typedef struct poison {
+    ct_span span;
+    double value;
+} poison;
+
+static void
+check_found(void *arg)
+{
+    const poison *p = arg;
+    const double sum_sq = norm(&p->span, 1);
+    CHECK(isnan(p->value) ? isnan(sum_sq) : isinf(sum_sq));
+}
+
+static void
+test_nan_and_infinity_are_found_in_every_position_and_dtype(void)
+{
+    enum {
+        N = 70
+    };
+    static const ct_dtype dtypes[] = {CT_F32, CT_F64, CT_BF16, CT_F16};
+    static const double values[] = {NAN, INFINITY, -INFINITY};
+    double memory[N];
+    for (size_t d = 0; d < 4; d++) {
+        for (size_t v = 0; v < 3; v++) {
+            for (size_t at = 0; at < N; at++) {
+                poison p = {
+                    {memory, N, dtypes[d]},
+                    values[v]
+                };
+                for (size_t i = 0; i < N; i++) {
+                    ct_store(dtypes[d], memory, i, i == at ? values[v] : 1.0);
+                }
+                ct_for_each_setting(check_found, &p);
+            }
+        }
+    }
+}
+
+static void
+test_the_largest_floats_do_not_overflow(void)
+{
+    float values[100];
+    for (size_t i = 0; i < 100; i++) {
+        values[i] = 0x1.fffffep127f;
+    }
+    const ct_span span = {values, 100, CT_F32};
+    CHECK(isfinite(norm(&span, 1)) && norm(&span, 1) > 1e78);
+}
+
+static void
+test_nothing_sums_to_zero(void)
+{
+    const ct_span empty[2] = {
+        {NULL, 0, CT_F32},
+        {NULL, 0, CT_F16}
+    };
+    CHECK(norm(NULL, 0) == 0.0);
+    CHECK(norm(empty, 2) == 0.0);
+}
+
+static void
+test_a_dtype_that_is_no_float_is_refused(void)
+{
+    int32_t x = 3;
+    ct_error err;
+    double sum_sq = -1.0;
+    const ct_span span = {&x, 1, CT_I32};
+    CHECK(ct_device_cpu.norm(NULL, NULL, &span, 1, &sum_sq, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "norm: span 0 is int32") != NULL && sum_sq == -1.0);
+}
+
+int
+main(void)
+{
+    test_random_lists_are_summed_to_double_precision_and_always_alike();
+    test_the_sum_depends_on_the_values_and_not_on_where_they_lie();
+    test_nan_and_infinity_are_found_in_every_position_and_dtype();
+    test_the_largest_floats_do_not_overflow();
+    test_nothing_sums_to_zero();
+    test_a_dtype_that_is_no_float_is_refused();
+    return 0;
+}
