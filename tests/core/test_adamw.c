@@ -1,13 +1,17 @@
-#include "core/ct_device.h"
-#include "ct_test.h"
+#include "ct_kernels.h"
 
 #include <math.h>
 #include <string.h>
 
-static const ct_adamw_config config = {
+enum {
+    N = 500,
+    STEPS = 100
+};
+
+static const ct_adamw_config usual = {
     .lr = 1e-2, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1};
 
-/* The formula in double, written without looking at ct_adamw_math.h. */
+/* Algorithm 2 of the paper, in double. */
 typedef struct reference {
     double param, m, v;
 } reference;
@@ -23,44 +27,143 @@ reference_step(reference *r, const ct_adamw_config *c, double grad, int step)
     r->param -= c->lr * m_hat / (sqrt(v_hat) + c->eps);
 }
 
-static double
-grad_at(size_t i, int step)
+static void
+update(const ct_adamw_config *config, int step, const ct_adamw_span *span)
 {
-    return sin((double)i * 1.7 + step);
+    ct_adamw_coef coef;
+    CHECK(ct_adamw_coef_init(&coef, config, (uint64_t)step, 0.5, NULL) == CT_OK);
+    CHECK(ct_device_cpu.adamw(NULL, &coef, span, 1, step % 2 == 0, NULL) == CT_OK);
+}
+
+/* The largest distance from the reference after STEPS updates in `dtype`. */
+static double
+drift(ct_dtype dtype, const ct_adamw_config *config)
+{
+    double grad[N], param[N], m[N] = {0}, v[N] = {0};
+    reference expected[N];
+    const ct_adamw_span span = {grad, param, m, v, N, dtype, 0};
+    for (size_t i = 0; i < N; i++) {
+        ct_store(dtype, param, i, cos((double)i));
+        expected[i] = (reference){ct_load(dtype, param, i), 0.0, 0.0};
+    }
+    for (int step = 1; step <= STEPS; step++) {
+        for (size_t i = 0; i < N; i++) {
+            ct_store(dtype, grad, i, 2.0 * sin((double)i * 1.7 + step));
+            const double half = ct_load(dtype, grad, i) / 2.0;
+            reference_step(&expected[i], config, half, step);
+        }
+        update(config, step, &span);
+    }
+    double largest = 0.0;
+    for (size_t i = 0; i < N; i++) {
+        const double distance = fabs(ct_load(dtype, param, i) - expected[i].param);
+        largest = fmax(largest, distance);
+        CHECK(ct_load(dtype, grad, i) == 0.0); /* the last step zeroed it */
+    }
+    return largest;
+}
+
+/* A parameter stays below 2, so each update rounds it by at most half an ulp of 1 to
+ * 2; the update itself, at most 2 * lr here, is off by a few ulp, which adds less. */
+static void
+test_follows_the_paper_for_a_hundred_steps(void)
+{
+    CHECK(drift(CT_F64, &usual) < STEPS * 0x1p-52);
+    CHECK(drift(CT_F32, &usual) < STEPS * 0x1p-23);
+    const ct_adamw_config small_betas = {
+        .lr = 1e-2, .beta1 = 0.0, .beta2 = 0.5, .eps = 1e-3, .weight_decay = 0.0};
+    CHECK(drift(CT_F64, &small_betas) < STEPS * 0x1p-52);
+    CHECK(drift(CT_F32, &small_betas) < STEPS * 0x1p-23);
+}
+
+/* With 16-bit moments the direction is right to some percent only; the bound is that
+ * of the roundings of the parameter itself, every one in the same direction. */
+static void
+test_follows_the_paper_in_sixteen_bits(void)
+{
+    CHECK(drift(CT_F16, &usual) < STEPS * 0x1p-11);
+    CHECK(drift(CT_BF16, &usual) < STEPS * 0x1p-8);
 }
 
 static void
-test_follows_the_formula_for_a_hundred_steps_in_fp32(void)
+test_beta1_zero_gives_the_gradient_and_not_a_rounded_one(void)
 {
-    enum {
-        N = 1000
-    };
-    float grad[N], param[N], m[N] = {0}, v[N] = {0};
-    reference expected[N];
-    for (size_t i = 0; i < N; i++) {
-        param[i] = (float)cos((double)i);
-        expected[i] = (reference){param[i], 0.0, 0.0};
-    }
-    const ct_adamw_span span = {grad, param, m, v, N, CT_F32, 0};
-    for (int step = 1; step <= 100; step++) {
-        ct_adamw_coef coef;
-        CHECK(ct_adamw_coef_init(&coef, &config, (uint64_t)step, 0.5, NULL) == CT_OK);
-        for (size_t i = 0; i < N; i++) {
-            grad[i] = (float)(2.0 * grad_at(i, step));
-            reference_step(&expected[i], &config, grad[i] * 0.5, step);
+    float grad = 2e-7f, param = 1.0f, m = 100.0f, v = 1.0f;
+    const ct_adamw_config config = {
+        .lr = 0.1, .beta1 = 0.0, .beta2 = 0.9, .eps = 1e-8, .weight_decay = 0.0};
+    update(&config, 1, &(ct_adamw_span){&grad, &param, &m, &v, 1, CT_F32, 0});
+    CHECK(m == 1e-7f);
+}
+
+static void
+test_nan_and_infinity_in_a_gradient_reach_its_own_element_alone(void)
+{
+    static const ct_dtype dtypes[] = {CT_F32, CT_F64, CT_BF16, CT_F16};
+    for (size_t d = 0; d < 4; d++) {
+        for (size_t at = 0; at < 40; at++) {
+            double grad[40], param[40], m[40] = {0}, v[40] = {0};
+            for (size_t i = 0; i < 40; i++) {
+                ct_store(dtypes[d], grad, i, i == at ? (at % 2 ? NAN : INFINITY) : 1.0);
+                ct_store(dtypes[d], param, i, 1.0);
+            }
+            update(&usual, 1, &(ct_adamw_span){grad, param, m, v, 40, dtypes[d], 0});
+            for (size_t i = 0; i < 40; i++) {
+                CHECK(isfinite(ct_load(dtypes[d], param, i)) == (i != at));
+                CHECK(isfinite(ct_load(dtypes[d], m, i)) == (i != at));
+                CHECK(isfinite(ct_load(dtypes[d], v, i)) == (i != at));
+            }
         }
-        CHECK(ct_device_cpu.adamw(NULL, &coef, &span, 1, step % 2 == 0, NULL) == CT_OK);
     }
-    for (size_t i = 0; i < N; i++) {
-        /* 100 updates of at most lr each, each rounded to 2^-24 of a value below 2 */
-        CHECK(fabs(param[i] - expected[i].param) < 100 * 0x1p-24 * 2);
-        CHECK(grad[i] == 0.0f);
-    }
+}
+
+static void
+test_each_span_uses_its_own_coefficients(void)
+{
+    float grad[2] = {1.0f, 1.0f}, param[2] = {1.0f, 1.0f}, m[2] = {0}, v[2] = {0};
+    ct_adamw_coef coefs[2];
+    ct_adamw_config config = {.lr = 0.5, .beta1 = 0.9, .beta2 = 0.99, .eps = 0.0};
+    CHECK(ct_adamw_coef_init(&coefs[0], &config, 1, 1.0, NULL) == CT_OK);
+    config.lr = 0.25;
+    CHECK(ct_adamw_coef_init(&coefs[1], &config, 1, 1.0, NULL) == CT_OK);
+    const ct_adamw_span spans[2] = {
+        {&grad[0], &param[0], &m[0], &v[0], 1, CT_F32, 1},
+        {&grad[1], &param[1], &m[1], &v[1], 1, CT_F32, 0},
+    };
+    CHECK(ct_device_cpu.adamw(NULL, coefs, spans, 2, false, NULL) == CT_OK);
+    CHECK(fabs(param[0] - 0.75) < 1e-6 && fabs(param[1] - 0.5) < 1e-6);
+    CHECK(grad[0] == 1.0f);
+}
+
+static void
+check_refused(ct_adamw_config config, uint64_t step, const char *field)
+{
+    ct_error err;
+    ct_adamw_coef coef;
+    CHECK(ct_adamw_coef_init(&coef, &config, step, 1.0, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, field) != NULL);
+}
+
+static void
+test_a_bad_hyperparameter_is_named(void)
+{
+    check_refused((ct_adamw_config){.lr = -1e-3}, 1, "lr");
+    check_refused((ct_adamw_config){.lr = NAN}, 1, "lr");
+    check_refused((ct_adamw_config){.beta1 = 1.0}, 1, "beta1");
+    check_refused((ct_adamw_config){.beta1 = NAN}, 1, "beta1");
+    check_refused((ct_adamw_config){.beta2 = -0.1}, 1, "beta2");
+    check_refused((ct_adamw_config){.eps = -1e-8}, 1, "eps");
+    check_refused((ct_adamw_config){.weight_decay = NAN}, 1, "weight_decay");
+    check_refused((ct_adamw_config){.lr = 1e-3}, 0, "step");
 }
 
 int
 main(void)
 {
-    test_follows_the_formula_for_a_hundred_steps_in_fp32();
+    test_follows_the_paper_for_a_hundred_steps();
+    test_follows_the_paper_in_sixteen_bits();
+    test_beta1_zero_gives_the_gradient_and_not_a_rounded_one();
+    test_nan_and_infinity_in_a_gradient_reach_its_own_element_alone();
+    test_each_span_uses_its_own_coefficients();
+    test_a_bad_hyperparameter_is_named();
     return 0;
 }
