@@ -215,9 +215,11 @@ class ColumnFilter:
 
 def _is_datasets(dataset: Any) -> bool:
     """A datasets.Dataset, which can drop columns without reading them."""
-    return type(dataset).__module__.startswith("datasets.") and hasattr(
-        dataset, "remove_columns"
-    ) and getattr(dataset, "column_names", None) is not None
+    return (
+        type(dataset).__module__.startswith("datasets.")
+        and hasattr(dataset, "remove_columns")
+        and getattr(dataset, "column_names", None) is not None
+    )
 
 
 def _base_model(model: Any) -> Any:

@@ -118,7 +118,15 @@ class RunMixin:
                 )
             micro = args.max_steps * args.gradient_accumulation_steps
             samples = total * args.max_steps
-            return sys.maxsize, args.max_steps, samples, samples, total, micro, args.max_steps
+            return (
+                sys.maxsize,
+                args.max_steps,
+                samples,
+                samples,
+                total,
+                micro,
+                args.max_steps,
+            )
         updates = max(math.ceil(length / args.gradient_accumulation_steps), 1)
         examples = self.num_examples(dataloader)
         if args.max_steps > 0:

@@ -17,7 +17,7 @@ def base_model(model: Any) -> Any:
 
 
 def _forward(model: Any) -> Callable[..., Any] | None:
-    return getattr(model, "forward", None) or getattr(model, "__call__", None)
+    return getattr(model, "forward", None) or (model if callable(model) else None)
 
 
 def accepts_loss_kwargs(model: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ctrainer import _C, adapters
 from ctrainer._trainer_data import DataMixin
+from ctrainer._trainer_extra import ExtraMixin
 from ctrainer._trainer_run import RunMixin
 from ctrainer.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback
 from ctrainer.progress import ProgressCallback
@@ -29,7 +30,7 @@ DEFAULT_CALLBACKS: list[type] = [DefaultFlowCallback]
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback
 
 
-class Trainer(DataMixin, RunMixin, _C.Trainer):
+class Trainer(DataMixin, RunMixin, ExtraMixin, _C.Trainer):
     """Trains and evaluates a model; a drop-in for transformers.Trainer.
 
     Args:
@@ -162,7 +163,8 @@ class Trainer(DataMixin, RunMixin, _C.Trainer):
                 "to make"
             )
         if args.batch_eval_metrics and self.compute_metrics is not None:
-            if "compute_result" not in inspect.signature(self.compute_metrics).parameters:
+            taken = inspect.signature(self.compute_metrics).parameters
+            if "compute_result" not in taken:
                 raise ValueError(
                     "batch_eval_metrics=True calls compute_metrics once a batch; it "
                     "must take compute_result, which is True for the last"

@@ -106,7 +106,9 @@ def _labels(values: list[Any]) -> torch.Tensor:
     while isinstance(first, list | tuple):
         first = first[0]
     whole = isinstance(first, int) or getattr(first, "dtype", None) == "int64"
-    return torch.as_tensor(_stack(values), dtype=torch.int64 if whole else torch.float32)
+    return torch.as_tensor(
+        _stack(values), dtype=torch.int64 if whole else torch.float32
+    )
 
 
 def _stack(values: list[Any]) -> torch.Tensor:

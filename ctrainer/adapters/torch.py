@@ -287,10 +287,9 @@ def empty_cache() -> None:
 # Optimizers
 
 
-_NO_DECAY = [
-    re.compile(p)
-    for p in (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-]
+_NO_DECAY = re.compile(
+    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
+)
 
 
 def decay_parameter_names(model: Model) -> list[str]:
@@ -300,9 +299,7 @@ def decay_parameter_names(model: Model) -> list[str]:
     names = []
     for name, _ in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
-        if not isinstance(owner, nn.LayerNorm) and not any(
-            p.search(name.lower()) for p in _NO_DECAY
-        ):
+        if not isinstance(owner, nn.LayerNorm) and not _NO_DECAY.search(name.lower()):
             names.append(name)
     return names
 
@@ -424,5 +421,3 @@ def epoch_iterator(loader: Any, epoch: int, skip: int) -> Iterator[Any]:
     """Batches of epoch number `epoch`, from batch number `skip` on."""
     batches.set_epoch(loader, epoch)
     return seek(loader, skip) if skip else iter(loader)
-
-

@@ -1,0 +1,191 @@
+"""Trainer: what other packages ask of it beside training."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ctrainer.trainer_utils import speed_metrics
+
+if TYPE_CHECKING:
+    from ctrainer.trainer import Trainer
+
+logger = logging.getLogger("ctrainer.trainer")
+
+
+class ExtraMixin:
+    """Accelerate's object, counts of tokens and parameters, model cards and the Hub."""
+
+    @property
+    def accelerator(self: Trainer) -> Any:
+        """A real accelerate.Accelerator, made when it is first asked for.
+
+        Nothing of ours needs it; subclasses of transformers' Trainer do. Raises
+        ImportError without accelerate.
+        """
+        made = self.__dict__.get("_accelerator")
+        if made is None:
+            self.create_accelerator_and_postprocess()
+            made = self.__dict__["_accelerator"]
+        return made
+
+    @accelerator.setter
+    def accelerator(self: Trainer, value: Any) -> None:
+        self.__dict__["_accelerator"] = value
+
+    def create_accelerator_and_postprocess(self: Trainer) -> None:
+        """Make self.accelerator: on the trainer's device, without mixed precision or
+        accumulation of its own, which are ours."""
+        from accelerate import Accelerator
+
+        self.accelerator = Accelerator(cpu=self._inputs_stay)
+
+    @property
+    def tokenizer(self: Trainer) -> Any:
+        """processing_class, by its name before transformers 4.46."""
+        return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self: Trainer, value: Any) -> None:
+        self.processing_class = value
+
+    # Counting
+
+    def _track_num_input_tokens(self: Trainer, inputs: Mapping[str, Any]) -> None:
+        """Add a micro-batch's tokens, all or those that are no padding, to the state."""
+        name = self._main_input_name
+        if name not in inputs:
+            return
+        tokens = inputs[name]
+        count = int(tokens.numel())
+        if self.args.include_num_input_tokens_seen == "non_padding":
+            pad = getattr(self.processing_class, "pad_token_id", None)
+            if "attention_mask" in inputs:
+                count = int(inputs["attention_mask"].sum())
+            elif pad is not None:
+                count = int((tokens != pad).sum())
+        self.state.num_input_tokens_seen += count
+
+    def _log_tokens(self: Trainer, logs: dict[str, Any], start: float | None) -> None:
+        logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        if start is not None:
+            seen = (
+                self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
+            )
+            logs.update(speed_metrics("train", start, num_tokens=seen))
+
+    def get_num_trainable_parameters(self: Trainer) -> int:
+        """Number of elements of the parameters that train."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def get_learning_rates(self: Trainer) -> list[float]:
+        """The learning rate of each parameter group.
+
+        Raises ValueError before the optimizer exists.
+        """
+        return [group["lr"] for group in self._optimizer_or_raise().param_groups]
+
+    def get_optimizer_group(self: Trainer, param: Any = None) -> Any:
+        """The group that `param` is in; all groups without it.
+
+        Raises ValueError before the optimizer exists.
+        """
+        groups = self._optimizer_or_raise().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        for group in groups:
+            if any(param is p for p in group["params"]):
+                return group
+        return None
+
+    def _optimizer_or_raise(self: Trainer) -> Any:
+        if self.optimizer is None:
+            raise ValueError(
+                "the optimizer does not exist yet; call create_optimizer()"
+            )
+        return self.optimizer
+
+    def get_sp_size(self) -> int:
+        return 1
+
+    def get_cp_size(self) -> int:
+        return 1
+
+    def get_tp_size(self) -> int:
+        return 1
+
+    @staticmethod
+    def num_tokens(train_dl: Any, max_steps: int | None = None) -> int:
+        """Tokens in the batches of a loader, or in as many as max_steps reads."""
+        counts = (int(batch["input_ids"].numel()) for batch in train_dl)
+        return next(counts, 0) * max_steps if max_steps is not None else sum(counts)
+
+    # The Hub
+
+    def create_model_card(
+        self: Trainer,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write README.md with the run's facts into output_dir, through transformers'
+        TrainingSummary. Raises ImportError without transformers."""
+        from transformers.modelcard import TrainingSummary
+
+        if not self.is_world_process_zero():
+            return
+        summary = TrainingSummary.from_trainer(
+            self, language=language, license=license, tags=tags, model_name=model_name,
+            finetuned_from=finetuned_from, tasks=tasks, dataset_tags=dataset_tags,
+            dataset=dataset, dataset_args=dataset_args,
+        )  # fmt: skip
+        path = os.path.join(self.args.output_dir, "README.md")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(summary.to_model_card())
+
+    def push_to_hub(
+        self: Trainer,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model and upload output_dir, without its checkpoints, to the Hub.
+
+        Returns what huggingface_hub.upload_folder returns. Raises ImportError without
+        huggingface_hub, and ValueError without hub_model_id.
+        """
+        import huggingface_hub
+
+        repo = self.hub_model_id or getattr(self.args, "hub_model_id", None)
+        if not repo:
+            repo = os.path.basename(os.path.abspath(self.args.output_dir))
+        self.save_model(_internal_call=True)
+        token = token or getattr(self.args, "hub_token", None)
+        url = huggingface_hub.create_repo(repo, token=token, exist_ok=True)
+        self.hub_model_id = url.repo_id
+        self.create_model_card(**kwargs)
+        return huggingface_hub.upload_folder(
+            repo_id=url.repo_id, folder_path=self.args.output_dir, token=token,
+            commit_message=commit_message, revision=revision, run_as_future=not blocking,
+            ignore_patterns=["_*", "checkpoint-*", ".*"],
+        )  # fmt: skip
+
+    def hyperparameter_search(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        """Refused: run a search package around train() instead."""
+        raise RuntimeError(
+            "hyperparameter_search is not part of ctrainer: call train() from optuna's "
+            "or ray's own objective, with a new Trainer for each trial"
+        )
+
+    def _hp_search_setup(self: Trainer, trial: Any) -> None:
+        """Called by search packages; there is nothing to set up."""
