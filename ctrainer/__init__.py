@@ -1,3 +1,66 @@
-"""A trainer whose insides are C."""
+"""A trainer whose insides are C.
+
+Names are imported on first use, so that `import ctrainer` needs neither torch nor
+transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ctrainer.callbacks import (
+        DefaultFlowCallback,
+        EarlyStoppingCallback,
+        PrinterCallback,
+        TrainerCallback,
+    )
+    from ctrainer.trainer import Trainer
+    from ctrainer.trainer_state import TrainerControl, TrainerState
+    from ctrainer.trainer_utils import EvalPrediction, set_seed
+    from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments
+
+_HOMES = {
+    "DefaultFlowCallback": "callbacks",
+    "EarlyStoppingCallback": "callbacks",
+    "EvalPrediction": "trainer_utils",
+    "PrinterCallback": "callbacks",
+    "Seq2SeqTrainingArguments": "training_args",
+    "Trainer": "trainer",
+    "TrainerCallback": "callbacks",
+    "TrainerControl": "trainer_state",
+    "TrainerState": "trainer_state",
+    "TrainingArguments": "training_args",
+    "set_seed": "trainer_utils",
+}
+_MODULES = {"optim", "trainer_utils", "training_args", "callbacks", "adapters"}
+
+__all__ = [
+    "DefaultFlowCallback",
+    "EarlyStoppingCallback",
+    "EvalPrediction",
+    "PrinterCallback",
+    "Seq2SeqTrainingArguments",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
+    "set_seed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(f"ctrainer.{_HOMES[name]}"), name)
+    elif name in _MODULES:
+        value = import_module(f"ctrainer.{name}")
+    else:
+        raise AttributeError(f"module 'ctrainer' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

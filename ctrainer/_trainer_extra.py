@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ctrainer import trainer_utils
 from ctrainer.trainer_utils import speed_metrics
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class ExtraMixin:
     # Counting
 
     def _track_num_input_tokens(self: Trainer, inputs: Mapping[str, Any]) -> None:
-        """Add a micro-batch's tokens, all or those that are no padding, to the state."""
+        """Add a micro-batch's tokens, with or without padding, to the state."""
         name = self._main_input_name
         if name not in inputs:
             return
@@ -122,6 +123,25 @@ class ExtraMixin:
         counts = (int(batch["input_ids"].numel()) for batch in train_dl)
         return next(counts, 0) * max_steps if max_steps is not None else sum(counts)
 
+    # Metrics, as scripts print and keep them
+
+    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """`metrics` with rounded numbers and readable times and sizes."""
+        return trainer_utils.metrics_format(metrics)
+
+    def log_metrics(self: Trainer, split: str, metrics: dict[str, Any]) -> None:
+        """Print `metrics` of the split "train", "eval", ... as a table."""
+        if self.is_world_process_zero():
+            trainer_utils.print_metrics(split, metrics)
+
+    def save_metrics(
+        self: Trainer, split: str, metrics: dict[str, Any], combined: bool = True
+    ) -> None:
+        """Write `metrics` to {split}_results.json in output_dir, and with `combined`
+        into all_results.json."""
+        if self.is_world_process_zero():
+            trainer_utils.write_metrics(self.args.output_dir, split, metrics, combined)
+
     # The Hub
 
     def create_model_card(
@@ -176,8 +196,8 @@ class ExtraMixin:
         self.create_model_card(**kwargs)
         return huggingface_hub.upload_folder(
             repo_id=url.repo_id, folder_path=self.args.output_dir, token=token,
-            commit_message=commit_message, revision=revision, run_as_future=not blocking,
-            ignore_patterns=["_*", "checkpoint-*", ".*"],
+            commit_message=commit_message, revision=revision,
+            run_as_future=not blocking, ignore_patterns=["_*", "checkpoint-*", ".*"],
         )  # fmt: skip
 
     def hyperparameter_search(self: Trainer, *args: Any, **kwargs: Any) -> Any:

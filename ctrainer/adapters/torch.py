@@ -194,7 +194,7 @@ def smoothed_loss(
 
 
 def rng_state() -> dict[str, Any]:
-    """States of Python's, NumPy's and torch's generators, as a checkpoint keeps them."""
+    """States of Python's, NumPy's and torch's generators, as checkpoints keep them."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -287,9 +287,7 @@ def empty_cache() -> None:
 # Optimizers
 
 
-_NO_DECAY = re.compile(
-    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
-)
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 def decay_parameter_names(model: Model) -> list[str]:
