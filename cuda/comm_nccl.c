@@ -1,0 +1,383 @@
+/* Collectives by NCCL on one stream.
+ *
+ * NCCL only enqueues; a collective of ours returns when its result is there. It waits
+ * by asking, stream and communicator in turn, because a rank that died shows as an
+ * error of the communicator while the stream stays busy for ever. After an error the
+ * communicator is aborted and every later call fails at once. */
+#include "nccl.h"
+
+#include "core/ct_alloc.h"
+#include "dynlib.h"
+#include "status.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <string.h>
+
+/* The part of nccl.h that is used; the numbers are NCCL's ABI. */
+typedef struct ncclComm *nccl_handle;
+typedef int nccl_result; /* 0 is success */
+typedef struct nccl_id {
+    char bytes[CT_COMM_ID_BYTES];
+} nccl_id;
+enum {
+    NCCL_IN_PROGRESS = 7
+};
+
+static struct {
+    nccl_result (*get_version)(int *version);
+    nccl_result (*get_id)(nccl_id *id);
+    nccl_result (*init_rank)(nccl_handle *comm, int world_size, nccl_id id, int rank);
+    nccl_result (*destroy)(nccl_handle comm);
+    nccl_result (*abort)(nccl_handle comm);
+    nccl_result (*async_error)(nccl_handle comm, nccl_result *result);
+    const char *(*error_string)(nccl_result result);
+    nccl_result (*all_reduce)(const void *in, void *out, size_t n, int dtype, int op,
+                              nccl_handle comm, cudaStream_t stream);
+    nccl_result (*all_gather)(const void *in, void *out, size_t n, int dtype,
+                              nccl_handle comm, cudaStream_t stream);
+    nccl_result (*reduce_scatter)(const void *in, void *out, size_t n, int dtype,
+                                  int op, nccl_handle comm, cudaStream_t stream);
+    nccl_result (*broadcast)(const void *in, void *out, size_t n, int dtype, int root,
+                             nccl_handle comm, cudaStream_t stream);
+} nccl;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static bool loaded;
+
+typedef struct nccl_comm {
+    ct_comm base; /* first: a ct_comm * of ours is a nccl_comm * */
+    nccl_handle handle; /* NULL after an error */
+    cudaStream_t stream;
+    float *token; /* one element of the device's memory, for barrier */
+} nccl_comm;
+
+static ct_status
+load(ct_error *err)
+{
+    static const ct_dynlib_spec spec = {"libnccl.so.2", "nvidia/nccl/lib",
+                                        "nvidia-nccl-cu13>=2.27,<3"};
+    const ct_dynlib_symbol symbols[] = {
+        {"ncclGetVersion",        &nccl.get_version   },
+        {"ncclGetUniqueId",       &nccl.get_id        },
+        {"ncclCommInitRank",      &nccl.init_rank     },
+        {"ncclCommDestroy",       &nccl.destroy       },
+        {"ncclCommAbort",         &nccl.abort         },
+        {"ncclCommGetAsyncError", &nccl.async_error   },
+        {"ncclGetErrorString",    &nccl.error_string  },
+        {"ncclAllReduce",         &nccl.all_reduce    },
+        {"ncclAllGather",         &nccl.all_gather    },
+        {"ncclReduceScatter",     &nccl.reduce_scatter},
+        {"ncclBroadcast",         &nccl.broadcast     },
+    };
+    ct_status status = CT_OK;
+    (void)pthread_mutex_lock(&lock);
+    if (!loaded) {
+        status = ct_dynlib_load(&spec, symbols, sizeof symbols / sizeof symbols[0], err);
+        loaded = status == CT_OK;
+    }
+    (void)pthread_mutex_unlock(&lock);
+    return status;
+}
+
+static ct_status
+check(nccl_result result, const char *what, ct_error *err)
+{
+    if (result == 0) {
+        return CT_OK;
+    }
+    return ct_fail(err, CT_ECOMM, "cannot %s: NCCL says %s", what,
+                   nccl.error_string(result));
+}
+
+static ct_status
+dtype_of(const ct_span *span, const char *what, int *dtype, ct_error *err)
+{
+    switch (span->dtype) {
+    case CT_I8:
+        *dtype = 0;
+        return CT_OK;
+    case CT_U8:
+    case CT_BOOL:
+        *dtype = 1;
+        return CT_OK;
+    case CT_I32:
+        *dtype = 2;
+        return CT_OK;
+    case CT_I64:
+        *dtype = 4;
+        return CT_OK;
+    case CT_F16:
+        *dtype = 6;
+        return CT_OK;
+    case CT_F32:
+        *dtype = 7;
+        return CT_OK;
+    case CT_F64:
+        *dtype = 8;
+        return CT_OK;
+    case CT_BF16:
+        *dtype = 9;
+        return CT_OK;
+    default:
+        return ct_fail(err, CT_EINVAL, "%s: NCCL has no %s", what,
+                       ct_dtype_name(span->dtype));
+    }
+}
+
+static int
+op_of(ct_reduce_op op)
+{
+    switch (op) {
+    case CT_REDUCE_MAX:
+        return 2;
+    case CT_REDUCE_MIN:
+        return 3;
+    case CT_REDUCE_MEAN:
+        return 4;
+    case CT_REDUCE_SUM:
+        break;
+    }
+    return 0;
+}
+
+/* Aborting frees the handle and whatever waits on the other ranks. */
+static ct_status
+give_up(nccl_comm *comm, ct_status status)
+{
+    (void)nccl.abort(comm->handle);
+    comm->handle = NULL;
+    return status;
+}
+
+static ct_status
+wait_for(nccl_comm *comm, const char *what, ct_error *err)
+{
+    for (;;) {
+        const cudaError_t busy = cudaStreamQuery(comm->stream);
+        if (busy == cudaSuccess) {
+            return CT_OK;
+        }
+        ct_status status = busy == cudaErrorNotReady
+                               ? CT_OK
+                               : ct_cuda_check(busy, "wait for the stream", err);
+        nccl_result result = 0;
+        if (status == CT_OK) {
+            status = check(nccl.async_error(comm->handle, &result), what, err);
+        }
+        if (status == CT_OK && result != NCCL_IN_PROGRESS) {
+            status = check(result, what, err);
+        }
+        if (status != CT_OK) {
+            return give_up(comm, status);
+        }
+        (void)sched_yield();
+    }
+}
+
+/* Every collective begins and ends alike. */
+static ct_status
+begin(const nccl_comm *comm, const ct_span *span, const char *what, int *dtype,
+      ct_error *err)
+{
+    if (comm->handle == NULL) {
+        return ct_fail(err, CT_ECOMM, "cannot %s: the group broke at an earlier error",
+                       what);
+    }
+    return dtype_of(span, what, dtype, err);
+}
+
+static ct_status
+end(nccl_comm *comm, nccl_result result, const char *what, ct_error *err)
+{
+    ct_status status = check(result, what, err);
+    return status == CT_OK ? wait_for(comm, what, err) : give_up(comm, status);
+}
+
+/* `whole` holds world_size parts. */
+static ct_status
+check_parts(const nccl_comm *comm, const ct_span *whole, const ct_span *part,
+            const char *what, ct_error *err)
+{
+    const size_t world_size = (size_t)comm->base.world_size;
+    if (whole->dtype == part->dtype && whole->n / world_size == part->n &&
+        whole->n % world_size == 0) {
+        return CT_OK;
+    }
+    return ct_fail(err, CT_EINVAL,
+                   "%s over %zu ranks needs %zu times as many elements of one dtype "
+                   "on one side, got %zu of %s and %zu of %s",
+                   what, world_size, world_size, whole->n, ct_dtype_name(whole->dtype),
+                   part->n, ct_dtype_name(part->dtype));
+}
+
+static ct_status
+nccl_all_reduce(ct_comm *op, const ct_span *span, ct_reduce_op reduce, ct_error *err)
+{
+    nccl_comm *comm = (nccl_comm *)op;
+    int dtype = 0;
+    ct_status status = begin(comm, span, "all_reduce", &dtype, err);
+    if (status != CT_OK || span->n == 0) {
+        return status;
+    }
+    return end(comm,
+               nccl.all_reduce(span->data, span->data, span->n, dtype, op_of(reduce),
+                               comm->handle, comm->stream),
+               "all_reduce", err);
+}
+
+static ct_status
+nccl_all_gather(ct_comm *op, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    nccl_comm *comm = (nccl_comm *)op;
+    int dtype = 0;
+    ct_status status = begin(comm, in, "all_gather", &dtype, err);
+    if (status == CT_OK) {
+        status = check_parts(comm, out, in, "all_gather", err);
+    }
+    if (status != CT_OK || in->n == 0) {
+        return status;
+    }
+    return end(comm,
+               nccl.all_gather(in->data, out->data, in->n, dtype, comm->handle,
+                               comm->stream),
+               "all_gather", err);
+}
+
+static ct_status
+nccl_reduce_scatter(ct_comm *op, const ct_span *out, const ct_span *in,
+                    ct_reduce_op reduce, ct_error *err)
+{
+    nccl_comm *comm = (nccl_comm *)op;
+    int dtype = 0;
+    ct_status status = begin(comm, in, "reduce_scatter", &dtype, err);
+    if (status == CT_OK) {
+        status = check_parts(comm, in, out, "reduce_scatter", err);
+    }
+    if (status != CT_OK || out->n == 0) {
+        return status;
+    }
+    return end(comm,
+               nccl.reduce_scatter(in->data, out->data, out->n, dtype, op_of(reduce),
+                                   comm->handle, comm->stream),
+               "reduce_scatter", err);
+}
+
+static ct_status
+nccl_broadcast(ct_comm *op, const ct_span *span, int root, ct_error *err)
+{
+    nccl_comm *comm = (nccl_comm *)op;
+    int dtype = 0;
+    ct_status status = begin(comm, span, "broadcast", &dtype, err);
+    if (status == CT_OK && (root < 0 || root >= comm->base.world_size)) {
+        status = ct_fail(err, CT_EINVAL, "root must be in [0, %d), got %d",
+                         comm->base.world_size, root);
+    }
+    if (status != CT_OK || span->n == 0) {
+        return status;
+    }
+    return end(comm,
+               nccl.broadcast(span->data, span->data, span->n, dtype, root,
+                              comm->handle, comm->stream),
+               "broadcast", err);
+}
+
+/* NCCL has no barrier: a sum of one element ends when every rank has come. */
+static ct_status
+nccl_barrier(ct_comm *op, ct_error *err)
+{
+    const nccl_comm *comm = (const nccl_comm *)op;
+    const ct_span token = {comm->token, 1, CT_F32};
+    return nccl_all_reduce(op, &token, CT_REDUCE_SUM, err);
+}
+
+static void
+nccl_free(ct_comm *op)
+{
+    nccl_comm *comm = (nccl_comm *)op;
+    if (comm->handle != NULL) {
+        (void)nccl.destroy(comm->handle);
+    }
+    (void)cudaFree(comm->token);
+    ct_free(comm);
+}
+
+static const ct_comm_ops nccl_ops = {
+    .name = "nccl",
+    .all_reduce = nccl_all_reduce,
+    .all_gather = nccl_all_gather,
+    .reduce_scatter = nccl_reduce_scatter,
+    .broadcast = nccl_broadcast,
+    .barrier = nccl_barrier,
+    .free = nccl_free,
+};
+
+ct_status
+ct_nccl_version(int *version, ct_error *err)
+{
+    ct_status status = load(err);
+    return status == CT_OK ? check(nccl.get_version(version), "ask for its version", err)
+                           : status;
+}
+
+ct_status
+ct_nccl_id(char id[CT_COMM_ID_BYTES], ct_error *err)
+{
+    nccl_id made;
+    ct_status status = load(err);
+    if (status == CT_OK) {
+        status = check(nccl.get_id(&made), "make a group's id", err);
+    }
+    if (status == CT_OK) {
+        memcpy(id, made.bytes, sizeof made.bytes);
+    }
+    return status;
+}
+
+/* Fills in what a group needs of the device and of NCCL. */
+static ct_status
+connect_ranks(nccl_comm *comm, const char id[CT_COMM_ID_BYTES], ct_error *err)
+{
+    nccl_id same;
+    memcpy(same.bytes, id, sizeof same.bytes);
+    ct_status status = ct_cuda_check(
+        cudaMalloc((void **)&comm->token, sizeof *comm->token), "get memory", err);
+    if (status == CT_OK) {
+        status = ct_cuda_check(cudaMemsetAsync(comm->token, 0, sizeof *comm->token,
+                                               comm->stream),
+                               "clear memory", err);
+    }
+    return status == CT_OK
+               ? check(nccl.init_rank(&comm->handle, comm->base.world_size, same,
+                                      comm->base.rank),
+                       "join the group", err)
+               : status;
+}
+
+ct_status
+ct_nccl_join(const char id[CT_COMM_ID_BYTES], int rank, int world_size, void *stream,
+             ct_comm **comm, ct_error *err)
+{
+    if (world_size < 1 || rank < 0 || rank >= world_size) {
+        return ct_fail(err, CT_EINVAL,
+                       "rank must be in [0, world_size), got %d of a world_size of %d",
+                       rank, world_size);
+    }
+    ct_status status = load(err);
+    if (status != CT_OK) {
+        return status;
+    }
+    nccl_comm *made = ct_calloc(1, sizeof *made);
+    if (made == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for a communicator");
+    }
+    made->base = (ct_comm){.ops = &nccl_ops, .rank = rank, .world_size = world_size};
+    made->stream = stream;
+    status = connect_ranks(made, id, err);
+    if (status != CT_OK) {
+        nccl_free(&made->base);
+        return status;
+    }
+    *comm = &made->base;
+    return CT_OK;
+}

@@ -1,0 +1,135 @@
+/* A handle belongs to a device and remembers its stream, so there is one per device,
+ * and the lock is held from setting the stream to the call that enqueues on it. */
+#include "cublas.h"
+
+#include "dynlib.h"
+#include "status.h"
+
+#include <pthread.h>
+
+/* The part of cublas_v2.h that is used; the numbers are cuBLAS's ABI. */
+typedef struct cublasContext *cublas_handle;
+typedef int cublas_status; /* 0 is success */
+enum {
+    CUBLAS_OP_N = 0,
+    CUBLAS_OP_T = 1
+};
+
+#define CUBLAS_GEMM(name, real)                                                        \
+    cublas_status (*name)(cublas_handle, int trans_a, int trans_b, int64_t m,          \
+                          int64_t n, int64_t k, const real *alpha, const real *a,      \
+                          int64_t lda, const real *b, int64_t ldb, const real *beta,   \
+                          real *c, int64_t ldc)
+
+static struct {
+    cublas_status (*create)(cublas_handle *handle);
+    cublas_status (*set_stream)(cublas_handle handle, cudaStream_t stream);
+    cublas_status (*get_version)(cublas_handle handle, int *version);
+    const char *(*status_name)(cublas_status status);
+    CUBLAS_GEMM(sgemm, float);
+    CUBLAS_GEMM(dgemm, double);
+} cublas;
+
+enum {
+    MAX_DEVICES = 64
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static bool loaded;
+static cublas_handle handles[MAX_DEVICES];
+
+static ct_status
+load(ct_error *err)
+{
+    static const ct_dynlib_spec spec = {"libcublas.so.13", "nvidia/cu13/lib",
+                                        "nvidia-cublas>=13,<14"};
+    const ct_dynlib_symbol symbols[] = {
+        {"cublasCreate_v2",        &cublas.create     },
+        {"cublasSetStream_v2",     &cublas.set_stream },
+        {"cublasGetVersion_v2",    &cublas.get_version},
+        {"cublasGetStatusName",    &cublas.status_name},
+        {"cublasSgemm_v2_64",      &cublas.sgemm      },
+        {"cublasDgemm_v2_64",      &cublas.dgemm      },
+    };
+    if (loaded) {
+        return CT_OK;
+    }
+    ct_status status =
+        ct_dynlib_load(&spec, symbols, sizeof symbols / sizeof symbols[0], err);
+    loaded = status == CT_OK;
+    return status;
+}
+
+static ct_status
+check(cublas_status result, const char *what, ct_error *err)
+{
+    if (result == 0) {
+        return CT_OK;
+    }
+    return ct_fail(err, CT_EDEVICE, "cannot %s: cuBLAS says %s", what,
+                   cublas.status_name(result));
+}
+
+/* The current device's handle, made at first use. The lock is held. */
+static ct_status
+handle_borrow(cublas_handle *handle, ct_error *err)
+{
+    int device = 0;
+    ct_status status = load(err);
+    if (status == CT_OK) {
+        status = ct_cuda_check(cudaGetDevice(&device), "ask for the device", err);
+    }
+    if (status == CT_OK && device >= MAX_DEVICES) {
+        status = ct_fail(err, CT_EDEVICE, "device %d: at most %d devices work", device,
+                         (int)MAX_DEVICES);
+    }
+    if (status == CT_OK && handles[device] == NULL) {
+        status = check(cublas.create(&handles[device]), "start cuBLAS", err);
+    }
+    if (status == CT_OK) {
+        *handle = handles[device];
+    }
+    return status;
+}
+
+static cublas_status
+multiply(cublas_handle handle, const ct_cublas_product *p)
+{
+    const int op_a = p->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const int op_b = p->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    if (p->dtype == CT_F64) {
+        return cublas.dgemm(handle, op_a, op_b, p->m, p->n, p->k, &p->alpha, p->a,
+                            p->lda, p->b, p->ldb, &p->beta, p->c, p->ldc);
+    }
+    const float alpha = (float)p->alpha, beta = (float)p->beta;
+    return cublas.sgemm(handle, op_a, op_b, p->m, p->n, p->k, &alpha, p->a, p->lda,
+                        p->b, p->ldb, &beta, p->c, p->ldc);
+}
+
+ct_status
+ct_cublas_gemm(void *stream, const ct_cublas_product *product, ct_error *err)
+{
+    cublas_handle handle = NULL;
+    (void)pthread_mutex_lock(&lock);
+    ct_status status = handle_borrow(&handle, err);
+    if (status == CT_OK) {
+        status = check(cublas.set_stream(handle, stream), "set cuBLAS's stream", err);
+    }
+    if (status == CT_OK) {
+        status = check(multiply(handle, product), "multiply matrices", err);
+    }
+    (void)pthread_mutex_unlock(&lock);
+    return status;
+}
+
+ct_status
+ct_cublas_version(int *version, ct_error *err)
+{
+    (void)pthread_mutex_lock(&lock);
+    ct_status status = load(err);
+    if (status == CT_OK) { /* the version needs no device, hence no handle */
+        status = check(cublas.get_version(NULL, version), "ask for its version", err);
+    }
+    (void)pthread_mutex_unlock(&lock);
+    return status;
+}

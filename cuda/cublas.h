@@ -1,0 +1,36 @@
+/* cuBLAS, loaded at first use. */
+#ifndef CT_CUDA_CUBLAS_H
+#define CT_CUDA_CUBLAS_H
+
+#include "core/ct_device.h"
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A product in cuBLAS's own terms: column major, C (m x n) = alpha * op(A) * op(B) +
+ * beta * C. */
+typedef struct ct_cublas_product {
+    ct_dtype dtype; /* CT_F32 or CT_F64 */
+    bool trans_a, trans_b;
+    int64_t m, n, k;
+    double alpha, beta;
+    const void *a, *b;
+    void *c;
+    int64_t lda, ldb, ldc;
+} ct_cublas_product;
+
+/* CT_EDEVICE when cuBLAS cannot be found or refuses. */
+CT_NODISCARD ct_status ct_cublas_gemm(void *stream, const ct_cublas_product *product,
+                                      ct_error *err);
+
+/* The version, 10000 * major + 100 * minor + patch. */
+CT_NODISCARD ct_status ct_cublas_version(int *version, ct_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,62 @@
+/* The CUDA device: its table, its memory, and the one entry that waits. Mirrors
+ * csrc/cpu/device.c.
+ *
+ * Entries work on the calling thread's current device, which must be the stream's. */
+#include "kernels.h"
+#include "status.h"
+
+/* Waits: cudaFree, when a block is outgrown, until the device is idle. Doubling makes
+ * that a handful of times in a process. */
+ct_status
+ct_cuda_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
+{
+    if (bytes <= scratch->bytes) {
+        return CT_OK;
+    }
+    const size_t doubled = 2 * scratch->bytes;
+    const size_t wanted = bytes > doubled ? bytes : doubled;
+    void *data = NULL;
+    ct_status status = ct_cuda_check(cudaMalloc(&data, wanted),
+                                     "get scratch memory on the device", err);
+    if (status != CT_OK) {
+        (void)cudaGetLastError(); /* or the next launch would be blamed for it */
+        return status;
+    }
+    (void)cudaFree(scratch->data);
+    *scratch = {data, wanted};
+    return CT_OK;
+}
+
+void
+ct_cuda_scratch_release(ct_scratch *scratch)
+{
+    (void)cudaFree(scratch->data);
+    *scratch = {NULL, 0};
+}
+
+ct_status
+ct_cuda_read(void *stream, const double *device_value, double *host, ct_error *err)
+{
+    const cudaStream_t s = (cudaStream_t)stream;
+    ct_status status = ct_cuda_check(
+        cudaMemcpyAsync(host, device_value, sizeof *host, cudaMemcpyDeviceToHost, s),
+        "read from the device", err);
+    if (status != CT_OK) {
+        return status;
+    }
+    return ct_cuda_check(cudaStreamSynchronize(s), "wait for the stream", err);
+}
+
+const ct_device ct_device_cuda = {
+    "cuda",
+    ct_cuda_norm,
+    ct_cuda_adamw,
+    ct_cuda_sgd,
+    ct_cuda_scale,
+    ct_cuda_zero,
+    ct_cuda_copy,
+    ct_cuda_gemm,
+    ct_cuda_read,
+    ct_cuda_scratch_grow,
+    ct_cuda_scratch_release,
+};

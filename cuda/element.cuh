@@ -1,0 +1,111 @@
+/* One element of each floating-point dtype: how it is stored, and the type that it is
+ * computed in. */
+#ifndef CT_CUDA_ELEMENT_CUH
+#define CT_CUDA_ELEMENT_CUH
+
+#include "core/ct_dtype.h"
+#include "math/ct_half_math.h"
+
+#include <cuda_runtime.h>
+
+struct ct_bf16 {
+    uint16_t bits;
+};
+
+struct ct_f16 {
+    uint16_t bits;
+};
+
+__device__ inline float
+ct_load(float stored)
+{
+    return stored;
+}
+
+__device__ inline double
+ct_load(double stored)
+{
+    return stored;
+}
+
+__device__ inline float
+ct_load(ct_bf16 stored)
+{
+    return ct_f32_from_bf16(stored.bits);
+}
+
+__device__ inline float
+ct_load(ct_f16 stored)
+{
+    return ct_f32_from_f16(stored.bits);
+}
+
+/* Rounded to nearest, ties to even, in one step from either type. */
+template <typename Real>
+__device__ inline void
+ct_store(Real value, float *to)
+{
+    *to = (float)value;
+}
+
+template <typename Real>
+__device__ inline void
+ct_store(Real value, double *to)
+{
+    *to = (double)value;
+}
+
+__device__ inline void
+ct_store(float value, ct_bf16 *to)
+{
+    to->bits = ct_bf16_from_f32(value);
+}
+
+__device__ inline void
+ct_store(double value, ct_bf16 *to)
+{
+    to->bits = ct_bf16_from_f64(value);
+}
+
+__device__ inline void
+ct_store(float value, ct_f16 *to)
+{
+    to->bits = ct_f16_from_f32(value);
+}
+
+__device__ inline void
+ct_store(double value, ct_f16 *to)
+{
+    to->bits = ct_f16_from_f64(value);
+}
+
+template <typename Element> struct ct_tag {
+    typedef Element type;
+    typedef decltype(ct_load(Element())) real; /* what computes on it */
+};
+
+/* Calls visit(ct_tag<Element>()) for the element type of a floating-point dtype. All
+ * threads of a block come with the same one, so no warp diverges. */
+template <typename Visit>
+__device__ inline void
+ct_visit_float(ct_dtype dtype, Visit visit)
+{
+    switch (dtype) {
+    case CT_F32:
+        visit(ct_tag<float>());
+        break;
+    case CT_F64:
+        visit(ct_tag<double>());
+        break;
+    case CT_BF16:
+        visit(ct_tag<ct_bf16>());
+        break;
+    case CT_F16:
+        visit(ct_tag<ct_f16>());
+        break;
+    default: /* the host let no other dtype pass */
+        break;
+    }
+}
+
+#endif

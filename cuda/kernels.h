@@ -1,0 +1,28 @@
+/* The CUDA entries of the device table. */
+#ifndef CT_CUDA_KERNELS_H
+#define CT_CUDA_KERNELS_H
+
+#include "core/ct_device.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+ct_norm_fn ct_cuda_norm;
+ct_adamw_fn ct_cuda_adamw;
+ct_sgd_fn ct_cuda_sgd;
+ct_scale_fn ct_cuda_scale;
+ct_zero_fn ct_cuda_zero;
+ct_copy_fn ct_cuda_copy;
+ct_gemm_fn ct_cuda_gemm;
+ct_read_fn ct_cuda_read;
+ct_scratch_grow_fn ct_cuda_scratch_grow;
+ct_scratch_release_fn ct_cuda_scratch_release;
+
+extern const ct_device ct_device_cuda;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,127 @@
+/* How work on many spans becomes few launches.
+ *
+ * The operands of a launch travel by value in the kernel's parameters, of which every
+ * architecture that CUDA 13 knows takes 32 764 bytes: nothing is copied to the device
+ * beforehand and nothing has to outlive the call. The elements are cut into chunks,
+ * numbered through all spans of the launch, and the blocks take them in turn. Which
+ * elements make a chunk depends on the spans' lengths alone, hence the order of every
+ * sum does too. */
+#ifndef CT_CUDA_LAUNCH_CUH
+#define CT_CUDA_LAUNCH_CUH
+
+#include "core/ct_span.h"
+#include "status.h"
+
+#include <cuda_runtime.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* A host emulation of the launch, which tests compile these sources against, brings
+ * its own. */
+#ifndef CT_LAUNCH
+#define CT_LAUNCH(kernel, grid, block, stream, ...)                                    \
+    kernel<<<grid, block, 0, (cudaStream_t)(stream)>>>(__VA_ARGS__)
+#endif
+
+static const unsigned ct_cuda_block_size = 256;
+static const unsigned ct_cuda_max_grid = 4096; /* fills the largest GPU twice over */
+static const size_t ct_cuda_chunk_elems = 8192;
+static const size_t ct_cuda_param_bytes = 32764; /* cuda programming guide, 17.1 */
+
+/* Operand has a field `n`, its elements. 2^32 chunks would be 32 TiB of bytes: more
+ * than a device holds, so 32 bits count them. */
+template <typename Operand> struct ct_cuda_batch {
+    static const unsigned capacity =
+        (ct_cuda_param_bytes - 256) / (sizeof(Operand) + sizeof(uint32_t));
+
+    uint32_t n_operands;
+    uint32_t n_chunks;
+    uint32_t chunk_end[capacity]; /* chunks of operands 0 .. i together */
+    Operand operands[capacity];
+};
+
+/* What one chunk covers: elements [begin, end) of batch.operands[operand]. */
+struct ct_cuda_range {
+    uint32_t operand;
+    size_t begin, end;
+};
+
+template <typename Operand>
+__device__ inline ct_cuda_range
+ct_cuda_range_of(const ct_cuda_batch<Operand> &batch, size_t chunk)
+{
+    uint32_t low = 0, high = batch.n_operands - 1;
+    while (low < high) { /* the first operand that ends behind this chunk */
+        const uint32_t middle = (low + high) / 2;
+        if (batch.chunk_end[middle] > chunk) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    const size_t first = low == 0 ? 0 : batch.chunk_end[low - 1];
+    const size_t begin = (chunk - first) * ct_cuda_chunk_elems;
+    const size_t left = batch.operands[low].n - begin;
+    return {low, begin, begin + (left < ct_cuda_chunk_elems ? left
+                                                            : ct_cuda_chunk_elems)};
+}
+
+static inline size_t
+ct_cuda_chunks_of(size_t n)
+{
+    return n / ct_cuda_chunk_elems + (n % ct_cuda_chunk_elems != 0);
+}
+
+static inline unsigned
+ct_cuda_grid_size(uint32_t n_chunks)
+{
+    return n_chunks < ct_cuda_max_grid ? n_chunks : ct_cuda_max_grid;
+}
+
+/* Calls launch(batch) for the operands load(0) .. load(n - 1), as many at a time as a
+ * batch takes; empty ones are left out, and a batch of none is not launched. */
+template <typename Operand, typename Load, typename Launch>
+ct_status
+ct_cuda_in_batches(size_t n, Load load, Launch launch)
+{
+    ct_cuda_batch<Operand> batch;
+    ct_status status = CT_OK;
+
+    batch.n_operands = batch.n_chunks = 0;
+    for (size_t i = 0; i < n && status == CT_OK; i++) {
+        const Operand operand = load(i);
+        if (operand.n == 0) {
+            continue;
+        }
+        batch.n_chunks += (uint32_t)ct_cuda_chunks_of(operand.n);
+        batch.operands[batch.n_operands] = operand;
+        batch.chunk_end[batch.n_operands++] = batch.n_chunks;
+        if (batch.n_operands == batch.capacity) {
+            status = launch(batch);
+            batch.n_operands = batch.n_chunks = 0;
+        }
+    }
+    return status == CT_OK && batch.n_operands > 0 ? launch(batch) : status;
+}
+
+/* Every launch is followed by this: a bad one reports itself here and nowhere else. */
+static inline ct_status
+ct_cuda_launched(const char *what, ct_error *err)
+{
+    const cudaError_t result = cudaGetLastError();
+    return result == cudaSuccess ? CT_OK : ct_cuda_check(result, what, err);
+}
+
+/* The kernels that compute take floating-point spans: `kernel` and the span's number
+ * are for the message. */
+static inline ct_status
+ct_cuda_check_float(const char *kernel, size_t span, ct_dtype dtype, ct_error *err)
+{
+    return ct_dtype_is_float(dtype)
+               ? CT_OK
+               : ct_fail(err, CT_EINVAL,
+                         "%s: span %zu is %s, and only float dtypes work", kernel, span,
+                         ct_dtype_name(dtype));
+}
+
+#endif

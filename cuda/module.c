@@ -1,0 +1,231 @@
+/* Module ctrainer._cuda: hands the CUDA device over to ctrainer._C.
+ *
+ * The one file of cuda/ that knows Python. Importing it needs no driver and no GPU:
+ * the runtime is linked in, and asks for the driver when it is first used. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "cublas.h"
+#include "dynlib.h"
+#include "kernels.h"
+#include "nccl.h"
+#include "status.h"
+
+static const ct_plugin plugin = {
+    .version = CT_DEVICE_VERSION,
+    .device = &ct_device_cuda,
+    .comm_id = ct_nccl_id,
+    .comm_join = ct_nccl_join,
+};
+
+static PyObject *
+raise_device_error(const ct_error *err)
+{
+    PyErr_SetString(err->code == CT_ENOMEM ? PyExc_MemoryError : PyExc_RuntimeError,
+                    err->message);
+    return NULL;
+}
+
+/* cudaGetDeviceCount fails where there is no driver or no device; both mean none. */
+static cudaError_t
+count_devices(int *count)
+{
+    const cudaError_t result = cudaGetDeviceCount(count);
+    if (result != cudaSuccess) {
+        *count = 0;
+        (void)cudaGetLastError();
+    }
+    return result;
+}
+
+PyDoc_STRVAR(cuda_device_count_doc,
+             "device_count($module, /)\n--\n\n"
+             "How many CUDA devices this process can use; 0 without a driver.");
+
+static PyObject *
+cuda_device_count(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+    int count;
+    (void)count_devices(&count);
+    return PyLong_FromLong(count);
+}
+
+PyDoc_STRVAR(cuda_why_no_device_doc,
+             "why_no_device($module, /)\n--\n\n"
+             "Say why device_count() is 0, or return None when it is not.");
+
+static PyObject *
+cuda_why_no_device(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+    int count, driver = 0;
+    const cudaError_t result = count_devices(&count);
+    if (count > 0) {
+        Py_RETURN_NONE;
+    }
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+        return PyUnicode_FromString("no NVIDIA driver is installed");
+    }
+    return PyUnicode_FromFormat(
+        "CUDA %d.%d, which ctrainer was built with, finds no device under a driver for "
+        "CUDA %d.%d: %s",
+        CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, driver / 1000,
+        driver % 1000 / 10, cudaGetErrorString(result));
+}
+
+/* Sets dict[name] to "major.minor", or to None when version is 0. */
+static int
+set_version(PyObject *dict, const char *name, int version, int major, int minor)
+{
+    PyObject *text = version == 0 ? Py_NewRef(Py_None)
+                                  : PyUnicode_FromFormat("%d.%d", version / major,
+                                                         version % major / minor);
+    if (text == NULL) {
+        return -1;
+    }
+    const int result = PyDict_SetItemString(dict, name, text);
+    Py_DECREF(text);
+    return result;
+}
+
+PyDoc_STRVAR(cuda_versions_doc,
+             "versions($module, /)\n--\n\n"
+             "Versions as \"major.minor\": of the runtime that is linked in, and of the\n"
+             "driver, cublas and nccl that this process finds; None for one that is "
+             "missing.");
+
+static PyObject *
+cuda_versions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+    int driver = 0, cublas = 0, nccl = 0;
+    (void)cudaDriverGetVersion(&driver);
+    if (ct_cublas_version(&cublas, NULL) != CT_OK) {
+        cublas = 0;
+    }
+    if (ct_nccl_version(&nccl, NULL) != CT_OK) {
+        nccl = 0;
+    }
+    PyObject *dict = PyDict_New();
+    if (dict == NULL || set_version(dict, "runtime", CUDART_VERSION, 1000, 10) < 0 ||
+        set_version(dict, "driver", driver, 1000, 10) < 0 ||
+        set_version(dict, "cublas", cublas, 10000, 100) < 0 ||
+        set_version(dict, "nccl", nccl, 10000, 100) < 0) {
+        Py_XDECREF(dict);
+        return NULL;
+    }
+    return dict;
+}
+
+PyDoc_STRVAR(cuda_comm_id_doc,
+             "comm_id($module, /)\n--\n\n"
+             "Make the id of a new NCCL group: 128 bytes that every rank has to get.\n\n"
+             "Raises RuntimeError when NCCL cannot be found, and says where it looked.");
+
+static PyObject *
+cuda_comm_id(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+    char id[CT_COMM_ID_BYTES];
+    ct_error err;
+    ct_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_nccl_id(id, &err);
+    Py_END_ALLOW_THREADS
+    return status == CT_OK ? PyBytes_FromStringAndSize(id, sizeof id)
+                           : raise_device_error(&err);
+}
+
+/* The entries of sys.path that are strings, as file names. NULL with an exception, or
+ * the new list that owns what folders[0 .. *n) point at. */
+static PyObject *
+encode_path(const char **folders, Py_ssize_t capacity, size_t *n)
+{
+    PyObject *path = PySys_GetObject("path"); /* borrowed */
+    PyObject *owner = PyList_New(0);
+    *n = 0;
+    if (owner == NULL || path == NULL || !PyList_Check(path)) {
+        return owner;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(path) && i < capacity; i++) {
+        PyObject *entry = PyList_GET_ITEM(path, i);
+        PyObject *bytes = PyUnicode_Check(entry) ? PyUnicode_EncodeFSDefault(entry) : NULL;
+        if (bytes == NULL) { /* not a folder's name: nothing to look below */
+            PyErr_Clear();
+            continue;
+        }
+        folders[(*n)++] = PyBytes_AS_STRING(bytes);
+        const int failed = PyList_Append(owner, bytes);
+        Py_DECREF(bytes);
+        if (failed) {
+            Py_DECREF(owner);
+            return NULL;
+        }
+    }
+    return owner;
+}
+
+PyDoc_STRVAR(cuda_find_libraries_doc,
+             "find_libraries($module, /)\n--\n\n"
+             "Look for cuBLAS and NCCL below the folders that sys.path names now.\n\n"
+             "The import does this once; call it again after changing sys.path.");
+
+static PyObject *
+cuda_find_libraries(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+    const char *folders[256];
+    size_t n;
+    ct_error err;
+    PyObject *owner = encode_path(folders, sizeof folders / sizeof folders[0], &n);
+    if (owner == NULL) {
+        return NULL;
+    }
+    const ct_status status = ct_dynlib_set_path(folders, n, &err);
+    Py_DECREF(owner);
+    if (status != CT_OK) {
+        return raise_device_error(&err);
+    }
+    Py_RETURN_NONE;
+}
+
+static int
+module_exec(PyObject *module)
+{
+    PyObject *done = cuda_find_libraries(module, NULL);
+    if (done == NULL) {
+        return -1;
+    }
+    Py_DECREF(done);
+    PyObject *capsule = PyCapsule_New((void *)&plugin, CT_PLUGIN_CAPSULE, NULL);
+    if (capsule == NULL) {
+        return -1;
+    }
+    const int result = PyModule_AddObjectRef(module, "plugin", capsule);
+    Py_DECREF(capsule);
+    return result;
+}
+
+static PyMethodDef module_functions[] = {
+    {"comm_id",        cuda_comm_id,        METH_NOARGS, cuda_comm_id_doc       },
+    {"device_count",   cuda_device_count,   METH_NOARGS, cuda_device_count_doc  },
+    {"find_libraries", cuda_find_libraries, METH_NOARGS, cuda_find_libraries_doc},
+    {"versions",       cuda_versions,       METH_NOARGS, cuda_versions_doc      },
+    {"why_no_device",  cuda_why_no_device,  METH_NOARGS, cuda_why_no_device_doc },
+    {NULL,             NULL,                0,           NULL                   },
+};
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+    {0,           NULL       },
+};
+
+static PyModuleDef cuda_module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "ctrainer._cuda",
+    .m_doc = "The CUDA device, as a plugin of ctrainer._C.",
+    .m_methods = module_functions,
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC
+PyInit__cuda(void)
+{
+    return PyModuleDef_Init(&cuda_module);
+}

@@ -1,0 +1,141 @@
+/* The sum of squares of many spans on a CUDA device. Mirrors csrc/cpu/norm.c.
+ *
+ * Three fixed levels: a thread adds every 256th element of a chunk, a block folds its
+ * threads into the chunk's partial sum, one last block folds the partial sums. No
+ * atomics, so two runs agree; the order is not the CPU's, and the longest way of one
+ * addend is chunk / 256 + 8 + partials / 256 + 8 additions in double. */
+#include "element.cuh"
+#include "kernels.h"
+#include "launch.cuh"
+
+static const unsigned warp_size = 32;
+static const unsigned n_warps = ct_cuda_block_size / warp_size;
+
+__device__ static inline double
+warp_sum(double sum)
+{
+    for (unsigned step = warp_size / 2; step > 0; step /= 2) {
+        sum += __shfl_down_sync(0xffffffffu, sum, step);
+    }
+    return sum;
+}
+
+/* The sum over the block, in thread 0 alone. Every thread of the block has to come. */
+__device__ static double
+block_sum(double sum)
+{
+    __shared__ double of_warp[n_warps];
+    const unsigned lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
+
+    sum = warp_sum(sum);
+    if (lane == 0) {
+        of_warp[warp] = sum;
+    }
+    __syncthreads();
+    if (warp == 0) {
+        sum = warp_sum(lane < n_warps ? of_warp[lane] : 0.0);
+    }
+    __syncthreads(); /* of_warp is free for the next chunk */
+    return sum;
+}
+
+template <typename Element>
+__device__ static double
+range_sum_sq(const void *data, const ct_cuda_range &range)
+{
+    const Element *elements = (const Element *)data;
+    double sum = 0.0;
+    for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
+        const double x = (double)ct_load(elements[i]);
+        sum += x * x;
+    }
+    return sum;
+}
+
+__global__ static void
+__launch_bounds__(ct_cuda_block_size)
+norm_kernel(const ct_cuda_batch<ct_span> __grid_constant__ batch, double *partials)
+{
+    for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
+        const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
+        const ct_span &span = batch.operands[range.operand];
+        double sum = 0.0;
+        ct_visit_float(span.dtype, [&](auto tag) {
+            sum = range_sum_sq<typename decltype(tag)::type>(span.data, range);
+        });
+        sum = block_sum(sum);
+        if (threadIdx.x == 0) {
+            partials[chunk] = sum;
+        }
+    }
+}
+
+__global__ static void
+__launch_bounds__(ct_cuda_block_size)
+fold_kernel(const double *partials, size_t n, double *sum_sq)
+{
+    double sum = 0.0;
+    for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
+        sum += partials[i];
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) {
+        *sum_sq = sum;
+    }
+}
+
+static ct_status
+count_chunks(const ct_span *spans, size_t n_spans, size_t *n_chunks, ct_error *err)
+{
+    *n_chunks = 0;
+    for (size_t i = 0; i < n_spans; i++) {
+        ct_status status = ct_cuda_check_float("norm", i, spans[i].dtype, err);
+        if (status != CT_OK) {
+            return status;
+        }
+        *n_chunks += ct_cuda_chunks_of(spans[i].n);
+    }
+    return CT_OK;
+}
+
+static ct_status
+enqueue(void *stream, double *partials, size_t n_chunks, const ct_span *spans,
+        size_t n_spans, double *sum_sq, ct_error *err)
+{
+    double *next = partials;
+    ct_status status = ct_cuda_in_batches<ct_span>(
+        n_spans, [&](size_t i) { return spans[i]; },
+        [&](const ct_cuda_batch<ct_span> &batch) {
+            CT_LAUNCH(norm_kernel, ct_cuda_grid_size(batch.n_chunks),
+                      ct_cuda_block_size, stream, batch, next);
+            next += batch.n_chunks;
+            return ct_cuda_launched("launch the norm", err);
+        });
+    if (status != CT_OK) {
+        return status;
+    }
+    CT_LAUNCH(fold_kernel, 1, ct_cuda_block_size, stream, partials, n_chunks, sum_sq);
+    return ct_cuda_launched("launch the norm's last sum", err);
+}
+
+ct_status
+ct_cuda_norm(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_spans,
+             double *sum_sq, ct_error *err)
+{
+    size_t n_chunks;
+    ct_status status = count_chunks(spans, n_spans, &n_chunks, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    if (n_chunks == 0) { /* all bits zero is 0.0 */
+        return ct_cuda_check(
+            cudaMemsetAsync(sum_sq, 0, sizeof *sum_sq, (cudaStream_t)stream),
+            "clear the norm", err);
+    }
+    status = ct_cuda_scratch_grow(scratch, n_chunks * sizeof(double), err);
+    if (status != CT_OK) {
+        return status;
+    }
+    return enqueue(stream, (double *)scratch->data, n_chunks, spans, n_spans, sum_sq,
+                   err);
+}

@@ -1,0 +1,198 @@
+/* What the kernel tests share: the same sources run on the host emulation and, built by
+ * nvcc, on a GPU. */
+#ifndef CT_CUDA_TEST_H
+#define CT_CUDA_TEST_H
+
+#include "../../cuda/kernels.h"
+#include "../core/ct_test.h"
+#include "math/ct_half_math.h"
+
+#include <cuda_runtime_api.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include <vector>
+
+#ifdef CT_EMUL
+#include "emul/emul.h"
+#endif
+
+enum {
+    SKIPPED = 77
+};
+
+static const ct_dtype float_dtypes[] = {CT_F32, CT_F64, CT_BF16, CT_F16};
+
+static inline void
+skip_without_device()
+{
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        exit(SKIPPED);
+    }
+}
+
+static inline void
+check_ok(ct_status status, const ct_error &err)
+{
+    if (status != CT_OK) {
+        fprintf(stderr, "%s\n", err.message);
+        exit(1);
+    }
+}
+
+/* Uniform in [-1, 1), the same everywhere: xorshift64*, Vigna 2016. */
+struct random_numbers {
+    uint64_t state;
+
+    double
+    next()
+    {
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        return (double)(int64_t)(state * 0x2545f4914f6cdd1du) / 9223372036854775808.0;
+    }
+};
+
+static inline void
+put(ct_dtype dtype, void *data, size_t i, double value)
+{
+    switch (dtype) {
+    case CT_F32:
+        ((float *)data)[i] = (float)value;
+        break;
+    case CT_F64:
+        ((double *)data)[i] = value;
+        break;
+    case CT_BF16:
+        ((uint16_t *)data)[i] = ct_bf16_from_f64(value);
+        break;
+    default:
+        ((uint16_t *)data)[i] = ct_f16_from_f64(value);
+        break;
+    }
+}
+
+static inline double
+get(ct_dtype dtype, const void *data, size_t i)
+{
+    switch (dtype) {
+    case CT_F32:
+        return (double)((const float *)data)[i];
+    case CT_F64:
+        return ((const double *)data)[i];
+    case CT_BF16:
+        return (double)ct_f32_from_bf16(((const uint16_t *)data)[i]);
+    default:
+        return (double)ct_f32_from_f16(((const uint16_t *)data)[i]);
+    }
+}
+
+/* The same bytes twice, for a kernel of the CPU and for one of the device. The data
+ * starts `shift` elements into its block, hence at an address aligned to no more. */
+struct twin {
+    std::vector<unsigned char> host;
+    void *block;
+    size_t n, element, shift;
+    ct_dtype dtype;
+
+    twin(ct_dtype type, size_t length, size_t shifted)
+        : host(length * ct_dtype_size(type)), n(length), element(ct_dtype_size(type)),
+          shift(shifted), dtype(type)
+    {
+        CHECK(cudaMalloc(&block, (n + shift) * element + 1) == cudaSuccess);
+    }
+    twin(const twin &) = delete;
+    twin(twin &&other) noexcept
+        : host(std::move(other.host)), block(other.block), n(other.n),
+          element(other.element), shift(other.shift), dtype(other.dtype)
+    {
+        other.block = NULL;
+    }
+    ~twin()
+    {
+        (void)cudaFree(block);
+    }
+
+    void
+    fill(random_numbers *numbers, double low, double high)
+    {
+        for (size_t i = 0; i < n; i++) {
+            const double unit = (numbers->next() + 1) / 2;
+            put(dtype, host.data(), i, low + (high - low) * unit);
+        }
+        upload();
+    }
+
+    void *
+    device() const
+    {
+        return (unsigned char *)block + shift * element;
+    }
+
+    void
+    upload() const
+    {
+        CHECK(cudaMemcpyAsync(device(), host.data(), host.size(),
+                              cudaMemcpyHostToDevice, NULL) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+    }
+
+    std::vector<unsigned char>
+    download() const
+    {
+        std::vector<unsigned char> back(host.size());
+        CHECK(cudaMemcpyAsync(back.data(), device(), back.size(),
+                              cudaMemcpyDeviceToHost, NULL) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+        return back;
+    }
+
+    bool
+    agree() const
+    {
+        return host.empty() || memcmp(download().data(), host.data(), host.size()) == 0;
+    }
+
+    ct_span
+    on_host()
+    {
+        return {host.data(), n, dtype};
+    }
+
+    ct_span
+    on_device() const
+    {
+        return {device(), n, dtype};
+    }
+};
+
+/* Lengths around a warp, a block and a chunk, none at all, and n_small small ones, to
+ * be more than a launch can carry. */
+static inline std::vector<size_t>
+lengths(size_t n_small)
+{
+    std::vector<size_t> all = {1,    0,    31,   32,   33,    255,  256,
+                               257,  8191, 8192, 8193, 24577, 40000};
+    for (size_t i = 0; i < n_small; i++) {
+        all.push_back(i % 23);
+    }
+    return all;
+}
+
+/* Runs the test with the threads of the emulation in both orders; on a GPU, twice. */
+template <typename Test>
+static inline void
+in_both_orders(Test test)
+{
+    for (int descending = 0; descending < 2; descending++) {
+#ifdef CT_EMUL
+        emul::reset();
+        emul::descending = descending != 0;
+#endif
+        test();
+    }
+}
+
+#endif

@@ -1,0 +1,50 @@
+/* CUDA C++ as far as cuda/ uses it, for a C++ compiler: a kernel is a function, a
+ * thread a fibre, a launch a loop over blocks. */
+#ifndef CT_EMUL_CUDA_RUNTIME_H
+#define CT_EMUL_CUDA_RUNTIME_H
+
+#include "cuda_runtime_api.h"
+#include "emul.h"
+
+#include <stdint.h>
+#include <string.h>
+
+#define __global__
+#define __device__
+#define __host__
+#define __grid_constant__ & /* one copy for all threads, as there */
+#define __launch_bounds__(...)
+#define __shared__ static /* blocks run one after another */
+
+struct uint4 {
+    unsigned x, y, z, w;
+};
+
+static inline uint4
+make_uint4(unsigned x, unsigned y, unsigned z, unsigned w)
+{
+    return {x, y, z, w};
+}
+
+#define threadIdx (emul::here.thread)
+#define blockIdx (emul::here.block)
+#define blockDim (emul::here.block_dim)
+#define gridDim (emul::here.grid_dim)
+#define __syncthreads() emul::barrier()
+
+template <typename T>
+static inline T
+__shfl_down_sync(unsigned mask, T value, unsigned delta)
+{
+    uint64_t bits = 0;
+    static_assert(sizeof value <= sizeof bits, "at most eight bytes");
+    memcpy(&bits, &value, sizeof value);
+    bits = emul::shuffle_down(mask, bits, delta);
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+#define CT_LAUNCH(kernel, grid, block, stream_, ...)                                   \
+    emul::launch(grid, block, (cudaStream_t)(stream_), [&] { kernel(__VA_ARGS__); })
+
+#endif

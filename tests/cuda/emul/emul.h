@@ -1,0 +1,55 @@
+/* The emulated launch, and what tests may ask of it.
+ *
+ * Threads of a block are fibres that run one at a time, in ascending or descending
+ * order, up to a barrier or a shuffle; blocks follow each other. A result that depends
+ * on that order is a race on a GPU. */
+#ifndef CT_EMUL_H
+#define CT_EMUL_H
+
+#include "cuda_runtime_api.h"
+
+#include <functional>
+#include <stdint.h>
+
+namespace emul {
+
+struct index {
+    unsigned x;
+};
+
+struct place {
+    index thread, block, block_dim, grid_dim;
+};
+
+extern place here; /* of the fibre that runs */
+
+/* What happened since the last reset(). */
+struct record {
+    size_t launches;
+    size_t waits; /* calls that make the host wait for the device */
+    size_t allocations;
+    cudaStream_t stream; /* of the last launch, copy or memset */
+};
+
+extern record seen;
+extern bool descending;     /* threads and blocks run last to first */
+extern size_t fail_launch;  /* the n-th launch from now on is refused; 0: none */
+extern size_t fail_malloc;  /* likewise for cudaMalloc */
+extern int n_devices;       /* what cudaGetDeviceCount says */
+
+void reset();
+
+/* Stops the program with a message when threads of a block can never go on: a barrier
+ * that not all of them reach, a shuffle without the whole warp. */
+void launch(unsigned grid, unsigned block, cudaStream_t stream,
+            const std::function<void()> &kernel);
+void barrier();
+uint64_t shuffle_down(unsigned mask, uint64_t bits, unsigned delta);
+
+/* Between launch.cpp and memory.cpp. */
+void open_device_memory(bool open);
+void set_last_error(cudaError_t error);
+
+} // namespace emul
+
+#endif

@@ -1,0 +1,231 @@
+/* The emulated runtime: memory, copies, errors. Without a sanitizer each allocation is
+ * pages of its own, ends at a guard page, and cannot be touched while no kernel or
+ * copy runs: host code that follows a device pointer crashes here as it would there.
+ * Under AddressSanitizer it is malloc's, whose red zones see more. */
+#include "emul.h"
+
+#include <map>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace emul {
+
+size_t fail_malloc;
+int n_devices = 1;
+
+namespace {
+
+struct block {
+    char *pages;
+    size_t pages_bytes;
+};
+
+std::map<void *, block> blocks; /* by the address that cudaMalloc gave */
+cudaError_t last_error = cudaSuccess;
+
+} // namespace
+
+void
+reset()
+{
+    seen = {};
+    fail_launch = fail_malloc = 0;
+    descending = false;
+    last_error = cudaSuccess;
+}
+
+void
+set_last_error(cudaError_t error)
+{
+    last_error = error;
+}
+
+#ifndef __SANITIZE_ADDRESS__
+static void
+open_block(const block &it, bool open)
+{
+    mprotect(it.pages, it.pages_bytes, open ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
+
+void
+open_device_memory(bool open)
+{
+    for (const auto &entry : blocks) {
+        open_block(entry.second, open);
+    }
+}
+
+/* The one block that a copy or memset works on; a host address is none. */
+static void
+open_around(const void *data, bool open)
+{
+    const auto behind = blocks.upper_bound(const_cast<void *>(data));
+    if (behind == blocks.begin()) {
+        return;
+    }
+    const block &it = std::prev(behind)->second;
+    if ((const char *)data < it.pages + it.pages_bytes) {
+        open_block(it, open);
+    }
+}
+#else
+void
+open_device_memory(bool)
+{
+}
+
+static void
+open_around(const void *, bool)
+{
+}
+#endif
+
+} // namespace emul
+
+extern "C" {
+
+const char *
+cudaGetErrorName(cudaError_t error)
+{
+    return error == cudaErrorMemoryAllocation       ? "cudaErrorMemoryAllocation"
+           : error == cudaErrorLaunchOutOfResources ? "cudaErrorLaunchOutOfResources"
+           : error == cudaErrorInvalidConfiguration ? "cudaErrorInvalidConfiguration"
+           : error == cudaErrorNoDevice             ? "cudaErrorNoDevice"
+                                                    : "cudaErrorInvalidValue";
+}
+
+const char *
+cudaGetErrorString(cudaError_t error)
+{
+    return error == cudaErrorMemoryAllocation ? "out of memory" : "emulated error";
+}
+
+cudaError_t
+cudaGetLastError(void)
+{
+    const cudaError_t error = emul::last_error;
+    emul::last_error = cudaSuccess;
+    return error;
+}
+
+cudaError_t
+cudaGetDeviceCount(int *count)
+{
+    *count = emul::n_devices;
+    return emul::n_devices > 0 ? cudaSuccess : cudaErrorNoDevice;
+}
+
+cudaError_t
+cudaGetDevice(int *device)
+{
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaRuntimeGetVersion(int *version)
+{
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaDriverGetVersion(int *version)
+{
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaMalloc(void **data, size_t bytes)
+{
+    emul::seen.allocations++;
+    if (emul::fail_malloc > 0 && --emul::fail_malloc == 0) {
+        emul::last_error = cudaErrorMemoryAllocation;
+        return cudaErrorMemoryAllocation;
+    }
+#ifdef __SANITIZE_ADDRESS__
+    *data = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    *data = realloc(*data, bytes); /* shrunk in place: the red zone starts at bytes */
+#else
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const size_t size = (bytes + page - 1) / page * page;
+    char *pages = (char *)mmap(NULL, size + page, PROT_NONE,
+                               MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    *data = pages + (size - bytes) / 16 * 16; /* an overrun meets the guard page */
+    emul::blocks[*data] = {pages, size};
+#endif
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaFree(void *data)
+{
+    emul::seen.waits += data != NULL;
+#ifdef __SANITIZE_ADDRESS__
+    free(data);
+#else
+    const auto found = emul::blocks.find(data);
+    if (found != emul::blocks.end()) {
+        munmap(found->second.pages,
+               found->second.pages_bytes + (size_t)sysconf(_SC_PAGESIZE));
+        emul::blocks.erase(found);
+    }
+#endif
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaMemsetAsync(void *data, int value, size_t bytes, cudaStream_t stream)
+{
+    emul::seen.stream = stream;
+    emul::open_around(data, true);
+    memset(data, value, bytes);
+    emul::open_around(data, false);
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                cudaStream_t stream)
+{
+    const void *device = kind == cudaMemcpyHostToDevice ? to : from;
+    emul::seen.stream = stream;
+    emul::open_around(device, true);
+    if (bytes != 0) {
+        memcpy(to, from, bytes);
+    }
+    emul::open_around(device, false);
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
+{
+    *stream = (cudaStream_t)malloc(1);
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaStreamDestroy(cudaStream_t stream)
+{
+    free(stream);
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaStreamQuery(cudaStream_t)
+{
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaStreamSynchronize(cudaStream_t)
+{
+    emul::seen.waits++;
+    return cudaSuccess;
+}
+
+} // extern "C"

@@ -1,0 +1,169 @@
+/* What an entry does around its kernels: streams, waiting, errors, nothing to do. Only
+ * the emulation can count and refuse, so this test is for it alone. */
+#include "cuda_test.h"
+
+static const cudaStream_t stream = (cudaStream_t)(uintptr_t)0x5eed;
+
+/* Every entry with one span of n elements of dtype, or with none. */
+struct fixture {
+    twin a, b, c, d;
+    ct_scratch scratch = {};
+    double *sum;
+    ct_error err;
+
+    fixture(ct_dtype dtype, size_t n)
+        : a(dtype, n, 0), b(dtype, n, 0), c(dtype, n, 0), d(dtype, n, 0)
+    {
+        CHECK(cudaMalloc((void **)&sum, sizeof *sum) == cudaSuccess);
+        CHECK(ct_device_cuda.scratch_grow(&scratch, 4096, NULL) == CT_OK);
+        emul::reset();
+    }
+    ~fixture()
+    {
+        ct_device_cuda.scratch_release(&scratch);
+        (void)cudaFree(sum);
+    }
+
+    ct_status
+    call(int entry)
+    {
+        const ct_span x = a.on_device(), y = b.on_device();
+        const ct_adamw_coef adamw = {};
+        const ct_sgd_coef sgd = {};
+        const ct_adamw_span adamw_span = {a.device(), b.device(), c.device(),
+                                          d.device(), a.n,        a.dtype,    0};
+        const ct_sgd_span sgd_span = {a.device(), b.device(), c.device(),
+                                      a.n,        a.dtype,    0};
+        switch (entry) {
+        case 0:
+            return ct_device_cuda.norm(stream, &scratch, &x, 1, sum, &err);
+        case 1:
+            return ct_device_cuda.adamw(stream, &adamw, &adamw_span, 1, true, &err);
+        case 2:
+            return ct_device_cuda.sgd(stream, &sgd, &sgd_span, 1, true, &err);
+        case 3:
+            return ct_device_cuda.scale(stream, 0.5, &x, 1, &err);
+        case 4:
+            return ct_device_cuda.zero(stream, &x, 1, &err);
+        default:
+            return ct_device_cuda.copy(stream, &y, &x, 1, &err);
+        }
+    }
+};
+
+enum {
+    N_ENTRIES = 6,
+    N_FLOAT_ENTRIES = 4 /* zero and copy take any dtype */
+};
+
+static void
+test_an_entry_enqueues_on_its_stream_and_does_not_wait()
+{
+    for (int entry = 0; entry < N_ENTRIES; entry++) {
+        fixture f(CT_F32, 100);
+        CHECK(f.call(entry) == CT_OK);
+        CHECK(emul::seen.launches >= 1);
+        CHECK(emul::seen.stream == stream);
+        CHECK(emul::seen.waits == 0);
+        CHECK(emul::seen.allocations == 0);
+    }
+}
+
+static void
+test_read_waits()
+{
+    fixture f(CT_F32, 1);
+    double host = -1.0;
+    CHECK(f.call(0) == CT_OK);
+    CHECK(ct_device_cuda.read(stream, f.sum, &host, &f.err) == CT_OK);
+    CHECK(emul::seen.waits == 1);
+}
+
+static void
+test_nothing_to_do_launches_nothing()
+{
+    for (int entry = 0; entry < N_ENTRIES; entry++) {
+        fixture f(CT_F32, 0);
+        CHECK(f.call(entry) == CT_OK);
+        CHECK(emul::seen.launches == 0);
+    }
+}
+
+static void
+test_a_refused_launch_is_reported()
+{
+    for (int entry = 0; entry < N_ENTRIES; entry++) {
+        fixture f(CT_F32, 100);
+        CHECK(f.call(entry) == CT_OK);
+        const size_t launches = emul::seen.launches;
+        for (size_t n = 1; n <= launches; n++) {
+            emul::fail_launch = n;
+            CHECK(f.call(entry) == CT_EDEVICE);
+            CHECK(strstr(f.err.message, "cudaErrorLaunchOutOfResources") != NULL);
+            CHECK(cudaGetLastError() == cudaSuccess);
+        }
+    }
+}
+
+static void
+test_integers_are_refused_where_they_make_no_sense()
+{
+    for (int entry = 0; entry < N_ENTRIES; entry++) {
+        fixture f(CT_I32, 100);
+        const ct_status expected = entry < N_FLOAT_ENTRIES ? CT_EINVAL : CT_OK;
+        CHECK(f.call(entry) == expected);
+        if (expected == CT_EINVAL) {
+            CHECK(strstr(f.err.message, "int32") != NULL);
+            CHECK(emul::seen.launches == 0);
+        }
+    }
+}
+
+static void
+test_copy_refuses_unequal_lengths_and_odd_pairs()
+{
+    fixture f(CT_F32, 100);
+    const ct_span shorter = {f.a.device(), 99, CT_F32};
+    const ct_span whole = {f.b.device(), 100, CT_F32};
+    const ct_span integers = {f.b.device(), 100, CT_I32};
+    CHECK(ct_device_cuda.copy(stream, &whole, &shorter, 1, &f.err) == CT_EINVAL);
+    CHECK(ct_device_cuda.copy(stream, &whole, &integers, 1, &f.err) == CT_EINVAL);
+    CHECK(ct_device_cuda.copy(stream, &integers, &whole, 1, &f.err) == CT_EINVAL);
+    CHECK(emul::seen.launches == 0);
+}
+
+static void
+test_scratch_grows_by_doubling_and_survives_a_refusal()
+{
+    ct_scratch scratch = {};
+    ct_error err;
+    emul::reset();
+    CHECK(ct_device_cuda.scratch_grow(&scratch, 100, &err) == CT_OK);
+    CHECK(ct_device_cuda.scratch_grow(&scratch, 50, &err) == CT_OK);
+    CHECK(emul::seen.allocations == 1);
+    CHECK(ct_device_cuda.scratch_grow(&scratch, 101, &err) == CT_OK);
+    CHECK(scratch.bytes == 200);
+
+    void *const data = scratch.data;
+    emul::fail_malloc = 1;
+    CHECK(ct_device_cuda.scratch_grow(&scratch, 1000, &err) == CT_EDEVICE);
+    CHECK(strstr(err.message, "cudaErrorMemoryAllocation") != NULL);
+    CHECK(scratch.data == data && scratch.bytes == 200);
+    CHECK(cudaGetLastError() == cudaSuccess);
+    ct_device_cuda.scratch_release(&scratch);
+    CHECK(scratch.data == NULL && scratch.bytes == 0);
+    ct_device_cuda.scratch_release(&scratch);
+}
+
+int
+main()
+{
+    test_an_entry_enqueues_on_its_stream_and_does_not_wait();
+    test_read_waits();
+    test_nothing_to_do_launches_nothing();
+    test_a_refused_launch_is_reported();
+    test_integers_are_refused_where_they_make_no_sense();
+    test_copy_refuses_unequal_lengths_and_odd_pairs();
+    test_scratch_grows_by_doubling_and_survives_a_refusal();
+    return 0;
+}

@@ -1,0 +1,154 @@
+/* The norm's sum has an order of its own, so it is held to a bound. Squares are >= 0:
+ * however n of them are added in double, the result is off by at most d * 2^-53 of the
+ * sum, d being the additions on the longest way of one of them. A square itself is the
+ * same double on both sides, exact for every dtype but float64. */
+#include "cuda_test.h"
+
+static const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
+
+struct spans {
+    std::vector<twin> arrays;
+    std::vector<ct_span> host, device;
+
+    void
+    add(ct_dtype dtype, size_t n, random_numbers *numbers)
+    {
+        arrays.emplace_back(dtype, n, n % 3);
+        arrays.back().fill(numbers, -3.0, 3.0);
+    }
+
+    void
+    collect()
+    {
+        host.clear();
+        device.clear();
+        for (twin &it : arrays) {
+            it.upload();
+            host.push_back(it.on_host());
+            device.push_back(it.on_device());
+        }
+    }
+};
+
+static double
+sum_on_device(const std::vector<ct_span> &list)
+{
+    ct_scratch scratch = {}, result = {};
+    ct_error err;
+    double sum = -1.0;
+    check_ok(ct_device_cuda.scratch_grow(&result, sizeof(double), &err), err);
+    double *device_sum = (double *)result.data;
+    check_ok(ct_device_cuda.norm(NULL, &scratch, list.data(), list.size(), device_sum,
+                                 &err),
+             err);
+    check_ok(ct_device_cuda.read(NULL, device_sum, &sum, &err), err);
+    ct_device_cuda.scratch_release(&scratch);
+    ct_device_cuda.scratch_release(&result);
+    return sum;
+}
+
+static void
+check_bound(double got, const spans &all)
+{
+    const double block = 256, chunk = 8192, lanes = 32, batch = 65536;
+    double n = 0, chunks = 0, on_host;
+    long double exact = 0;
+    for (const twin &it : all.arrays) {
+        n += (double)it.n;
+        chunks += ceil((double)it.n / chunk);
+        for (size_t i = 0; i < it.n; i++) {
+            const double x = get(it.dtype, it.host.data(), i);
+            exact += (long double)(x * x);
+        }
+    }
+    ct_error err;
+    check_ok(ct_device_cpu.norm(NULL, NULL, all.host.data(), all.host.size(), &on_host,
+                                &err),
+             err);
+    const double depth = chunk / block + 8 + ceil(chunks / block) + 8;
+    const double cpu_depth = batch / lanes + lanes + ceil(n / batch) + 1;
+    const double reference = n / 2048; /* long double's own n * 2^-64, in units */
+    CHECK(fabs(got - (double)exact) <= (depth + reference + 1) * unit * (double)exact);
+    CHECK(fabs(got - on_host) <= (depth + cpu_depth) * unit * (double)exact);
+}
+
+static void
+test_norm_is_within_its_bound()
+{
+    random_numbers numbers = {5};
+    spans all;
+    size_t k = 0;
+    for (size_t n : lengths(1300)) {
+        all.add(float_dtypes[k++ % 4], n, &numbers);
+    }
+    all.collect();
+    check_bound(sum_on_device(all.device), all);
+
+    for (ct_dtype dtype : float_dtypes) {
+        spans one;
+        one.add(dtype, 300001, &numbers);
+        one.collect();
+        check_bound(sum_on_device(one.device), one);
+    }
+}
+
+static double first_sum; /* of the first order of threads */
+
+static void
+test_norm_has_one_order()
+{
+    random_numbers numbers = {9};
+    spans all;
+    for (size_t n : {70000, 1, 513, 8191}) {
+        all.add(CT_F32, n, &numbers);
+    }
+    all.collect();
+    const double sum = sum_on_device(all.device), again = sum_on_device(all.device);
+    first_sum = first_sum == 0 ? sum : first_sum;
+    CHECK(memcmp(&sum, &again, sizeof sum) == 0);
+    CHECK(memcmp(&sum, &first_sum, sizeof sum) == 0);
+}
+
+static void
+test_norm_of_nothing_is_zero()
+{
+    random_numbers numbers = {1};
+    spans empty;
+    CHECK(sum_on_device(empty.device) == 0.0);
+    empty.add(CT_F32, 0, &numbers);
+    empty.collect();
+    CHECK(sum_on_device(empty.device) == 0.0);
+}
+
+static void
+test_norm_finds_one_bad_element()
+{
+    random_numbers numbers = {13};
+    const double bad[] = {INFINITY, -INFINITY, NAN};
+    for (ct_dtype dtype : float_dtypes) {
+        for (double value : bad) {
+            for (size_t at : {0, 8192, 19999}) {
+                spans all;
+                all.add(CT_F32, 100, &numbers);
+                all.add(dtype, 20000, &numbers);
+                put(dtype, all.arrays[1].host.data(), at, value);
+                all.collect();
+                const double sum = sum_on_device(all.device);
+                CHECK(isnan(value) ? isnan(sum) : isinf(sum));
+            }
+        }
+    }
+}
+
+int
+main()
+{
+    skip_without_device();
+    in_both_orders([] {
+        test_norm_is_within_its_bound();
+        test_norm_has_one_order();
+        test_norm_of_nothing_is_zero();
+        test_norm_finds_one_bad_element();
+    });
+    return 0;
+}
