@@ -106,3 +106,5 @@ bench-kernels: $(BUILD)/bench_kernels
 
 $(BUILD)/bench_kernels: benchmarks/kernels.c $(BUILD)/libcore.a
 	$(CC) $(CFLAGS) -o $@ $^ -lm
+
+include tests/cuda/cuda.mk

@@ -4,7 +4,7 @@
  * by asking, stream and communicator in turn, because a rank that died shows as an
  * error of the communicator while the stream stays busy for ever. After an error the
  * communicator is aborted and every later call fails at once. */
-#include "nccl.h"
+#include "comm_nccl.h"
 
 #include "core/ct_alloc.h"
 #include "dynlib.h"
@@ -46,7 +46,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool loaded;
 
 typedef struct nccl_comm {
-    ct_comm base; /* first: a ct_comm * of ours is a nccl_comm * */
+    ct_comm base;       /* first: a ct_comm * of ours is a nccl_comm * */
     nccl_handle handle; /* NULL after an error */
     cudaStream_t stream;
     float *token; /* one element of the device's memory, for barrier */
@@ -73,7 +73,8 @@ load(ct_error *err)
     ct_status status = CT_OK;
     (void)pthread_mutex_lock(&lock);
     if (!loaded) {
-        status = ct_dynlib_load(&spec, symbols, sizeof symbols / sizeof symbols[0], err);
+        status =
+            ct_dynlib_load(&spec, symbols, sizeof symbols / sizeof symbols[0], err);
         loaded = status == CT_OK;
     }
     (void)pthread_mutex_unlock(&lock);
@@ -238,10 +239,10 @@ nccl_all_gather(ct_comm *op, const ct_span *out, const ct_span *in, ct_error *er
     if (status != CT_OK || in->n == 0) {
         return status;
     }
-    return end(comm,
-               nccl.all_gather(in->data, out->data, in->n, dtype, comm->handle,
-                               comm->stream),
-               "all_gather", err);
+    return end(
+        comm,
+        nccl.all_gather(in->data, out->data, in->n, dtype, comm->handle, comm->stream),
+        "all_gather", err);
 }
 
 static ct_status
@@ -316,8 +317,9 @@ ct_status
 ct_nccl_version(int *version, ct_error *err)
 {
     ct_status status = load(err);
-    return status == CT_OK ? check(nccl.get_version(version), "ask for its version", err)
-                           : status;
+    return status == CT_OK
+               ? check(nccl.get_version(version), "ask for its version", err)
+               : status;
 }
 
 ct_status
@@ -343,15 +345,14 @@ connect_ranks(nccl_comm *comm, const char id[CT_COMM_ID_BYTES], ct_error *err)
     ct_status status = ct_cuda_check(
         cudaMalloc((void **)&comm->token, sizeof *comm->token), "get memory", err);
     if (status == CT_OK) {
-        status = ct_cuda_check(cudaMemsetAsync(comm->token, 0, sizeof *comm->token,
-                                               comm->stream),
-                               "clear memory", err);
+        status = ct_cuda_check(
+            cudaMemsetAsync(comm->token, 0, sizeof *comm->token, comm->stream),
+            "clear memory", err);
     }
-    return status == CT_OK
-               ? check(nccl.init_rank(&comm->handle, comm->base.world_size, same,
-                                      comm->base.rank),
-                       "join the group", err)
-               : status;
+    return status == CT_OK ? check(nccl.init_rank(&comm->handle, comm->base.world_size,
+                                                  same, comm->base.rank),
+                                   "join the group", err)
+                           : status;
 }
 
 ct_status

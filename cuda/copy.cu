@@ -54,15 +54,15 @@ copy_range(const copy_operand &operand, const ct_cuda_range &range)
     }
     ct_visit_float(operand.to_dtype, [&](auto to) {
         ct_visit_float(operand.from_dtype, [&](auto from) {
-            convert<typename decltype(to)::type, typename decltype(from)::type>(
-                operand, range);
+            convert<typename decltype(to)::type, typename decltype(from)::type>(operand,
+                                                                                range);
         });
     });
 }
 
 __global__ static void
 __launch_bounds__(ct_cuda_block_size)
-copy_kernel(const ct_cuda_batch<copy_operand> __grid_constant__ batch)
+    copy_kernel(const ct_cuda_batch<copy_operand> __grid_constant__ batch)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);

@@ -24,7 +24,7 @@ enum {
 static struct {
     cublas_status (*create)(cublas_handle *handle);
     cublas_status (*set_stream)(cublas_handle handle, cudaStream_t stream);
-    cublas_status (*get_version)(cublas_handle handle, int *version);
+    cublas_status (*get_property)(int property, int *value);
     const char *(*status_name)(cublas_status status);
     CUBLAS_GEMM(sgemm, float);
     CUBLAS_GEMM(dgemm, double);
@@ -44,12 +44,12 @@ load(ct_error *err)
     static const ct_dynlib_spec spec = {"libcublas.so.13", "nvidia/cu13/lib",
                                         "nvidia-cublas>=13,<14"};
     const ct_dynlib_symbol symbols[] = {
-        {"cublasCreate_v2",        &cublas.create     },
-        {"cublasSetStream_v2",     &cublas.set_stream },
-        {"cublasGetVersion_v2",    &cublas.get_version},
-        {"cublasGetStatusName",    &cublas.status_name},
-        {"cublasSgemm_v2_64",      &cublas.sgemm      },
-        {"cublasDgemm_v2_64",      &cublas.dgemm      },
+        {"cublasCreate_v2",     &cublas.create      },
+        {"cublasSetStream_v2",  &cublas.set_stream  },
+        {"cublasGetProperty",   &cublas.get_property},
+        {"cublasGetStatusName", &cublas.status_name },
+        {"cublasSgemm_v2_64",   &cublas.sgemm       },
+        {"cublasDgemm_v2_64",   &cublas.dgemm       },
     };
     if (loaded) {
         return CT_OK;
@@ -122,14 +122,19 @@ ct_cublas_gemm(void *stream, const ct_cublas_product *product, ct_error *err)
     return status;
 }
 
+/* By property, since cublasGetVersion wants a handle and that a device. */
 ct_status
 ct_cublas_version(int *version, ct_error *err)
 {
+    int parts[3] = {0};
     (void)pthread_mutex_lock(&lock);
     ct_status status = load(err);
-    if (status == CT_OK) { /* the version needs no device, hence no handle */
-        status = check(cublas.get_version(NULL, version), "ask for its version", err);
+    for (int i = 0; status == CT_OK && i < 3; i++) {
+        status = check(cublas.get_property(i, &parts[i]), "ask for its version", err);
     }
     (void)pthread_mutex_unlock(&lock);
+    if (status == CT_OK) {
+        *version = 10000 * parts[0] + 100 * parts[1] + parts[2];
+    }
     return status;
 }

@@ -42,8 +42,8 @@ open_wheel(const ct_dynlib_spec *spec)
     const char *folder = path;
     for (size_t i = 0; i < path_n; i++) {
         char file[PATH_MAX];
-        const int length = snprintf(file, sizeof file, "%s/%s/%s", folder, spec->folder,
-                                    spec->file);
+        const int length =
+            snprintf(file, sizeof file, "%s/%s/%s", folder, spec->folder, spec->file);
         void *library = length > 0 && (size_t)length < sizeof file
                             ? dlopen(file, RTLD_NOW | RTLD_LOCAL)
                             : NULL;

@@ -55,15 +55,16 @@ ct_cuda_range_of(const ct_cuda_batch<Operand> &batch, size_t chunk)
         const uint32_t middle = (low + high) / 2;
         if (batch.chunk_end[middle] > chunk) {
             high = middle;
-        } else {
+        }
+        else {
             low = middle + 1;
         }
     }
     const size_t first = low == 0 ? 0 : batch.chunk_end[low - 1];
     const size_t begin = (chunk - first) * ct_cuda_chunk_elems;
     const size_t left = batch.operands[low].n - begin;
-    return {low, begin, begin + (left < ct_cuda_chunk_elems ? left
-                                                            : ct_cuda_chunk_elems)};
+    return {low, begin,
+            begin + (left < ct_cuda_chunk_elems ? left : ct_cuda_chunk_elems)};
 }
 
 static inline size_t

@@ -8,7 +8,7 @@
 #include "cublas.h"
 #include "dynlib.h"
 #include "kernels.h"
-#include "nccl.h"
+#include "comm_nccl.h"
 #include "status.h"
 
 static const ct_plugin plugin = {
@@ -87,11 +87,12 @@ set_version(PyObject *dict, const char *name, int version, int major, int minor)
     return result;
 }
 
-PyDoc_STRVAR(cuda_versions_doc,
-             "versions($module, /)\n--\n\n"
-             "Versions as \"major.minor\": of the runtime that is linked in, and of the\n"
-             "driver, cublas and nccl that this process finds; None for one that is "
-             "missing.");
+PyDoc_STRVAR(
+    cuda_versions_doc,
+    "versions($module, /)\n--\n\n"
+    "Versions as \"major.minor\": of the runtime that is linked in, and of the\n"
+    "driver, cublas and nccl that this process finds; None for one that is "
+    "missing.");
 
 static PyObject *
 cuda_versions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
@@ -115,10 +116,11 @@ cuda_versions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
     return dict;
 }
 
-PyDoc_STRVAR(cuda_comm_id_doc,
-             "comm_id($module, /)\n--\n\n"
-             "Make the id of a new NCCL group: 128 bytes that every rank has to get.\n\n"
-             "Raises RuntimeError when NCCL cannot be found, and says where it looked.");
+PyDoc_STRVAR(
+    cuda_comm_id_doc,
+    "comm_id($module, /)\n--\n\n"
+    "Make the id of a new NCCL group: 128 bytes that every rank has to get.\n\n"
+    "Raises RuntimeError when NCCL cannot be found, and says where it looked.");
 
 static PyObject *
 cuda_comm_id(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
@@ -146,7 +148,8 @@ encode_path(const char **folders, Py_ssize_t capacity, size_t *n)
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(path) && i < capacity; i++) {
         PyObject *entry = PyList_GET_ITEM(path, i);
-        PyObject *bytes = PyUnicode_Check(entry) ? PyUnicode_EncodeFSDefault(entry) : NULL;
+        PyObject *bytes =
+            PyUnicode_Check(entry) ? PyUnicode_EncodeFSDefault(entry) : NULL;
         if (bytes == NULL) { /* not a folder's name: nothing to look below */
             PyErr_Clear();
             continue;

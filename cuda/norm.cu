@@ -54,7 +54,7 @@ range_sum_sq(const void *data, const ct_cuda_range &range)
 
 __global__ static void
 __launch_bounds__(ct_cuda_block_size)
-norm_kernel(const ct_cuda_batch<ct_span> __grid_constant__ batch, double *partials)
+    norm_kernel(const ct_cuda_batch<ct_span> __grid_constant__ batch, double *partials)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
@@ -72,7 +72,7 @@ norm_kernel(const ct_cuda_batch<ct_span> __grid_constant__ batch, double *partia
 
 __global__ static void
 __launch_bounds__(ct_cuda_block_size)
-fold_kernel(const double *partials, size_t n, double *sum_sq)
+    fold_kernel(const double *partials, size_t n, double *sum_sq)
 {
     double sum = 0.0;
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) {

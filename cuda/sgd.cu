@@ -56,7 +56,8 @@ update(const sgd_operand &operand, const ct_cuda_range &range, bool zero_grads)
         real param = ct_load(params[i]);
         if (buffer == NULL) {
             apply(&c, ct_load(grads[i]), &param);
-        } else {
+        }
+        else {
             real momentum = ct_load(buffer[i]);
             apply(&c, ct_load(grads[i]), &param, &momentum);
             ct_store(momentum, &buffer[i]);
@@ -70,7 +71,8 @@ update(const sgd_operand &operand, const ct_cuda_range &range, bool zero_grads)
 
 __global__ static void
 __launch_bounds__(ct_cuda_block_size)
-sgd_kernel(const ct_cuda_batch<sgd_operand> __grid_constant__ batch, bool zero_grads)
+    sgd_kernel(const ct_cuda_batch<sgd_operand> __grid_constant__ batch,
+               bool zero_grads)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
@@ -92,11 +94,10 @@ ct_cuda_sgd(void *stream, const ct_sgd_coef *coefs, const ct_sgd_span *spans,
         }
     }
     return ct_cuda_in_batches<sgd_operand>(
-        n_spans,
-        [&](size_t i) { return sgd_operand{spans[i], coefs[spans[i].coef]}; },
+        n_spans, [&](size_t i) { return sgd_operand{spans[i], coefs[spans[i].coef]}; },
         [&](const ct_cuda_batch<sgd_operand> &batch) {
-            CT_LAUNCH(sgd_kernel, ct_cuda_grid_size(batch.n_chunks),
-                      ct_cuda_block_size, stream, batch, zero_grads);
+            CT_LAUNCH(sgd_kernel, ct_cuda_grid_size(batch.n_chunks), ct_cuda_block_size,
+                      stream, batch, zero_grads);
             return ct_cuda_launched("launch sgd", err);
         });
 }

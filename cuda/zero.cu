@@ -11,7 +11,7 @@ struct zero_operand {
 
 __global__ static void
 __launch_bounds__(ct_cuda_block_size)
-zero_kernel(const ct_cuda_batch<zero_operand> __grid_constant__ batch)
+    zero_kernel(const ct_cuda_batch<zero_operand> __grid_constant__ batch)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range r = ct_cuda_range_of(batch, chunk);
@@ -19,7 +19,8 @@ zero_kernel(const ct_cuda_batch<zero_operand> __grid_constant__ batch)
         for (size_t i = r.begin + threadIdx.x; i < r.end; i += blockDim.x) {
             if (to.wide) {
                 ((uint4 *)to.data)[i] = make_uint4(0, 0, 0, 0);
-            } else {
+            }
+            else {
                 ((unsigned char *)to.data)[i] = 0;
             }
         }

@@ -21,9 +21,9 @@ typedef ct_status ct_comm_id_fn(char id[CT_COMM_ID_BYTES], ct_error *err);
 
 /* Joins the group and waits until every rank has. Its collectives are enqueued on
  * `stream` of the current device. *comm is released by comm->ops->free. */
-typedef ct_status ct_comm_join_fn(const char id[CT_COMM_ID_BYTES], int rank,
-                                  int world_size, void *stream, ct_comm **comm,
-                                  ct_error *err);
+typedef ct_status
+ct_comm_join_fn(const char id[CT_COMM_ID_BYTES], int rank, int world_size, void *stream,
+                ct_comm **comm, ct_error *err);
 
 typedef struct ct_plugin {
     int version; /* CT_DEVICE_VERSION of its build: to be compared before the rest */

@@ -45,8 +45,7 @@ check_ok(ct_status status, const ct_error &err)
 struct random_numbers {
     uint64_t state;
 
-    double
-    next()
+    double next()
     {
         state ^= state >> 12;
         state ^= state << 25;
@@ -115,8 +114,7 @@ struct twin {
         (void)cudaFree(block);
     }
 
-    void
-    fill(random_numbers *numbers, double low, double high)
+    void fill(random_numbers *numbers, double low, double high)
     {
         for (size_t i = 0; i < n; i++) {
             const double unit = (numbers->next() + 1) / 2;
@@ -125,22 +123,19 @@ struct twin {
         upload();
     }
 
-    void *
-    device() const
+    void *device() const
     {
         return (unsigned char *)block + shift * element;
     }
 
-    void
-    upload() const
+    void upload() const
     {
         CHECK(cudaMemcpyAsync(device(), host.data(), host.size(),
                               cudaMemcpyHostToDevice, NULL) == cudaSuccess);
         CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
     }
 
-    std::vector<unsigned char>
-    download() const
+    std::vector<unsigned char> download() const
     {
         std::vector<unsigned char> back(host.size());
         CHECK(cudaMemcpyAsync(back.data(), device(), back.size(),
@@ -149,20 +144,17 @@ struct twin {
         return back;
     }
 
-    bool
-    agree() const
+    bool agree() const
     {
         return host.empty() || memcmp(download().data(), host.data(), host.size()) == 0;
     }
 
-    ct_span
-    on_host()
+    ct_span on_host()
     {
         return {host.data(), n, dtype};
     }
 
-    ct_span
-    on_device() const
+    ct_span on_device() const
     {
         return {device(), n, dtype};
     }
@@ -173,8 +165,8 @@ struct twin {
 static inline std::vector<size_t>
 lengths(size_t n_small)
 {
-    std::vector<size_t> all = {1,    0,    31,   32,   33,    255,  256,
-                               257,  8191, 8192, 8193, 24577, 40000};
+    std::vector<size_t> all = {1,   0,    31,   32,   33,    255,  256,
+                               257, 8191, 8192, 8193, 24577, 40000};
     for (size_t i = 0; i < n_small; i++) {
         all.push_back(i % 23);
     }

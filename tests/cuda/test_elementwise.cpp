@@ -32,8 +32,10 @@ static void
 test_adamw_equals_the_cpu()
 {
     auto arrays = make_arrays(4, 300, 0.0, 1.0); /* param, grad, m, v: v must be >= 0 */
-    const ct_adamw_config configs[] = {{1e-2, 0.9, 0.999, 1e-8, 0.1},
-                                       {3e-3, 0.25, 0.99, 1e-6, 0.0}};
+    const ct_adamw_config configs[] = {
+        {1e-2, 0.9,  0.999, 1e-8, 0.1},
+        {3e-3, 0.25, 0.99,  1e-6, 0.0}
+    };
     ct_error err;
     for (uint64_t step = 1; step <= 2; step++) {
         ct_adamw_coef coefs[2];
@@ -47,15 +49,15 @@ test_adamw_equals_the_cpu()
             const uint32_t coef = i % 3 == 0;
             host.push_back({g.host.data(), p.host.data(), m.host.data(), v.host.data(),
                             p.n, p.dtype, coef});
-            device.push_back({g.device(), p.device(), m.device(), v.device(), p.n,
-                              p.dtype, coef});
+            device.push_back(
+                {g.device(), p.device(), m.device(), v.device(), p.n, p.dtype, coef});
         }
         const bool zero = step == 2;
         check_ok(ct_device_cpu.adamw(NULL, coefs, host.data(), host.size(), zero, &err),
                  err);
-        check_ok(ct_device_cuda.adamw(NULL, coefs, device.data(), device.size(), zero,
-                                      &err),
-                 err);
+        check_ok(
+            ct_device_cuda.adamw(NULL, coefs, device.data(), device.size(), zero, &err),
+            err);
         check_agreement(arrays);
     }
 }
@@ -64,9 +66,11 @@ static void
 test_sgd_equals_the_cpu()
 {
     auto arrays = make_arrays(3, 300, -2.0, 2.0);
-    const ct_sgd_config configs[] = {{0.1, 0.9, 0.0, 0.01, true},
-                                     {0.1, 0.9, 0.5, 0.0, false},
-                                     {0.01, 0.0, 0.0, 0.1, false}};
+    const ct_sgd_config configs[] = {
+        {0.1,  0.9, 0.0, 0.01, true },
+        {0.1,  0.9, 0.5, 0.0,  false},
+        {0.01, 0.0, 0.0, 0.1,  false}
+    };
     ct_error err;
     for (int step = 0; step < 2; step++) {
         ct_sgd_coef coefs[3];
@@ -79,8 +83,8 @@ test_sgd_equals_the_cpu()
             twin &p = arrays[0][i], &g = arrays[1][i], &b = arrays[2][i];
             const uint32_t coef = i % 3;
             const bool plain = configs[coef].momentum == 0.0;
-            host.push_back({g.host.data(), p.host.data(),
-                            plain ? NULL : b.host.data(), p.n, p.dtype, coef});
+            host.push_back({g.host.data(), p.host.data(), plain ? NULL : b.host.data(),
+                            p.n, p.dtype, coef});
             device.push_back({g.device(), p.device(), plain ? NULL : b.device(), p.n,
                               p.dtype, coef});
         }
@@ -140,10 +144,10 @@ static void
 test_copy_converts_as_the_cpu_does()
 {
     random_numbers numbers = {3};
-    const double special[] = {0.0,    -0.0,   INFINITY, -INFINITY, 65504.0, 65519.999,
-                              65520., 1e-40,  6e-8,     3e-8,      5.9e-8,  1e39,
-                              1e308,  1e-310, 3.38e38,  3.4e38,    1 + 1. / 256,
-                              1 + 3. / 2048};
+    const double special[] = {0.0,       -0.0,         INFINITY,     -INFINITY, 65504.0,
+                              65519.999, 65520.,       1e-40,        6e-8,      3e-8,
+                              5.9e-8,    1e39,         1e308,        1e-310,    3.38e38,
+                              3.4e38,    1 + 1. / 256, 1 + 3. / 2048};
     std::vector<twin> arrays;
     std::vector<ct_span> to_host, to_device, from_host, from_device;
     arrays.reserve(256);

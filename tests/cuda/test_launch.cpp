@@ -24,14 +24,13 @@ struct fixture {
         (void)cudaFree(sum);
     }
 
-    ct_status
-    call(int entry)
+    ct_status call(int entry)
     {
         const ct_span x = a.on_device(), y = b.on_device();
         const ct_adamw_coef adamw = {};
         const ct_sgd_coef sgd = {};
-        const ct_adamw_span adamw_span = {a.device(), b.device(), c.device(),
-                                          d.device(), a.n,        a.dtype,    0};
+        const ct_adamw_span adamw_span = {
+            a.device(), b.device(), c.device(), d.device(), a.n, a.dtype, 0};
         const ct_sgd_span sgd_span = {a.device(), b.device(), c.device(),
                                       a.n,        a.dtype,    0};
         switch (entry) {
@@ -155,9 +154,21 @@ test_scratch_grows_by_doubling_and_survives_a_refusal()
     ct_device_cuda.scratch_release(&scratch);
 }
 
+static void
+test_every_entry_of_the_table_is_there()
+{
+    const void *entries[sizeof(ct_device) / sizeof(void *)];
+    memcpy(entries, &ct_device_cuda, sizeof entries);
+    for (const void *entry : entries) {
+        CHECK(entry != NULL);
+    }
+    CHECK(strcmp(ct_device_cuda.name, "cuda") == 0);
+}
+
 int
 main()
 {
+    test_every_entry_of_the_table_is_there();
     test_an_entry_enqueues_on_its_stream_and_does_not_wait();
     test_read_waits();
     test_nothing_to_do_launches_nothing();

@@ -10,15 +10,13 @@ struct spans {
     std::vector<twin> arrays;
     std::vector<ct_span> host, device;
 
-    void
-    add(ct_dtype dtype, size_t n, random_numbers *numbers)
+    void add(ct_dtype dtype, size_t n, random_numbers *numbers)
     {
         arrays.emplace_back(dtype, n, n % 3);
         arrays.back().fill(numbers, -3.0, 3.0);
     }
 
-    void
-    collect()
+    void collect()
     {
         host.clear();
         device.clear();
@@ -38,9 +36,9 @@ sum_on_device(const std::vector<ct_span> &list)
     double sum = -1.0;
     check_ok(ct_device_cuda.scratch_grow(&result, sizeof(double), &err), err);
     double *device_sum = (double *)result.data;
-    check_ok(ct_device_cuda.norm(NULL, &scratch, list.data(), list.size(), device_sum,
-                                 &err),
-             err);
+    check_ok(
+        ct_device_cuda.norm(NULL, &scratch, list.data(), list.size(), device_sum, &err),
+        err);
     check_ok(ct_device_cuda.read(NULL, device_sum, &sum, &err), err);
     ct_device_cuda.scratch_release(&scratch);
     ct_device_cuda.scratch_release(&result);

@@ -12,7 +12,7 @@
 #define __global__
 #define __device__
 #define __host__
-#define __grid_constant__ & /* one copy for all threads, as there */
+#define __grid_constant__ &/* one copy for all threads, as there */
 #define __launch_bounds__(...)
 #define __shared__ static /* blocks run one after another */
 

@@ -32,10 +32,10 @@ struct record {
 };
 
 extern record seen;
-extern bool descending;     /* threads and blocks run last to first */
-extern size_t fail_launch;  /* the n-th launch from now on is refused; 0: none */
-extern size_t fail_malloc;  /* likewise for cudaMalloc */
-extern int n_devices;       /* what cudaGetDeviceCount says */
+extern bool descending;    /* threads and blocks run last to first */
+extern size_t fail_launch; /* the n-th launch from now on is refused; 0: none */
+extern size_t fail_malloc; /* likewise for cudaMalloc */
+extern int n_devices;      /* what cudaGetDeviceCount says */
 
 void reset();
 

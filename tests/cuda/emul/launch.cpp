@@ -22,7 +22,12 @@ namespace {
 const unsigned warp_size = 32, most_threads = 1024;
 const size_t stack_bytes = 256 * 1024;
 
-enum class state { ready, at_barrier, at_shuffle, ended };
+enum class state {
+    ready,
+    at_barrier,
+    at_shuffle,
+    ended
+};
 
 struct fibre {
     ucontext_t context;
@@ -124,7 +129,8 @@ release_warps()
 {
     bool any = false;
     for (unsigned first = 0; first < n_fibres; first += warp_size) {
-        const unsigned end = first + warp_size < n_fibres ? first + warp_size : n_fibres;
+        const unsigned end =
+            first + warp_size < n_fibres ? first + warp_size : n_fibres;
         if (count(state::at_shuffle, first, end) != end - first) {
             continue;
         }
@@ -176,9 +182,6 @@ run_block()
 }
 
 } // namespace
-
-
-
 
 void
 launch(unsigned grid, unsigned block, cudaStream_t stream,

@@ -152,8 +152,8 @@ cudaMalloc(void **data, size_t bytes)
 #else
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const size_t size = (bytes + page - 1) / page * page;
-    char *pages = (char *)mmap(NULL, size + page, PROT_NONE,
-                               MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *pages =
+        (char *)mmap(NULL, size + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     *data = pages + (size - bytes) / 16 * 16; /* an overrun meets the guard page */
     emul::blocks[*data] = {pages, size};
 #endif

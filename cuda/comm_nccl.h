@@ -1,6 +1,6 @@
 /* Communicators over NCCL, which is loaded at first use. */
-#ifndef CT_CUDA_NCCL_H
-#define CT_CUDA_NCCL_H
+#ifndef CT_CUDA_COMM_NCCL_H
+#define CT_CUDA_COMM_NCCL_H
 
 #include "core/ct_plugin.h"
 

@@ -1,0 +1,69 @@
+# The CUDA part of the Makefile.
+#
+#   make cuda         compile and link ctrainer._cuda with nvcc, then cuda-emul
+#   make cuda-emul    run the sources of cuda/ on the CPU, plainly and under sanitizers
+#   make cuda-check   run them on a GPU; a test that finds none exits 77: skipped
+NVCC ?= nvcc
+CUDA_CHECK_ARCH ?= sm_75# newer devices compile its PTX for themselves
+EMUL := $(BUILD)/emul
+CHECKED := $(BUILD)/cuda
+CUDA_HEADERS := $(HEADERS) $(wildcard cuda/*.h cuda/*.cuh tests/cuda/*.h tests/cuda/emul/*.h)
+CUDA_C := $(filter-out cuda/module.c,$(wildcard cuda/*.c))
+CUDA_CU := $(wildcard cuda/*.cu)
+EMUL_TESTS := $(patsubst tests/cuda/%.cpp,$(EMUL)/%,$(wildcard tests/cuda/test_*.cpp))
+ONLY_EMULATED := launch dynlib nccl
+CHECK_TESTS := $(patsubst %,$(CHECKED)/test_%,$(filter-out $(ONLY_EMULATED), \
+    $(patsubst tests/cuda/test_%.cpp,%,$(wildcard tests/cuda/test_*.cpp))))
+EMUL_WHEELS := $(abspath $(EMUL))/wheels
+EMUL_INCLUDE := -DCT_EMUL '-DCT_EMUL_WHEELS="$(EMUL_WHEELS)"' \
+    -Itests/cuda -Itests/cuda/emul -Icsrc
+EMUL_LIBRARIES := $(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13
+EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -pthread $(SAN)
+
+.PHONY: cuda cuda-emul cuda-emul-build cuda-emul-plain cuda-check
+cuda: cuda-emul
+	CTRAINER_CUDA=1 PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
+	$(PY) -m pytest tests/cuda
+
+cuda-emul: cuda-emul-plain
+	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 -g -fsanitize=address,undefined \
+	  -fno-sanitize-recover=all" cuda-emul-plain
+
+cuda-emul-build: $(EMUL_TESTS) $(EMUL_LIBRARIES)
+
+cuda-emul-plain: cuda-emul-build
+	set -e; for t in $(EMUL_TESTS); do $$t; done
+
+cuda-check: $(CHECK_TESTS)
+	set -e; for t in $(CHECK_TESTS); do s=0; $$t || s=$$?; case $$s in \
+	  0) echo "$$t passed";; \
+	  77) echo "$$t SKIPPED: no CUDA device";; \
+	  *) exit $$s;; esac; done
+
+EMUL_OBJECTS := $(CUDA_CU:cuda/%=$(EMUL)/%.o) $(CUDA_C:cuda/%=$(EMUL)/%.o) \
+    $(patsubst tests/cuda/emul/%.cpp,$(EMUL)/emul_%.o,$(wildcard tests/cuda/emul/*.cpp))
+
+$(EMUL)/%.cu.o: cuda/%.cu $(CUDA_HEADERS)
+	@mkdir -p $(@D)
+	$(CXX) -x c++ -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -c -o $@ $<
+
+$(EMUL)/%.c.o: cuda/%.c $(CUDA_HEADERS)
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) $(EMUL_INCLUDE) -c -o $@ $<
+
+$(EMUL)/emul_%.o: tests/cuda/emul/%.cpp $(CUDA_HEADERS)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -c -o $@ $<
+
+$(EMUL)/test_%: tests/cuda/test_%.cpp $(EMUL_OBJECTS) $(BUILD)/libcore.a
+	$(CXX) -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -rdynamic -o $@ $^ -ldl -lm
+
+# Like NVIDIA's wheels: cuda/dynlib.c has to find them. They use the test's runtime.
+$(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13: tests/cuda/emul/libs/cublas.cpp
+	@mkdir -p $(@D)
+	$(CXX) -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -fPIC -shared -o $@ $<
+
+$(CHECKED)/test_%: tests/cuda/test_%.cpp $(CUDA_CU) $(CUDA_C) $(CUDA_HEADERS) $(BUILD)/libcore.a
+	@mkdir -p $(@D)
+	$(NVCC) -std=c++17 -O3 --fmad=false -arch=$(CUDA_CHECK_ARCH) -Icsrc -Itests/cuda \
+	  -o $@ $< $(CUDA_CU) $(CUDA_C) $(BUILD)/libcore.a -ldl

@@ -1,0 +1,92 @@
+/* gemm is cuBLAS's on the device. Sums of k products in another order differ by at most
+ * 2 * k * u * sum |a b|, u being 2^-24 or 2^-53. */
+#include "cuda_test.h"
+
+#ifdef CT_EMUL
+#include "../../cuda/dynlib.h"
+#endif
+
+struct shape {
+    size_t m, n, k;
+};
+
+static void
+check_product(ct_dtype dtype, bool trans_a, bool trans_b, shape s, double beta)
+{
+    random_numbers numbers = {33};
+    const size_t a_rows = trans_a ? s.k : s.m, a_cols = trans_a ? s.m : s.k;
+    const size_t b_rows = trans_b ? s.n : s.k, b_cols = trans_b ? s.k : s.n;
+    const size_t lda = a_cols + 3, ldb = b_cols + 1, ldc = s.n + 2;
+    twin a(dtype, a_rows * lda, 0), b(dtype, b_rows * ldb, 0), c(dtype, s.m * ldc, 0);
+    ct_error err;
+
+    a.fill(&numbers, -1.0, 1.0);
+    b.fill(&numbers, -1.0, 1.0);
+    c.fill(&numbers, -1.0, 1.0);
+    const ct_gemm on_host = {
+        dtype, trans_a,       trans_b,       s.m,           s.n, s.k, 1.5,
+        beta,  a.host.data(), b.host.data(), c.host.data(), lda, ldb, ldc};
+    const ct_gemm on_device = {dtype,      trans_a, trans_b, s.m,        s.n,
+                               s.k,        1.5,     beta,    a.device(), b.device(),
+                               c.device(), lda,     ldb,     ldc};
+    check_ok(ct_device_cpu.gemm(NULL, &on_host, &err), err);
+    check_ok(ct_device_cuda.gemm(NULL, &on_device, &err), err);
+
+    const double unit = dtype == CT_F32 ? 5.96e-8 : 1.11e-16;
+    const double bound = 2 * ((double)s.k + 3) * unit * (1.5 * (double)s.k + 1);
+    const std::vector<unsigned char> back = c.download();
+    for (size_t i = 0; i < c.n; i++) {
+        const double difference =
+            get(dtype, back.data(), i) - get(dtype, c.host.data(), i);
+        CHECK(fabs(difference) <= (i % ldc < s.n ? bound : 0.0));
+    }
+}
+
+static void
+test_gemm_is_within_its_bound()
+{
+    const shape shapes[] = {
+        {1,  1,  1 },
+        {3,  5,  7 },
+        {17, 1,  40},
+        {1,  30, 9 },
+        {64, 33, 70}
+    };
+    for (ct_dtype dtype : {CT_F32, CT_F64}) {
+        for (int transposed = 0; transposed < 4; transposed++) {
+            for (const shape &s : shapes) {
+                for (double beta : {0.0, 1.0, -0.5}) {
+                    check_product(dtype, transposed & 1, transposed & 2, s, beta);
+                }
+            }
+        }
+    }
+}
+
+static void
+test_gemm_refuses_what_the_cpu_refuses()
+{
+    float x[16] = {};
+    ct_error err;
+    ct_gemm g = {CT_BF16, false, false, 2, 2, 2, 1.0, 0.0, x, x, x, 2, 2, 2};
+    CHECK(ct_device_cuda.gemm(NULL, &g, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "bfloat16") != NULL);
+    g.dtype = CT_F32;
+    g.ldb = 1;
+    CHECK(ct_device_cpu.gemm(NULL, &g, &err) == CT_EINVAL);
+    CHECK(ct_device_cuda.gemm(NULL, &g, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "ldb must be >= 2, got 1") != NULL);
+}
+
+int
+main()
+{
+    skip_without_device();
+#ifdef CT_EMUL
+    const char *folder = CT_EMUL_WHEELS;
+    CHECK(ct_dynlib_set_path(&folder, 1, NULL) == CT_OK);
+#endif
+    test_gemm_is_within_its_bound();
+    test_gemm_refuses_what_the_cpu_refuses();
+    return 0;
+}
