@@ -135,9 +135,7 @@ class Trainer(DataMixin, RunMixin, ExtraMixin, _C.Trainer):
     def _default_collator(self) -> Callable[..., Any]:
         """Padding by the tokenizer where there is one, else plain stacking."""
         if callable(getattr(self.processing_class, "pad", None)):
-            from transformers import DataCollatorWithPadding
-
-            return DataCollatorWithPadding(self.processing_class)
+            return self._adapter.padding_collator(self.processing_class)
         return self._adapter.default_collator
 
     def _validate(self) -> None:

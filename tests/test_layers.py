@@ -51,7 +51,7 @@ POLICIES = FLOORS.index(set())
 # Python packages that one layer only may import, wherever the statement stands.
 FRAMEWORKS = {
     "torch": ("adapters/", "comm/", "fsdp.py", "optim.py", "hf.py"),
-    "transformers": ("adapters/", "hf.py", "optim.py"),
+    "transformers": ("adapters/", "integrations/", "hf.py", "optim.py"),
     "accelerate": ("adapters/", "integrations/accelerate.py"),
     "mpi4py": ("comm/",),
     "deepspeed": (),

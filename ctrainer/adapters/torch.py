@@ -415,6 +415,13 @@ def data_loader(
     return DataLoader(dataset, **options)
 
 
+def padding_collator(tokenizer: Any) -> Callable[..., Any]:
+    """Transformers' collator that pads by the tokenizer."""
+    from transformers import DataCollatorWithPadding
+
+    return DataCollatorWithPadding(tokenizer)
+
+
 def epoch_iterator(loader: Any, epoch: int, skip: int) -> Iterator[Any]:
     """Batches of epoch number `epoch`, from batch number `skip` on."""
     batches.set_epoch(loader, epoch)
