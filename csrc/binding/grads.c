@@ -205,10 +205,11 @@ ctpy_grads_norm(ctpy_state *state, PyObject *optimizer, double *norm)
     if (collect_grads(state, optimizer, &list) < 0) {
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS status =
-        ct_device_cpu.norm(NULL, &scratch, list.spans, list.n, &sum_sq, &err);
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_device_cpu.norm(NULL, &scratch, list.spans, list.n, &sum_sq, &err);
     ct_device_cpu.scratch_release(&scratch);
-    Py_END_ALLOW_THREADS grad_list_fini(&list);
+    Py_END_ALLOW_THREADS
+    grad_list_fini(&list);
     *norm = sqrt(sum_sq);
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
@@ -222,9 +223,10 @@ ctpy_grads_scale(ctpy_state *state, PyObject *optimizer, double factor)
     if (collect_grads(state, optimizer, &list) < 0) {
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS status =
-        ct_device_cpu.scale(NULL, factor, list.spans, list.n, &err);
-    Py_END_ALLOW_THREADS grad_list_fini(&list);
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_device_cpu.scale(NULL, factor, list.spans, list.n, &err);
+    Py_END_ALLOW_THREADS
+    grad_list_fini(&list);
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 

@@ -32,6 +32,7 @@ OptimEngine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     OptimEngine *self = (OptimEngine *)type->tp_alloc(type, 0);
     if (self != NULL) {
+        self->state = ctpy_state_borrow((PyObject *)self);
         self->core = ct_optim_new((ct_optim_kind)kind, &ct_device_cpu);
         self->result = (ct_step_result){.clip_coef = 1.0, .finite = true};
         if (self->core == NULL) {
@@ -111,9 +112,10 @@ measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
     ct_status status;
     ct_error err;
-    Py_BEGIN_ALLOW_THREADS status =
-        ct_step_measure(self->core, NULL, config, loss_scale, &self->result, &err);
-    Py_END_ALLOW_THREADS self->measured = status == CT_OK;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_step_measure(self->core, NULL, config, loss_scale, &self->result, &err);
+    Py_END_ALLOW_THREADS
+    self->measured = status == CT_OK;
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
@@ -122,10 +124,10 @@ apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
     ct_status status;
     ct_error err;
-    Py_BEGIN_ALLOW_THREADS status =
-        ct_step_apply(self->core, NULL, config, loss_scale, &self->result, &err);
-    Py_END_ALLOW_THREADS if (status != CT_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_step_apply(self->core, NULL, config, loss_scale, &self->result, &err);
+    Py_END_ALLOW_THREADS
+    if (status != CT_OK) {
         return ctpy_raise_int(&err);
     }
     if (self->result.updated) {
@@ -139,8 +141,7 @@ apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
 static int
 note_step(OptimEngine *self, PyObject *face)
 {
-    return PyObject_SetAttr(face, ctpy_state_borrow((PyObject *)self)->str__opt_called,
-                            Py_True);
+    return PyObject_SetAttr(face, self->state->str__opt_called, Py_True);
 }
 
 /* Reads what both phases need and marks the engine busy; -1 leaves it idle. */

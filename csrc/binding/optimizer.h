@@ -15,8 +15,9 @@ enum {
  * a hook can free what a pass without the GIL works on. */
 typedef struct optim_slot {
     PyObject *param;
-    PyObject *data;  /* param itself, or the array of a NumPy parameter */
-    PyObject *grad;  /* during an update; NULL: no gradient */
+    PyObject *data; /* param itself, or the array of a NumPy parameter */
+    PyObject *grad; /* during an update; NULL: no gradient */
+    ctpy_view grad_view;
     PyObject *state; /* the dict state[param], or NULL before there is one */
     PyObject *values[OPTIM_MAX_VALUES]; /* what the kind keeps there, in its order */
     void *step; /* memory of state[param]["step"]; NULL where the kind has none */
@@ -28,6 +29,7 @@ typedef struct optim_slot {
 
 typedef struct OptimEngine {
     PyObject_HEAD
+    ctpy_state *state; /* the module's, which the type keeps alive */
     ct_optim *core;
     optim_slot *slots; /* as many as core has parameters, in the same order */
     size_t n_slots, slots_capacity;
@@ -50,10 +52,10 @@ int optim_plan_grads(OptimEngine *self);
  * by face._new_state(param) where there is none. */
 int optim_plan_operands(OptimEngine *self, PyObject *face);
 /* The parts of it in optimizer_state.c: find the entries of the face's state; make and
- * read that of slot k, whose parameter is seen as `param`; note what is known. */
+ * read that of one slot, whose parameter is seen as `view`; note what is known. */
 int optim_sync_state(OptimEngine *self, PyObject *face);
-int
-optim_plan_state(OptimEngine *self, PyObject *face, size_t k, const ctpy_view *param);
+int optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
+                     ct_optim_param *param, const ctpy_view *view);
 int optim_remember_state(OptimEngine *self, PyObject *face);
 /* Checks that `what` of the slot, seen as view, is like its parameter. */
 int optim_check_like(const optim_slot *slot, const ctpy_view *param,

@@ -143,7 +143,7 @@ read_sgd(ctpy_state *state, PyObject *group, size_t g, ct_sgd_config *config)
 static int
 read_group(OptimEngine *self, PyObject *group, size_t g)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    ctpy_state *state = self->state;
     ct_optim_group read = {.maximize = false};
     if (!PyDict_Check(group)) {
         PyErr_Format(PyExc_TypeError, "param_groups[%zu] is a %.200s; expected a dict",

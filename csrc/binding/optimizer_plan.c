@@ -82,7 +82,7 @@ refuse_duplicates(OptimEngine *self)
 static PyObject *
 group_params(OptimEngine *self, PyObject *group, size_t g)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    ctpy_state *state = self->state;
     PyObject *params =
         PyDict_Check(group) ? PyDict_GetItemWithError(group, state->str_params) : NULL;
     if (params == NULL || !(PyList_Check(params) || PyTuple_Check(params))) {
@@ -163,7 +163,7 @@ plan_slots(OptimEngine *self, PyObject *groups)
 int
 optim_plan_params(OptimEngine *self, PyObject *face)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    ctpy_state *state = self->state;
     PyObject *groups = PyObject_GetAttr(face, state->str_param_groups);
     int result = -1;
     if (groups != NULL && !PyList_Check(groups)) {
@@ -184,45 +184,41 @@ optim_plan_params(OptimEngine *self, PyObject *face)
 
 /* Views slot->grad and copies its place in memory into the core's parameter. */
 static int
-view_grad(OptimEngine *self, size_t k, ctpy_view *view)
+view_grad(OptimEngine *self, optim_slot *slot, ct_optim_param *param)
 {
-    const optim_slot *slot = &self->slots[k];
     const ctpy_place place = {".grad", slot->group, slot->index};
-    if (ctpy_view_of(ctpy_state_borrow((PyObject *)self), slot->grad, &place, view) <
-        0) {
+    const ct_span *span = &slot->grad_view.span;
+    if (ctpy_view_of(self->state, slot->grad, &place, &slot->grad_view) < 0) {
         return -1;
     }
-    if (!ct_dtype_is_float(view->span.dtype)) {
+    if (!ct_dtype_is_float(span->dtype)) {
         PyErr_Format(PyExc_TypeError,
                      "param_groups[%u]['params'][%zd].grad has dtype %s; expected "
                      "float32, float64, bfloat16 or float16",
-                     slot->group, slot->index, ct_dtype_name(view->span.dtype));
+                     slot->group, slot->index, ct_dtype_name(span->dtype));
         return -1;
     }
-    ct_optim_param *param = &ct_optim_params_borrow(self->core)[k];
-    param->grad = view->span.data;
-    param->n = view->span.n;
-    param->dtype = view->span.dtype;
+    param->grad = span->data;
+    param->n = span->n;
+    param->dtype = span->dtype;
     return 0;
 }
 
 int
 optim_plan_grads(OptimEngine *self)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    ct_optim_param *params = ct_optim_params_borrow(self->core);
     for (size_t k = 0; k < self->n_slots; k++) {
         optim_slot *slot = &self->slots[k];
-        ct_optim_params_borrow(self->core)[k] =
-            (ct_optim_param){.group = slot->group, .dtype = CT_F32};
-        Py_XSETREF(slot->grad, PyObject_GetAttr(slot->param, state->str_grad));
+        params[k] = (ct_optim_param){.group = slot->group, .dtype = CT_F32};
+        Py_XSETREF(slot->grad, PyObject_GetAttr(slot->param, self->state->str_grad));
         if (slot->grad == NULL) {
             return -1;
         }
-        ctpy_view view;
         if (Py_IsNone(slot->grad)) {
             Py_CLEAR(slot->grad);
         }
-        else if (view_grad(self, k, &view) < 0) {
+        else if (view_grad(self, slot, &params[k]) < 0) {
             return -1;
         }
     }
@@ -288,16 +284,12 @@ find_data(ctpy_state *state, optim_slot *slot)
 }
 
 static int
-view_param(OptimEngine *self, size_t k, ctpy_view *view)
+view_param(OptimEngine *self, optim_slot *slot, ctpy_view *view)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    optim_slot *slot = &self->slots[k];
     const ctpy_place place = {"", slot->group, slot->index};
-    ctpy_view grad;
-    if (find_data(state, slot) < 0 ||
-        ctpy_view_of(state, slot->data, &place, view) < 0 ||
-        view_grad(self, k, &grad) < 0 ||
-        optim_check_like(slot, view, &grad, ".grad") < 0) {
+    if (find_data(self->state, slot) < 0 ||
+        ctpy_view_of(self->state, slot->data, &place, view) < 0 ||
+        optim_check_like(slot, view, &slot->grad_view, ".grad") < 0) {
         return -1;
     }
     if (view->readonly) {
@@ -307,23 +299,27 @@ view_param(OptimEngine *self, size_t k, ctpy_view *view)
                      slot->group, slot->index);
         return -1;
     }
-    ct_optim_params_borrow(self->core)[k].param = view->span.data;
     return 0;
 }
 
 int
 optim_plan_operands(OptimEngine *self, PyObject *face)
 {
+    ct_optim_param *params = ct_optim_params_borrow(self->core);
     if (optim_sync_state(self, face) < 0) {
         return -1;
     }
     for (size_t k = 0; k < self->n_slots; k++) {
+        optim_slot *slot = &self->slots[k];
         ctpy_view view;
-        if (self->slots[k].grad != NULL &&
-            (view_param(self, k, &view) < 0 ||
-             optim_plan_state(self, face, k, &view) < 0)) {
+        if (slot->grad == NULL) {
+            continue;
+        }
+        if (view_param(self, slot, &view) < 0 ||
+            optim_plan_state(self, face, slot, &params[k], &view) < 0) {
             return -1;
         }
+        params[k].param = view.span.data;
     }
     return optim_remember_state(self, face);
 }

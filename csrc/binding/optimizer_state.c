@@ -73,8 +73,7 @@ find_states(OptimEngine *self, PyObject *state)
 static PyObject *
 face_state(OptimEngine *self, PyObject *face)
 {
-    PyObject *state =
-        PyObject_GetAttr(face, ctpy_state_borrow((PyObject *)self)->str_state);
+    PyObject *state = PyObject_GetAttr(face, self->state->str_state);
     if (state != NULL && !PyDict_Check(state)) {
         PyErr_Format(PyExc_TypeError, "state is a %.200s; expected a dict",
                      Py_TYPE(state)->tp_name);
@@ -104,8 +103,7 @@ optim_sync_state(OptimEngine *self, PyObject *face)
 static int
 make_state(OptimEngine *self, PyObject *face, optim_slot *slot)
 {
-    PyObject *made = ctpy_call_hook(
-        face, ctpy_state_borrow((PyObject *)self)->str__new_state, &slot->param, 1);
+    PyObject *made = ctpy_call_hook(face, self->state->str__new_state, &slot->param, 1);
     PyObject *state = made == NULL ? NULL : face_state(self, face);
     PyObject *entry = NULL;
     int result = -1;
@@ -141,7 +139,7 @@ typedef struct value_list {
 static value_list
 kept_values(OptimEngine *self, uint32_t group)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    ctpy_state *state = self->state;
     if (ct_optim_get_kind(self->core) == CT_OPTIM_ADAMW) {
         return (value_list){
             .names = {state->str_step, state->str_exp_avg, state->str_exp_avg_sq},
@@ -191,14 +189,12 @@ read_values(optim_slot *slot, const value_list *list)
 
 /* The count in a 0-dimensional tensor or array of one number. */
 static int
-read_step(OptimEngine *self, size_t k, uint64_t *count)
+read_step(OptimEngine *self, optim_slot *slot, uint64_t *count)
 {
-    optim_slot *slot = &self->slots[k];
     const ctpy_place place = {" state 'step'", slot->group, slot->index};
     ctpy_view view;
     double step = NAN;
-    if (ctpy_view_of(ctpy_state_borrow((PyObject *)self), slot->values[0], &place,
-                     &view) < 0) {
+    if (ctpy_view_of(self->state, slot->values[0], &place, &view) < 0) {
         return -1;
     }
     if (view.span.n == 1 && !view.readonly) {
@@ -221,27 +217,25 @@ read_step(OptimEngine *self, size_t k, uint64_t *count)
 }
 
 static int
-view_arrays(OptimEngine *self, size_t k, const ctpy_view *param, const value_list *list)
+view_arrays(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
+            const value_list *list, void **arrays)
 {
-    const optim_slot *slot = &self->slots[k];
     for (int i = list->n_counts; i < list->n; i++) {
         const ctpy_place place = {list->places[i], slot->group, slot->index};
         ctpy_view view;
-        if (ctpy_view_of(ctpy_state_borrow((PyObject *)self), slot->values[i], &place,
-                         &view) < 0 ||
+        if (ctpy_view_of(self->state, slot->values[i], &place, &view) < 0 ||
             optim_check_like(slot, param, &view, list->places[i]) < 0) {
             return -1;
         }
-        ct_optim_params_borrow(self->core)[k].state[i - list->n_counts] =
-            view.span.data;
+        arrays[i - list->n_counts] = view.span.data;
     }
     return 0;
 }
 
 int
-optim_plan_state(OptimEngine *self, PyObject *face, size_t k, const ctpy_view *param)
+optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
+                 ct_optim_param *param, const ctpy_view *view)
 {
-    optim_slot *slot = &self->slots[k];
     const value_list list = kept_values(self, slot->group);
     uint64_t count = 0;
     slot->step = NULL;
@@ -251,13 +245,12 @@ optim_plan_state(OptimEngine *self, PyObject *face, size_t k, const ctpy_view *p
     int lacks = lacks_state(slot, &list);
     if (lacks < 0 || (lacks && make_state(self, face, slot) < 0) ||
         read_values(slot, &list) < 0 ||
-        (list.n_counts > 0 && read_step(self, k, &count) < 0) ||
-        view_arrays(self, k, param, &list) < 0) {
+        (list.n_counts > 0 && read_step(self, slot, &count) < 0) ||
+        view_arrays(self, slot, view, &list, param->state) < 0) {
         return -1;
     }
     /* A kind without a count of its own asks only whether this is the first time. */
-    ct_optim_params_borrow(self->core)[k].step =
-        list.n_counts > 0 ? count : !slot->fresh;
+    param->step = list.n_counts > 0 ? count : !slot->fresh;
     return 0;
 }
 
@@ -275,6 +268,7 @@ optim_remember_state(OptimEngine *self, PyObject *face)
 void
 optim_count_steps(OptimEngine *self)
 {
+    const ct_optim_param *params = ct_optim_params_borrow(self->core);
     for (size_t k = 0; k < self->n_slots; k++) {
         optim_slot *slot = &self->slots[k];
         if (slot->grad == NULL) {
@@ -282,7 +276,7 @@ optim_count_steps(OptimEngine *self)
         }
         slot->fresh = false;
         if (slot->step != NULL) {
-            uint64_t count = ct_optim_params_borrow(self->core)[k].step;
+            const uint64_t count = params[k].step;
             switch (slot->step_dtype) {
             case CT_F32:
                 *(float *)slot->step = (float)count;
