@@ -544,13 +544,13 @@ def test_no_leaks() -> None:
         gc.collect()
         return [sys.getrefcount(o) for o in (OptimEngine, *params)]
 
-    for _ in range(3):
+    for _ in range(300):  # torch and the interpreter fill their free lists
         exercise()
     before, blocks = counts(), sys.getallocatedblocks()
-    for _ in range(300):
+    for _ in range(600):
         exercise()
     assert counts() == before
-    assert sys.getallocatedblocks() - blocks < 300  # a leak a round would be more
+    assert sys.getallocatedblocks() - blocks < 600  # a leak a round would be more
 
 
 def test_collector_sees_through_the_engine() -> None:
