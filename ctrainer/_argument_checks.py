@@ -102,9 +102,9 @@ def _reporters(names: str | list[str] | None) -> list[str]:
     if names in (None, "none", ["none"], []):
         return []
     if names in ("all", ["all"]):
-        from ctrainer.adapters.reporters import installed
+        from ctrainer.integrations import installed_reporters
 
-        return installed()
+        return installed_reporters()
     return [names] if isinstance(names, str) else list(names or [])
 
 

@@ -1,24 +1,41 @@
-"""Other packages' configurations and reporters, read into ours."""
+"""Trackers: transformers' integrations, driven as callbacks."""
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from typing import Any
 
 
-def reporting_callbacks(report_to: Any) -> list[Any]:
-    """Callback classes of transformers' reporters (TensorBoard, W&B, ...) by name.
+def _integrations() -> Any:
+    if find_spec("transformers") is None:
+        raise ImportError(
+            "report_to needs transformers, whose callbacks drive the trackers: "
+            'pip install "ctrainer[hf]", or set report_to="none"'
+        )
+    from transformers.integrations import integration_utils
 
-    Raises ImportError where report_to names one and transformers is missing.
+    return integration_utils
+
+
+def installed_reporters() -> list[str]:
+    """Names of the trackers that are installed; none without transformers."""
+    if find_spec("transformers") is None:
+        return []
+    return list(_integrations().get_available_reporting_integrations())
+
+
+def reporting_callbacks(
+    names: list[str], logging_dir: str | None = None
+) -> list[type[Any]]:
+    """Callback classes of the trackers called `names`.
+
+    `logging_dir` tells TensorBoard's where to write, unless TENSORBOARD_LOGGING_DIR
+    does. Raises ImportError without transformers and ValueError for an unknown name.
     """
-    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    names = [n for n in names if n not in ("none", "")]
     if not names:
         return []
-    try:
-        from transformers.integrations import get_reporting_integration_callbacks
-    except ImportError as error:
-        raise ImportError(
-            f"report_to={names} goes through transformers' reporters; install "
-            "ctrainer[hf], or set report_to='none'"
-        ) from error
-    return list(get_reporting_integration_callbacks(names))
+    integrations = _integrations()
+    if logging_dir is not None:
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", logging_dir)
+    return list(integrations.get_reporting_integration_callbacks(names))

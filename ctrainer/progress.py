@@ -1,0 +1,367 @@
+"""The display of a run: a live line on a terminal, a line per log elsewhere, a picture
+in a notebook.
+
+CTRAINER_LOG chooses: live, plain, json or notebook; unset, by what the output is.
+NO_COLOR and TERM=dumb are honoured.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from ctrainer import _C
+from ctrainer.callbacks import TrainerCallback
+from ctrainer.progress_text import (
+    Progress,
+    evaluation_line,
+    log_json,
+    log_line,
+    number,
+    render,
+    summary,
+)
+from ctrainer.trainer_utils import has_length
+
+MODES = ("live", "plain", "json", "notebook")
+_RATE_WINDOW_SECONDS = 15.0
+_SHOWN = {
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "epoch",
+    "step",
+    "total_flos",
+    "num_input_tokens_seen",
+    "train_loss",
+    "nonfinite_steps",
+}
+
+
+def choose_mode(stream: TextIO) -> str:
+    """How to show a run on `stream`. Raises ValueError for an unknown CTRAINER_LOG."""
+    wanted = os.environ.get("CTRAINER_LOG", "")
+    if wanted:
+        if wanted not in MODES:
+            raise ValueError(
+                f"CTRAINER_LOG={wanted!r} is not known; set it to one of "
+                + ", ".join(MODES)
+            )
+        return wanted
+    if _in_notebook():
+        return "notebook"
+    live = stream.isatty() and os.environ.get("TERM") != "dumb"
+    return "live" if live else "plain"
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class Line:
+    """The last line of a terminal, rewritten in place."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.color = "NO_COLOR" not in os.environ
+        encoding = getattr(stream, "encoding", None) or "ascii"
+        self.ascii_only = not _encodes("━╸▁█", encoding)
+
+    def width(self) -> int:
+        try:
+            columns = os.get_terminal_size(self.stream.fileno()).columns
+        except (OSError, ValueError):
+            columns = int(os.environ.get("COLUMNS", "80"))
+        return (columns or 80) - 1  # the last column would wrap on some terminals
+
+    def draw(self, progress: Progress) -> None:
+        text = render(
+            progress, self.width(), color=self.color, ascii_only=self.ascii_only
+        )
+        self.stream.write(f"\r{text}\x1b[K")
+        self.stream.flush()
+
+    def finish(self, text: str) -> None:
+        """Put a finished line in the place of the live one, which moves down."""
+        self.stream.write(f"\r\x1b[K{text}\n")
+        self.stream.flush()
+
+    def clear(self) -> None:
+        self.stream.write("\r\x1b[K")
+        self.stream.flush()
+
+
+def _encodes(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except (UnicodeError, LookupError):
+        return False
+    return True
+
+
+class Meter:
+    """Follows a run by its events and measures its speed."""
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.started = time.monotonic()
+        self.marks: deque[tuple[float, int, int]] = deque()  # time, step, tokens
+
+    def start(self, args: Any, state: Any) -> None:
+        self.progress = Progress(
+            total=state.max_steps if 0 < state.max_steps < sys.maxsize else 0,
+            epochs=state.num_train_epochs or None,
+        )
+        self.started = time.monotonic()
+        self.marks.clear()
+        self.move(args, state)
+
+    def move(self, args: Any, state: Any) -> None:
+        """Take over how far the run is."""
+        p, now = self.progress, time.monotonic()
+        p.step, p.epoch = state.global_step, state.epoch
+        p.elapsed_seconds = now - self.started
+        p.memory_bytes = memory_in_use()
+        self.marks.append((now, state.global_step, state.num_input_tokens_seen))
+        while len(self.marks) > 2 and now - self.marks[0][0] > _RATE_WINDOW_SECONDS:
+            self.marks.popleft()
+        self._measure(args)
+
+    def _measure(self, args: Any) -> None:
+        (then, step0, tokens0), (now, step1, tokens1) = self.marks[0], self.marks[-1]
+        if now <= then or step1 <= step0:
+            return
+        p, per_second = self.progress, (step1 - step0) / (now - then)
+        rows = args.train_batch_size * args.gradient_accumulation_steps
+        p.samples_per_second = per_second * rows
+        if tokens1 > tokens0:
+            p.tokens_per_second = (tokens1 - tokens0) / (now - then)
+        if p.total:
+            p.eta_seconds = (p.total - p.step) / per_second
+
+    def skip_pause(self) -> None:
+        """Measure anew after time that was not spent on training."""
+        self.marks.clear()
+
+    def note(self, logs: Mapping[str, Any]) -> None:
+        """Take over the numbers of a log."""
+        p = self.progress
+        if isinstance(logs.get("loss"), int | float):
+            p.losses.append((p.step, float(logs["loss"])))
+        p.learning_rate = _finite(logs.get("learning_rate"), p.learning_rate)
+        p.grad_norm = _finite(logs.get("grad_norm"), p.grad_norm)
+
+
+def _finite(value: Any, otherwise: float | None) -> float | None:
+    known = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if known else otherwise
+
+
+def memory_in_use() -> int | None:
+    """Bytes: torch's on the GPU once it uses one, else what is resident; None if the
+    system does not say."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.memory_allocated())
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
+class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
+    """Shows how far a run is and how it goes.
+
+    `max_str_len` cuts longer texts among the logs. The logs that it is shown are never
+    changed.
+    """
+
+    def __init__(self, max_str_len: int = 100) -> None:
+        self.max_str_len = max_str_len
+        self.mode = choose_mode(sys.stderr)
+        intervals = {"live": 0.1, "notebook": 0.25}
+        super().__init__(intervals.get(self.mode, math.inf))
+        self.meter = Meter()
+        self.line = Line(sys.stderr)
+        self.training = False
+        self.warnings: list[str] = []
+        self.history: list[dict[str, Any]] = []
+        self.handle: Any = None
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.max_str_len,)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
+        self.training, self.predicted, self.due = True, 0, 0.0
+        self.warnings.clear()
+        self.history = state.log_history
+        self.handle = None
+        self.meter.start(args, state)
+        self._draw(state)
+
+    def on_step_tick(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.move(args, state)
+        self._draw(state)
+
+    def on_prediction_tick(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        eval_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        of = len(eval_dataloader) if has_length(eval_dataloader) else None
+        self.meter.progress.evaluating = (self.predicted, of)
+        self._draw(state)
+
+    def _end_prediction(self) -> None:
+        self.predicted, self.due = 0, 0.0
+        self.meter.progress.evaluating = None
+        self.meter.skip_pause()
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        metrics: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._end_prediction()
+        if self.mode == "live" and state.is_world_process_zero and metrics:
+            self.line.finish(evaluation_line(state.global_step, metrics))
+        self._draw(state)
+
+    def on_predict(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        self._end_prediction()
+        if self.mode == "live" and state.is_world_process_zero and not self.training:
+            self.line.clear()
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        step = state.global_step
+        if self.training:
+            self.meter.move(args, state)
+        self.meter.note(logs)
+        self._note_nonfinite(logs, step)
+        if self.mode in ("plain", "json"):
+            self._write(self._shortened(logs), step)
+        elif self.mode == "live" and not _is_evaluation(logs):
+            self._finish_unusual(logs, step)
+        self._draw(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training:
+            self.meter.move(args, state)
+        self.meter.progress.eta_seconds = None
+        self._draw(state)
+        self.training = False
+        if not state.is_world_process_zero or self.mode in ("json", "notebook"):
+            return
+        if self.mode == "live":
+            self.line.finish(self._last_line())
+        out = self.line.stream if self.mode == "live" else sys.stdout
+        print("\n".join(summary(state.log_history, state.global_step)), file=out)
+
+    def _last_line(self) -> str:
+        line = self.line
+        return render(
+            self.meter.progress,
+            line.width(),
+            color=line.color,
+            ascii_only=line.ascii_only,
+        )
+
+    def _draw(self, state: Any) -> None:
+        idle = not self.training and self.meter.progress.evaluating is None
+        if not state.is_world_process_zero or idle:
+            return
+        if self.mode == "live":
+            self.line.draw(self.meter.progress)
+        elif self.mode == "notebook":
+            self._show()
+
+    def _show(self) -> None:
+        from IPython.display import HTML, display
+
+        from ctrainer.progress_html import page
+
+        frame = HTML(page(self.meter.progress, self.history, self.warnings))
+        if self.handle is None:
+            self.handle = display(frame, display_id=True)
+        else:
+            self.handle.update(frame)
+
+    def _write(self, logs: Mapping[str, Any], step: int) -> None:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        if self.mode == "json":
+            wall = time.monotonic() - self.meter.started
+            print(log_json(logs, step, now, wall), flush=True)
+        else:
+            print(log_line(logs, step, now), flush=True)
+
+    def _shortened(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        limit = self.max_str_len
+        return {
+            name: f"{value[:limit]}... ({len(value)} characters)"
+            if isinstance(value, str) and len(value) > limit
+            else value
+            for name, value in logs.items()
+        }
+
+    def _note_nonfinite(self, logs: Mapping[str, Any], step: int) -> None:
+        count = logs.get("nonfinite_steps")
+        if not count or "train_runtime" in logs:
+            return
+        note = f"step {step}: {count} updates skipped, gradients not finite"
+        self.warnings.append(note)
+        if self.mode == "live":
+            self.line.finish(f"warning: {note}")
+
+    def _finish_unusual(self, logs: Mapping[str, Any], step: int) -> None:
+        """Numbers that the live line has no place for get a line of their own."""
+        others = {
+            name: value
+            for name, value in self._shortened(logs).items()
+            if name not in _SHOWN and not name.startswith("train_")
+        }
+        if others:
+            parts = [
+                f"{k} {number(v) if isinstance(v, int | float) else v}"
+                for k, v in others.items()
+            ]
+            self.line.finish("  ".join([f"log {step}", *parts]))
+
+
+def _is_evaluation(logs: Mapping[str, Any]) -> bool:
+    return any(name.endswith("_runtime") and name != "train_runtime" for name in logs)
+
+
+class NotebookProgressCallback(ProgressCallback):
+    """The display, whatever the output, as in a notebook."""
+
+    def __init__(self, max_str_len: int = 100) -> None:
+        super().__init__(max_str_len)
+        self.mode, self.interval = "notebook", 0.25

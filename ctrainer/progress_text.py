@@ -1,0 +1,259 @@
+"""What a run shows as text: the live line, a line per log, the table at the end.
+
+Pure functions of a `Progress`, so that tests can state their output.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+SPARKS = "▁▂▃▄▅▆▇█"
+BAR_MIN, BAR_MAX, SPARK_WIDTH = 4, 24, 8
+_CYAN, _PLAIN = "\x1b[36m", "\x1b[0m"
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """How far a run is and its last numbers; None where not known."""
+
+    step: int = 0
+    total: int = 0  # updates; 0: not known
+    epoch: float | None = None
+    epochs: float | None = None
+    losses: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) logged
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    memory_bytes: int | None = None
+    eta_seconds: float | None = None
+    elapsed_seconds: float = 0.0
+    evaluating: tuple[int, int | None] | None = None  # batches done, of how many
+
+
+def number(value: float) -> str:
+    """Four digits or so: 1.412, 0.00012, 1.2e+05."""
+    if value == 0 or 0.001 <= abs(value) < 1000:
+        return f"{value:.3f}"
+    return f"{value:.3g}"
+
+
+def rate(value: float) -> str:
+    """Per second, with k and M: 8.1, 312, 12.4k."""
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def memory(n_bytes: int) -> str:
+    """In G or M: 1.9G, 312M."""
+    return f"{n_bytes / 2**30:.1f}G" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f}M"
+
+
+def clock(seconds: float) -> str:
+    """mm:ss, or h:mm:ss from an hour on."""
+    minutes, second = divmod(round(max(seconds, 0)), 60)
+    hours, minute = divmod(minutes, 60)
+    return (
+        f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute:02d}:{second:02d}"
+    )
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
+    """The course of `values` as blocks; each stands for the mean of its share."""
+    finite = [v for v in values if math.isfinite(v)]
+    n = min(width, len(finite))
+    if n < 2:
+        return ""
+    cuts = [i * len(finite) // n for i in range(n + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(SPARKS[round((m - low) / span * (len(SPARKS) - 1))] for m in means)
+
+
+def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
+    """`width` columns, of which `share` (0 to 1) are filled."""
+    full, half, empty = ("=", ">", "-") if ascii_only else ("━", "╸", "─")
+    filled = min(max(share, 0.0), 1.0) * width
+    whole = int(filled)
+    tip = half if filled - whole >= 0.5 else ""
+    return (full * whole + tip).ljust(width, empty)
+
+
+def _parts(p: Progress, ascii_only: bool) -> list[tuple[int, str]]:
+    """(rank, text) from left to right; those of the highest rank are dropped first."""
+    parts = [(0, f"ctrainer {p.step}/{p.total}" if p.total else f"ctrainer {p.step}")]
+    if p.evaluating is not None:
+        done, of = p.evaluating
+        return [*parts, (1, f"eval {done}/{of}" if of else f"eval {done}")]
+    if p.total:
+        parts.append((1, f"{p.step / p.total:4.0%}"))
+    if p.epoch is not None:
+        of_all = f"/{p.epochs:g}" if p.epochs else ""
+        parts.append((8, f"ep {p.epoch:.2f}{of_all}"))
+    if p.losses:
+        parts.append((2, f"loss {number(p.losses[-1][1])}"))
+        spark = "" if ascii_only else sparkline([loss for _, loss in p.losses])
+        parts.append((7, spark))
+    if p.learning_rate is not None:
+        parts.append((4, f"lr {p.learning_rate:.1e}"))
+    if p.grad_norm is not None:
+        parts.append((5, f"gn {number(p.grad_norm)}"))
+    if p.samples_per_second is not None:
+        parts.append((6, f"{rate(p.samples_per_second)} samples/s"))
+    if p.tokens_per_second is not None:
+        parts.append((6, f"{rate(p.tokens_per_second)} tok/s"))
+    if p.memory_bytes is not None:
+        parts.append((9, memory(p.memory_bytes)))
+    if p.eta_seconds is not None:
+        parts.append((3, f"eta {clock(p.eta_seconds)}"))
+    return [part for part in parts if part[1]]
+
+
+def _share(p: Progress) -> float | None:
+    done, of = p.evaluating if p.evaluating is not None else (p.step, p.total)
+    return done / of if of else None
+
+
+def render(
+    p: Progress, width: int, *, color: bool = False, ascii_only: bool = False
+) -> str:
+    """The live line, at most `width` columns wide. What matters least goes first when
+    the terminal is narrow; what is left over becomes the bar."""
+    parts = _parts(p, ascii_only)
+    while len(parts) > 1 and len(" ".join(t for _, t in parts)) > width:
+        parts.remove(max(parts, key=lambda part: part[0]))
+    texts = [text for _, text in parts]
+    room = min(width - len(" ".join(texts)) - 1, BAR_MAX)
+    share = _share(p)
+    if share is not None and room >= BAR_MIN:
+        drawn = bar(share, room, ascii_only=ascii_only)
+        texts.insert(2, f"{_CYAN}{drawn}{_PLAIN}" if color else drawn)
+        return " ".join(texts)
+    return " ".join(texts)[: max(width, 0)]
+
+
+def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """eval 120  loss 1.683  accuracy 0.661  (3.1 s)"""
+    left_out = ("_runtime", "_per_second", "_time")
+    shown = {k: v for k, v in metrics.items() if not k.endswith(left_out)}
+    prefix = _common_prefix(metrics)
+    parts = [f"{prefix or 'eval'} {step}"]
+    for name, value in shown.items():
+        if name != "epoch" and isinstance(value, int | float):
+            parts.append(f"{name.removeprefix(f'{prefix}_')} {number(value)}")
+    seconds = metrics.get(f"{prefix}_runtime")
+    if seconds is not None:
+        parts.append(f"({seconds:.1f} s)")
+    return "  ".join(parts)
+
+
+def _common_prefix(metrics: Mapping[str, Any]) -> str:
+    """'eval' of eval_loss, eval_runtime, ...; '' where they differ."""
+    found = {name.split("_")[0] for name in metrics if name != "epoch"}
+    return found.pop() if len(found) == 1 else ""
+
+
+def log_line(logs: Mapping[str, Any], step: int, time: str) -> str:
+    """One complete line: the time, then key=value."""
+    parts = [time, f"step={step}"]
+    parts += [
+        f"{name}={_word(value)}" for name, value in logs.items() if name != "step"
+    ]
+    return " ".join(parts)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return json.dumps(text) if any(c.isspace() or c in '="' for c in text) else text
+
+
+# fairseq's names of the same numbers: its log readers find them in our lines.
+_FAIRSEQ = {"learning_rate": "lr", "grad_norm": "gnorm"}
+
+
+def log_json(logs: Mapping[str, Any], step: int, time: str, wall_seconds: float) -> str:
+    """One JSON object: what was logged, and fairseq's names for it."""
+    line = {"time": time, "step": step, "num_updates": step, **logs}
+    line |= {ours: logs[name] for name, ours in _FAIRSEQ.items() if name in logs}
+    line["wall"] = round(wall_seconds, 3)
+    return json.dumps(line, default=str)
+
+
+def table(rows: Iterable[Mapping[str, str]], columns: Sequence[str]) -> list[str]:
+    """Lines of a right-aligned table; a column is as wide as its widest cell."""
+    grid = [list(columns), *[[row.get(c, "") for c in columns] for row in rows]]
+    widths = [max(len(line[i]) for line in grid) for i in range(len(columns))]
+    return [
+        "  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in grid
+    ]
+
+
+def evaluation_rows(history: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Evaluations of a log history: step, the loss last logged, and their metrics."""
+    rows: list[dict[str, str]] = []
+    loss: float | None = None
+    for entry in history:
+        loss = entry.get("loss", loss)
+        metrics = {k: v for k, v in entry.items() if k.startswith("eval_")}
+        if not metrics:
+            continue
+        row = {
+            "step": str(entry.get("step", "")),
+            "epoch": f"{entry.get('epoch', 0):.2f}",
+        }
+        if loss is not None:
+            row["train loss"] = number(loss)
+        rows.append(row | _metric_cells(metrics))
+    return rows
+
+
+def _metric_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
+    timings = ("_runtime", "_per_second", "_time")
+    return {
+        name.replace("eval_", "eval ", 1) if name == "eval_loss" else name[5:]: number(
+            v
+        )
+        for name, v in metrics.items()
+        if isinstance(v, int | float) and not name.endswith(timings)
+    }
+
+
+def columns_of(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """Names of all columns in the order in which they first occur."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+LAST_ROWS = 12
+
+
+def summary(history: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """Lines that end a run: what it took and its evaluations, the last dozen."""
+    last: dict[str, Any] = {}
+    for entry in history:
+        last.update(entry)
+    parts = [f"ctrainer: {step} updates"]
+    if "train_runtime" in last:
+        parts[0] += f" in {clock(last['train_runtime'])}"
+    for name, unit in (("samples", "samples/s"), ("steps", "updates/s")):
+        value = last.get(f"train_{name}_per_second")
+        if value is not None:
+            parts.append(f"{rate(value)} {unit}")
+    if "train_loss" in last:
+        parts.append(f"train loss {number(last['train_loss'])}")
+    if last.get("nonfinite_steps"):
+        parts.append(f"{last['nonfinite_steps']} updates not finite")
+    rows = evaluation_rows(history)
+    return [
+        ", ".join(parts),
+        *(table(rows[-LAST_ROWS:], columns_of(rows)) if rows else []),
+    ]
