@@ -27,8 +27,11 @@ static struct {
     /* Held by whoever runs a job or changes the threads, and over a fork. Guards all
      * that is not atomic. */
     pthread_mutex_t busy;
-    size_t started; /* workers that exist; worker w has index w in `workers` */
-    pthread_t workers[MAX_THREADS];
+    size_t started; /* workers that exist: the first so many below */
+    struct {
+        pthread_t thread;
+        size_t index;
+    } workers[MAX_THREADS];
     ct_pool_fn *fn;
     void *arg;
     uint32_t n_batches;
@@ -121,12 +124,13 @@ announce(int waiters)
 }
 
 static void *
-worker(void *index)
+worker(void *arg)
 {
+    const size_t index = *(const size_t *)arg;
     uint32_t seen = 0;
     for (;;) {
         seen = wait_for_change(seen);
-        if ((uintptr_t)index >= atomic_load(&pool.keep)) {
+        if (index >= atomic_load(&pool.keep)) {
             return NULL;
         }
         if (work_off()) {
@@ -149,8 +153,10 @@ start_workers(size_t n)
     atomic_store(&pool.keep, n);
     bool ok = true;
     while (ok && pool.started < n) {
-        ok = pthread_create(&pool.workers[pool.started], NULL, worker,
-                            (void *)(uintptr_t)pool.started) == 0; // NOLINT
+        const size_t i = pool.started;
+        pool.workers[i].index = i;
+        ok = pthread_create(&pool.workers[i].thread, NULL, worker,
+                            &pool.workers[i].index) == 0;
         pool.started += ok;
     }
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -166,7 +172,7 @@ stop_workers(size_t n)
     atomic_store(&pool.keep, n);
     announce(MAX_THREADS);
     while (pool.started > n) {
-        (void)pthread_join(pool.workers[--pool.started], NULL);
+        (void)pthread_join(pool.workers[--pool.started].thread, NULL);
     }
 }
 

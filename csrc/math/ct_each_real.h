@@ -1,0 +1,21 @@
+/* Includes the header CT_FORMULA twice, once for float and once for double.
+ *
+ * C has no templates. A formula is written with ct_real for the type, CT_SQRT for its
+ * square root, and CT_REAL(name), which gives name_f32 and name_f64. Not guarded: it is
+ * included once for each formula. */
+#define ct_real float
+#define CT_REAL(name) name##_f32
+#define CT_SQRT(x) sqrtf(x)
+#include CT_FORMULA
+#undef ct_real
+#undef CT_REAL
+#undef CT_SQRT
+
+#define ct_real double
+#define CT_REAL(name) name##_f64
+#define CT_SQRT(x) sqrt(x)
+#include CT_FORMULA
+#undef ct_real
+#undef CT_REAL
+#undef CT_SQRT
+#undef CT_FORMULA
