@@ -238,3 +238,14 @@ class OwnFields(OlderFields):
     save_on_signal: bool = arg(
         True, "On SIGTERM or Ctrl-C take a checkpoint before leaving.", kw_only=True
     )
+    eval_loss_by_token: bool = arg(
+        False,
+        "Also report eval_loss_by_token, in which each target counts alike; eval_loss "
+        "counts each row alike and so depends on the batch size.",
+        kw_only=True,
+    )
+    eval_spill_bytes: int | None = arg(
+        None,
+        "Predictions beyond this size go to a temporary file; None: to memory.",
+        kw_only=True,
+    )

@@ -37,52 +37,6 @@ ctpy_name_leaf_error(const ArrayAccumulator *self, const leaf_path *path)
     Py_XDECREF(type);
 }
 
-/* Does NumPy lack this tensor's dtype, so that float32 stands in for it? Asked of
- * torch once per dtype: a dtype object lives for ever. */
-static int
-must_widen(RowBuffer *leaf, PyObject *tensor, const ctpy_state *state)
-{
-    PyObject *dtype = PyObject_GetAttr(tensor, state->str_dtype);
-    if (dtype == NULL) {
-        return -1;
-    }
-    if (dtype != leaf->source_dtype) {
-        PyObject *text = PyObject_Str(dtype);
-        if (text == NULL) {
-            Py_DECREF(dtype);
-            return -1;
-        }
-        leaf->widen = PyUnicode_CompareWithASCIIString(text, "torch.bfloat16") == 0;
-        Py_DECREF(text);
-        Py_XSETREF(leaf->source_dtype, Py_NewRef(dtype));
-    }
-    Py_DECREF(dtype);
-    return leaf->widen;
-}
-
-/* The tensor's values as a NumPy array, over its own memory where that is possible. */
-static PyObject *
-tensor_array(RowBuffer *leaf, PyObject *tensor, const ctpy_state *state)
-{
-    PyObject *result = NULL, *host = NULL;
-    PyObject *detached = PyObject_CallMethodNoArgs(tensor, state->str_detach);
-    if (detached == NULL ||
-        (host = PyObject_CallMethodNoArgs(detached, state->str_cpu)) == NULL) {
-        goto done;
-    }
-    const int widen = must_widen(leaf, host, state);
-    if (widen > 0) {
-        Py_SETREF(host, PyObject_CallMethodNoArgs(host, state->str_float));
-    }
-    if (widen >= 0 && host != NULL) {
-        result = PyObject_CallMethodNoArgs(host, state->str_numpy);
-    }
-done:
-    Py_XDECREF(host);
-    Py_XDECREF(detached);
-    return result;
-}
-
 static int
 check_numeric(PyObject *array, PyObject *value, const ctpy_state *state)
 {
@@ -116,7 +70,7 @@ ctpy_leaf_array(ArrayAccumulator *self, RowBuffer *leaf, PyObject *value)
     if (tensor < 0) {
         return NULL;
     }
-    source = tensor ? tensor_array(leaf, value, state) : Py_NewRef(value);
+    source = tensor ? ctpy_tensor_array(value, state) : Py_NewRef(value);
     if (source != NULL) {
         array = PyObject_CallOneArg(self->as_array, source);
         Py_DECREF(source);

@@ -230,3 +230,57 @@ ctpy_nested_detach(PyObject *op, const ctpy_state *state)
 {
     return ctpy_nested_map(op, detach_leaf, (void *)(uintptr_t)state);
 }
+
+static int
+is_bfloat16(PyObject *tensor, const ctpy_state *state)
+{
+    PyObject *text = NULL, *dtype = PyObject_GetAttr(tensor, state->str_dtype);
+    if (dtype != NULL) {
+        text = PyObject_Str(dtype);
+        Py_DECREF(dtype);
+    }
+    if (text == NULL) {
+        return -1;
+    }
+    int result = PyUnicode_CompareWithASCIIString(text, "torch.bfloat16") == 0;
+    Py_DECREF(text);
+    return result;
+}
+
+PyObject *
+ctpy_tensor_array(PyObject *tensor, const ctpy_state *state)
+{
+    PyObject *result = NULL, *host = NULL;
+    PyObject *detached = PyObject_CallMethodNoArgs(tensor, state->str_detach);
+    if (detached == NULL ||
+        (host = PyObject_CallMethodNoArgs(detached, state->str_cpu)) == NULL) {
+        goto done;
+    }
+    const int widen = is_bfloat16(host, state);
+    if (widen > 0) {
+        Py_SETREF(host, PyObject_CallMethodNoArgs(host, state->str_float));
+    }
+    if (widen >= 0 && host != NULL) {
+        result = PyObject_CallMethodNoArgs(host, state->str_numpy);
+    }
+done:
+    Py_XDECREF(host);
+    Py_XDECREF(detached);
+    return result;
+}
+
+static PyObject *
+numpify_leaf(PyObject *leaf, void *arg)
+{
+    const int tensor = ctpy_is_tensor(leaf);
+    if (tensor <= 0) {
+        return tensor < 0 ? NULL : Py_NewRef(leaf);
+    }
+    return ctpy_tensor_array(leaf, arg);
+}
+
+PyObject *
+ctpy_nested_numpify(PyObject *op, const ctpy_state *state)
+{
+    return ctpy_nested_map(op, numpify_leaf, (void *)(uintptr_t)state);
+}

@@ -36,4 +36,12 @@ Py_ssize_t ctpy_find_batch_size(PyObject *op, const ctpy_state *state);
 /* A copy of op with every tensor detached. */
 PyObject *ctpy_nested_detach(PyObject *op, const ctpy_state *state);
 
+/* A copy of op with every tensor as a NumPy array, bfloat16 as float32; arrays and
+ * numbers stay what they are. */
+PyObject *ctpy_nested_numpify(PyObject *op, const ctpy_state *state);
+
+/* A tensor's values as a NumPy array, over its own memory where that is possible;
+ * bfloat16, which NumPy lacks, becomes float32. */
+PyObject *ctpy_tensor_array(PyObject *tensor, const ctpy_state *state);
+
 #endif

@@ -29,7 +29,6 @@ RowBuffer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->dtype);
     Py_VISIT(self->folder);
-    Py_VISIT(self->source_dtype);
     return 0;
 }
 
@@ -38,7 +37,6 @@ RowBuffer_clear(PyObject *op)
 {
     RowBuffer *self = (RowBuffer *)op;
     Py_CLEAR(self->dtype);
-    Py_CLEAR(self->source_dtype);
     return 0;
 }
 

@@ -11,11 +11,9 @@
 typedef struct RowBuffer {
     PyObject_HEAD
     ct_rows rows;
-    PyObject *dtype;        /* NumPy's, of every batch; NULL before the first */
-    PyObject *folder;       /* bytes: where rows.spill_folder points, or NULL */
-    PyObject *source_dtype; /* dtype of the last tensor, as torch spells it, or NULL */
-    int widen;              /* whether tensors of source_dtype become float32 */
-    int ndim;               /* >= 1 once dtype is set */
+    PyObject *dtype;  /* NumPy's, of every batch; NULL before the first */
+    PyObject *folder; /* bytes: where rows.spill_folder points, or NULL */
+    int ndim;         /* >= 1 once dtype is set */
     Py_ssize_t
         shape[CTPY_ROW_MAX_DIMS]; /* beyond the first two: equal in all batches */
     Py_ssize_t item_bytes;

@@ -83,6 +83,9 @@ int ctpy_trainer_fire(PyObject *op, PyObject *event, PyObject *extra);
 /* One update's worth of batches: a list, and the hook's count of items (or None). */
 int ctpy_next_batches(PyObject *op, ctpy_run *run, PyObject *iterator,
                       PyObject **batches, PyObject **count);
+/* Targets of one batch: labels that are not -100; -1 where it has no labels to count,
+ * with *failed set on error. */
+int64_t ctpy_count_targets(PyObject *op, PyObject *batch, int *failed);
 /* Shares of the batches in the update's loss, in proportion to their targets; equal
  * without labels. shares has room for one double a batch. */
 int ctpy_batch_shares(PyObject *op, PyObject *batches, double *shares);

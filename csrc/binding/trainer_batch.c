@@ -57,9 +57,8 @@ count_by_framework(PyObject *op, PyObject *labels, bool shifted, ctpy_state *nam
     return n;
 }
 
-/* Targets of one batch; -1 where it has no labels to count, *failed on error. */
-static int64_t
-count_targets(PyObject *op, PyObject *batch, int *failed)
+int64_t
+ctpy_count_targets(PyObject *op, PyObject *batch, int *failed)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     ct_span span;
@@ -93,7 +92,7 @@ ctpy_batch_shares(PyObject *op, PyObject *batches, double *shares)
     double total = 0.0;
     int failed = 0;
     for (Py_ssize_t i = 0; n > 1 && i < n; i++) {
-        int64_t targets = count_targets(op, PyList_GET_ITEM(batches, i), &failed);
+        int64_t targets = ctpy_count_targets(op, PyList_GET_ITEM(batches, i), &failed);
         if (failed) {
             return -1;
         }
@@ -137,7 +136,7 @@ Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
         Py_RETURN_NONE;
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batches); i++) {
-        int64_t targets = count_targets(op, PyList_GET_ITEM(batches, i), &failed);
+        int64_t targets = ctpy_count_targets(op, PyList_GET_ITEM(batches, i), &failed);
         if (failed) {
             return NULL;
         }

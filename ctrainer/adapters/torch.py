@@ -266,6 +266,11 @@ def leave_mixed_precision(model: Model) -> None:
             model.forward = wrapped.forward  # type: ignore[method-assign]
 
 
+def cast_model(model: Model, dtype: str, device: Any) -> None:
+    """Turn the model's floating-point weights into `dtype`, for good."""
+    model.to(dtype=getattr(torch, dtype), device=device)
+
+
 def compile_model(model: Model, args: Args) -> Model:
     """torch.compile with the backend and mode of `args`; the same parameters."""
     return torch.compile(  # type: ignore[return-value]

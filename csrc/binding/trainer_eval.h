@@ -1,0 +1,97 @@
+/* What the files of Trainer's evaluation share. */
+#ifndef CTPY_TRAINER_EVAL_H
+#define CTPY_TRAINER_EVAL_H
+
+#include "binding/nested.h"
+#include "binding/trainer.h"
+
+/* What is kept of every batch. */
+enum {
+    CTPY_EVAL_PREDICTIONS,
+    CTPY_EVAL_LABELS,
+    CTPY_EVAL_INPUTS,
+    CTPY_EVAL_LOSSES, /* one per row, for compute_metrics */
+    CTPY_EVAL_KINDS
+};
+
+/* The outputs of an evaluation as they grow. All pointers are owned. */
+typedef struct ctpy_eval_store {
+    PyObject *sinks[CTPY_EVAL_KINDS]; /* ArrayAccumulator, list, or NULL: none yet */
+    PyObject *waiting;                /* list of batches that are still on the device */
+    Py_ssize_t max_waiting;           /* 0 where the model runs in host memory */
+    PyObject *expected_rows;          /* int or None */
+    PyObject *spill_bytes;            /* int or None */
+    int concat;      /* one array for all batches, not a list of them */
+    int keep_losses; /* per row, for compute_metrics */
+    int by_token;    /* weigh batches by their targets too */
+    int has_loss;
+    double loss_sum, loss_rows;    /* of each row its batch's loss */
+    double token_sum, token_count; /* of each target its batch's loss */
+} ctpy_eval_store;
+
+/* One batch for the store. All borrowed; None where there is nothing. */
+typedef struct ctpy_eval_batch {
+    PyObject *values[CTPY_EVAL_LOSSES]; /* predictions, labels, inputs */
+    PyObject *loss;
+    Py_ssize_t rows;
+    int64_t targets; /* labels that count, or 0 when they are not asked for */
+} ctpy_eval_batch;
+
+/* Reads args' settings. n_rows: how many are expected, or -1. Returns 0, or -1 with an
+ * exception and nothing to release. */
+int ctpy_eval_store_init(ctpy_eval_store *store, PyObject *op, PyObject *args,
+                         Py_ssize_t n_rows);
+void ctpy_eval_store_fini(ctpy_eval_store *store);
+
+/* Adds a batch; on a device it may wait there until the next ones are under way. */
+int ctpy_eval_store_add(ctpy_eval_store *store, const ctpy_state *names,
+                        const ctpy_eval_batch *batch);
+
+/* Brings what still waits into host memory. */
+int ctpy_eval_store_flush(ctpy_eval_store *store, const ctpy_state *names);
+
+/* The arrays (or lists) of one kind, a new reference; None where there are none. The
+ * store gives them up. */
+PyObject *ctpy_eval_store_take(ctpy_eval_store *store, int kind);
+
+/* One run of the loop. Owned, but for op. */
+typedef struct ctpy_eval_loop {
+    PyObject *op;
+    PyObject *args, *loader, *model;
+    PyObject *loss_only;       /* bool, for prediction_step */
+    PyObject *ignore_keys;     /* or None */
+    PyObject *main_input_name; /* str, or NULL: inputs are not kept */
+    PyObject *gather;          /* the user's gather_function, or NULL */
+    PyObject *preprocess;      /* preprocess_logits_for_metrics, or None */
+    PyObject *compute_metrics; /* or None */
+    PyObject *metrics;         /* of the last compute_metrics by batch, or None */
+    ctpy_eval_store store;
+    int in_train;            /* the model's modes and weights are train()'s */
+    int by_batch;            /* compute_metrics sees each batch alone */
+    int is_prediction;       /* predict(): outputs are kept even if by_batch */
+    Py_ssize_t default_rows; /* of a batch without a tensor */
+    Py_ssize_t n_rows, n_batches;
+} ctpy_eval_loop;
+
+/* Runs every batch of the loader through prediction_step and into the store. Returns 0,
+ * or -1 with an exception; KeyboardInterrupt when a signal asked the run to end. */
+int ctpy_eval_run(ctpy_eval_loop *loop, const ctpy_state *names);
+
+/* ctrainer.trainer_utils.<name>(*args, **kwargs) */
+PyObject *ctpy_eval_utility(const char *name, PyObject *args_steal, PyObject *kwargs);
+
+/* The metrics of a finished loop: what compute_metrics returned, in plain numbers,
+ * with the losses, every key beginning with "<prefix>_". metrics is None or what the
+ * last batch's compute_metrics gave. */
+PyObject *
+ctpy_eval_metrics(PyObject *metrics, const ctpy_eval_store *store, PyObject *prefix);
+
+/* prefix + "_" + name */
+PyObject *ctpy_eval_key(PyObject *prefix, const char *name);
+
+/* args.past_index, of models such as XLNet: op._past is the output of that index (it
+ * counts the loss, which is not among these outputs), or gone. */
+int ctpy_eval_keep_past(PyObject *op, PyObject *outputs, const ctpy_state *names);
+int ctpy_eval_drop_past(PyObject *op, const ctpy_state *names);
+
+#endif
