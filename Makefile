@@ -7,7 +7,9 @@
 #   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
 #   make format    let clang-format and ruff rewrite the sources
 #   make ext       rebuild the extension in place
-#   make check-core   the tests of the C core alone; asan-core, tsan-core: under sanitizers
+#   make check-core   the tests of the C core alone
+#   make asan      the core's and the extension's tests under ASan and UBSan
+#   make tsan      the tests that run threads under TSan
 #   make bench-kernels   the update against the speed of this memory
 #   make clean     remove what was built; $(VENV) and out/ stay
 #
@@ -32,7 +34,7 @@ TESTS := $(patsubst tests/core/%.c,$(BUILD)/%,$(wildcard tests/core/test_*.c))
 FORMATTED := $(wildcard csrc/*/*.[hc] cuda/*.[hc] cuda/*.cu cuda/*/*.[hc] tests/core/*.[hc])
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install demo test bench lint format ext check-core asan-core tsan-core clean
+.PHONY: install demo test bench lint format ext check-core asan asan-core asan-ext tsan clean
 .PHONY: bench-kernels
 install: $(INSTALLED)
 
@@ -90,14 +92,25 @@ clean:
 PYINC = $(shell $(PY) -c 'import sysconfig, numpy; \
     print("-isystem", sysconfig.get_path("include"), "-isystem", numpy.get_include())')
 
-# The core's tests under sanitizers. TSan takes those that run the pool.
+# The core's tests under sanitizers, then the extension's under ASan and UBSan. TSan
+# takes the tests that run threads. Python itself leaks, so leaks are not looked for in
+# the extension, nor is its memory measured.
+SANITIZE := -g -fsanitize=address,undefined -fno-sanitize-recover=all
+asan: asan-core asan-ext
 asan-core:
-	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 -g -fsanitize=address,undefined \
-	  -fno-sanitize-recover=all" check-core
+	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 $(SANITIZE)" check-core
 
-tsan-core:
+asan-ext:
+	CTRAINER_CFLAGS="-O1 $(SANITIZE)" CTRAINER_LDFLAGS="$(SANITIZE)" \
+	  $(PY) setup.py -q build --build-base $(BUILD)/asan/ext --build-lib $(BUILD)/asan/lib
+	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(BUILD)/asan/lib \
+	  $(VENV)/bin/pytest tests/binding -k 'not memory'
+
+THREADED := test_pool test_kernels test_norm test_writer
+tsan:
 	$(MAKE) BUILD=$(BUILD)/tsan SAN="-O1 -g -fsanitize=thread" \
-	  TESTS="$(BUILD)/tsan/test_pool $(BUILD)/tsan/test_kernels" check-core
+	  TESTS="$(THREADED:%=$(BUILD)/tsan/%)" check-core
 
 # Norm + AdamW against the memory of this machine, on one thread and on all.
 bench-kernels: $(BUILD)/bench_kernels
