@@ -1,0 +1,126 @@
+"""ctrainer's engine under packages that subclass transformers.Trainer themselves."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import update_wrapper
+from importlib import import_module
+from types import CellType, FunctionType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# Where transformers keeps the classes: module, name, and our class's home.
+_PLACES = (
+    ("transformers", "Trainer", "ctrainer.trainer"),
+    ("transformers.trainer", "Trainer", "ctrainer.trainer"),
+    ("transformers", "Seq2SeqTrainer", "ctrainer.seq2seq"),
+    ("transformers.trainer_seq2seq", "Seq2SeqTrainer", "ctrainer.seq2seq"),
+)
+_originals: dict[tuple[str, str], type] = {}
+
+
+def patch_transformers() -> None:
+    """Put our Trainer and Seq2SeqTrainer in transformers' place.
+
+    Call it before TRL, sentence-transformers, setfit or the like are imported: their
+    classes then subclass ours. A module that has taken transformers' Trainer already
+    keeps it, and is named in a warning. May be called again.
+    """
+    for place, name, home in _PLACES:
+        module = import_module(place)
+        ours = getattr(import_module(home), name)
+        if getattr(module, name) is not ours:
+            _originals[place, name] = getattr(module, name)
+            setattr(module, name, ours)
+    late = _holders(set(_originals.values()))
+    if late:
+        logger.warning(
+            "patch_transformers() came after the import of %s, which keep(s) "
+            "transformers' Trainer; call it before that import",
+            ", ".join(late),
+        )
+
+
+def unpatch_transformers() -> None:
+    """Give transformers its own classes back."""
+    for (place, name), original in _originals.items():
+        setattr(sys.modules[place], name, original)
+    _originals.clear()
+
+
+def _holders(classes: set[type]) -> list[str]:
+    """Top-level packages other than transformers with a subclass of one of `classes`."""
+    found = set()
+    for cls in classes:
+        for subclass in _subclasses(cls):
+            found.add(subclass.__module__.split(".")[0])
+    return sorted(found - {"transformers", "ctrainer"})
+
+
+def _subclasses(cls: type) -> set[type]:
+    direct = set(cls.__subclasses__())
+    return direct.union(*(_subclasses(c) for c in direct))
+
+
+def native(cls: type) -> type:
+    """A copy of `cls`, a subclass of transformers.Trainer, that is one of ours.
+
+    For classes that were defined before patch_transformers() could be called. Methods
+    are the same code; `super()` in them leads to ctrainer.Trainer. A subclass of ours
+    is returned as it is. Raises TypeError for any other class.
+    """
+    made: dict[type, type] = {}
+    for place, name, home in _PLACES:
+        module = import_module(place)
+        original = _originals.get((place, name), getattr(module, name))
+        ours = getattr(import_module(home), name)
+        if issubclass(cls, ours):
+            return cls
+        made[original] = ours
+    roots = tuple(made)
+    if not issubclass(cls, roots):
+        raise TypeError(f"{cls.__name__} is not a subclass of transformers.Trainer")
+    for part in reversed(cls.__mro__):
+        if issubclass(part, roots) and part not in made:
+            made[part] = _rebase(part, made)
+    return made[cls]
+
+
+def _rebase(cls: type, made: dict[type, type]) -> type:
+    """`cls` with the bases that `made` has for its own."""
+    cell = CellType()
+    namespace = {
+        name: _rebound(value, cell)
+        for name, value in vars(cls).items()
+        if name not in ("__dict__", "__weakref__")
+    }
+    bases = tuple(made.get(base, base) for base in cls.__bases__)
+    rebased = type(cls)(cls.__name__, bases, namespace)
+    cell.cell_contents = rebased
+    return rebased
+
+
+def _rebound(value: Any, cell: CellType) -> Any:
+    """A method whose `super()` and `__class__` mean the class in `cell`."""
+    if isinstance(value, staticmethod | classmethod):
+        return type(value)(_rebound(value.__func__, cell))
+    if isinstance(value, property):
+        parts = (value.fget, value.fset, value.fdel)
+        return property(*(_rebound(f, cell) for f in parts), value.__doc__)
+    if not isinstance(value, FunctionType):
+        return value
+    if "__class__" not in value.__code__.co_freevars:
+        return value
+    cells = tuple(
+        cell if name == "__class__" else old
+        for name, old in zip(
+            value.__code__.co_freevars, value.__closure__ or (), strict=True
+        )
+    )
+    copy = FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+    )
+    copy.__kwdefaults__ = value.__kwdefaults__
+    return update_wrapper(copy, value)
