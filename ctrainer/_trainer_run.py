@@ -237,6 +237,10 @@ class RunMixin:
             self._load_rng_state(checkpoint)
         return iterator
 
+    def _saves_best_only(self: Trainer) -> bool:
+        """Does an evaluation decide whether this step is saved?"""
+        return bool(self.args.save_strategy == "best")
+
     def _save_on_signal(self: Trainer, model: Any, trial: Any) -> None:
         """The checkpoint that Ctrl-C or SIGTERM asks for, unless this step has one."""
         step = self.state.global_step

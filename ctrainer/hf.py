@@ -51,7 +51,7 @@ def unpatch_transformers() -> None:
 
 
 def _holders(classes: set[type]) -> list[str]:
-    """Top-level packages other than transformers with a subclass of one of `classes`."""
+    """Packages other than transformers that have subclasses of `classes`."""
     found = set()
     for cls in classes:
         for subclass in _subclasses(cls):

@@ -13,6 +13,7 @@ from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
 from ctrainer._trainer_run import RunMixin
 from ctrainer.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback
+from ctrainer.progress import ProgressCallback
 from ctrainer.trainer_state import TrainerControl, TrainerState
 from ctrainer.trainer_utils import has_length
 from ctrainer.training_args import TrainingArguments, adopt
@@ -26,7 +27,7 @@ SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
 
 DEFAULT_CALLBACKS: list[type] = [DefaultFlowCallback]
-DEFAULT_PROGRESS_CALLBACK: type = PrinterCallback
+DEFAULT_PROGRESS_CALLBACK: type = ProgressCallback
 
 
 class Trainer(DataMixin, RunMixin, ExtraMixin, _C.Trainer):

@@ -199,6 +199,17 @@ evaluate_when_due(PyObject *op, PyObject *trial, PyObject *ignore_keys)
     return result;
 }
 
+/* A signal at this step then needs no second checkpoint. */
+static int
+note_saved_step(PyObject *op)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int64_t step;
+    return ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0
+               ? -1
+               : ctpy_set_int64(op, names->str__saved_step, step);
+}
+
 /* Saves, and lets callbacks that look into the folder find it there. */
 static int
 save_when_due(PyObject *op, PyObject *model, PyObject *trial)
@@ -217,6 +228,9 @@ save_when_due(PyObject *op, PyObject *model, PyObject *trial)
                    ? -1
                    : ctpy_callbacks_listens(names, handler, names->str_on_save);
     Py_XDECREF(handler);
+    if (answer != NULL && note_saved_step(op) < 0) {
+        Py_CLEAR(answer);
+    }
     if (answer != NULL && listened > 0) {
         Py_SETREF(answer, PyObject_CallMethodNoArgs(op, names->str__wait_for_save));
     }
