@@ -5,21 +5,19 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ctrainer._trainer_base import TrainerBase
 from ctrainer.trainer_utils import has_length
-
-if TYPE_CHECKING:
-    from ctrainer.trainer import Trainer
 
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class DataMixin:
+class DataMixin(TrainerBase):
     """The hooks that make batches. Each is called by attribute lookup, so any may be
     overridden alone."""
 
-    def get_train_dataloader(self: Trainer) -> Any:
+    def get_train_dataloader(self) -> Any:
         """Return the loader of training batches.
 
         Raises ValueError without a train_dataset.
@@ -34,7 +32,7 @@ class DataMixin:
             is_training=True,
         )
 
-    def get_eval_dataloader(self: Trainer, eval_dataset: Any = None) -> Any:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader of evaluation batches of `eval_dataset`: a data set, a key
         of self.eval_dataset, or None for self.eval_dataset."""
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
@@ -53,7 +51,7 @@ class DataMixin:
             dataloader_key=key,
         )
 
-    def get_test_dataloader(self: Trainer, test_dataset: Any) -> Any:
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return the loader of batches to predict."""
         return self._get_dataloader(
             dataset=test_dataset,
@@ -63,7 +61,7 @@ class DataMixin:
         )
 
     def _get_dataloader(
-        self: Trainer,
+        self,
         dataset: Any,
         description: str,
         batch_size: int,
@@ -91,7 +89,7 @@ class DataMixin:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
 
-    def _get_train_sampler(self: Trainer, train_dataset: Any = None) -> Any:
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if dataset is None or not has_length(dataset):
             return None
@@ -103,12 +101,12 @@ class DataMixin:
             return self._adapter.sequential_sampler(dataset)
         return self._adapter.random_sampler(dataset, self.args)
 
-    def _get_eval_sampler(self: Trainer, eval_dataset: Any) -> Any:
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if eval_dataset is None or not has_length(eval_dataset):
             return None
         return self._adapter.sequential_sampler(eval_dataset)
 
-    def _lengths(self: Trainer, dataset: Any) -> list[int]:
+    def _lengths(self, dataset: Any) -> list[int]:
         """The length of each example: a column of that name, or that of its input."""
         column = self.args.length_column_name
         if column in (getattr(dataset, "column_names", None) or ()):
@@ -122,7 +120,7 @@ class DataMixin:
                 f"{column!r}, or examples with {names[0]!r}"
             ) from error
 
-    def _set_signature_columns_if_needed(self: Trainer) -> None:
+    def _set_signature_columns_if_needed(self) -> None:
         """Fill _signature_columns: the names that the model's forward takes, and those
         of the labels."""
         if self._signature_columns is None:
@@ -133,7 +131,7 @@ class DataMixin:
             self._signature_columns = names + sorted(labels)
 
     def _remove_unused_columns(
-        self: Trainer, dataset: Any, description: str | None = None
+        self, dataset: Any, description: str | None = None
     ) -> Any:
         """`dataset` without the columns that the model's forward does not take."""
         if not self.args.remove_unused_columns:
@@ -152,7 +150,7 @@ class DataMixin:
             )
         return dataset.remove_columns(unused)
 
-    def _tell_unused(self: Trainer, unused: list[str], description: str | None) -> None:
+    def _tell_unused(self, unused: list[str], description: str | None) -> None:
         logger.warning(
             "%s data set: column(s) %s left out, since %s.forward takes no such "
             "argument; remove_unused_columns=False keeps them",
@@ -162,7 +160,7 @@ class DataMixin:
         )
 
     def _get_collator_with_removed_columns(
-        self: Trainer, data_collator: Callable[..., Any], description: str | None = None
+        self, data_collator: Callable[..., Any], description: str | None = None
     ) -> Callable[..., Any]:
         """A collator that first drops the columns that the model does not take."""
         if not self.args.remove_unused_columns:
@@ -175,7 +173,10 @@ class ColumnFilter:
     """Passes on the columns of each example that the model takes."""
 
     def __init__(
-        self, collator: Callable[..., Any], trainer: Trainer, description: str | None
+        self,
+        collator: Callable[..., Any],
+        trainer: TrainerBase,
+        description: str | None,
     ) -> None:
         assert trainer._signature_columns is not None
         self.data_collator = collator

@@ -5,22 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ctrainer import trainer_utils
+from ctrainer._trainer_base import TrainerBase
 from ctrainer.trainer_utils import speed_metrics
-
-if TYPE_CHECKING:
-    from ctrainer.trainer import Trainer
 
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class ExtraMixin:
+class ExtraMixin(TrainerBase):
     """Accelerate's object, counts of tokens and parameters, model cards and the Hub."""
 
     @property
-    def accelerator(self: Trainer) -> Any:
+    def accelerator(self) -> Any:
         """A real accelerate.Accelerator, made when it is first asked for.
 
         Nothing of ours needs it; subclasses of transformers' Trainer do. Raises
@@ -33,10 +31,10 @@ class ExtraMixin:
         return made
 
     @accelerator.setter
-    def accelerator(self: Trainer, value: Any) -> None:
+    def accelerator(self, value: Any) -> None:
         self.__dict__["_accelerator"] = value
 
-    def create_accelerator_and_postprocess(self: Trainer) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
         """Make self.accelerator: on the trainer's device, without mixed precision or
         accumulation of its own, which are ours."""
         from accelerate import Accelerator
@@ -44,17 +42,17 @@ class ExtraMixin:
         self.accelerator = Accelerator(cpu=self._inputs_stay)
 
     @property
-    def tokenizer(self: Trainer) -> Any:
+    def tokenizer(self) -> Any:
         """processing_class, by its name before transformers 4.46."""
         return self.processing_class
 
     @tokenizer.setter
-    def tokenizer(self: Trainer, value: Any) -> None:
+    def tokenizer(self, value: Any) -> None:
         self.processing_class = value
 
     # Counting
 
-    def _track_num_input_tokens(self: Trainer, inputs: Mapping[str, Any]) -> None:
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         """Add a micro-batch's tokens, with or without padding, to the state."""
         name = self._main_input_name
         if name not in inputs:
@@ -69,7 +67,7 @@ class ExtraMixin:
                 count = int((tokens != pad).sum())
         self.state.num_input_tokens_seen += count
 
-    def _log_tokens(self: Trainer, logs: dict[str, Any], start: float | None) -> None:
+    def _log_tokens(self, logs: dict[str, Any], start: float | None) -> None:
         logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         if start is not None:
             seen = (
@@ -77,18 +75,18 @@ class ExtraMixin:
             )
             logs.update(speed_metrics("train", start, num_tokens=seen))
 
-    def get_num_trainable_parameters(self: Trainer) -> int:
+    def get_num_trainable_parameters(self) -> int:
         """Number of elements of the parameters that train."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
-    def get_learning_rates(self: Trainer) -> list[float]:
+    def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group.
 
         Raises ValueError before the optimizer exists.
         """
         return [group["lr"] for group in self._optimizer_or_raise().param_groups]
 
-    def get_optimizer_group(self: Trainer, param: Any = None) -> Any:
+    def get_optimizer_group(self, param: Any = None) -> Any:
         """The group that `param` is in; all groups without it.
 
         Raises ValueError before the optimizer exists.
@@ -101,7 +99,7 @@ class ExtraMixin:
                 return group
         return None
 
-    def _optimizer_or_raise(self: Trainer) -> Any:
+    def _optimizer_or_raise(self) -> Any:
         if self.optimizer is None:
             raise ValueError(
                 "the optimizer does not exist yet; call create_optimizer()"
@@ -129,13 +127,13 @@ class ExtraMixin:
         """`metrics` with rounded numbers and readable times and sizes."""
         return trainer_utils.metrics_format(metrics)
 
-    def log_metrics(self: Trainer, split: str, metrics: dict[str, Any]) -> None:
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print `metrics` of the split "train", "eval", ... as a table."""
         if self.is_world_process_zero():
             trainer_utils.print_metrics(split, metrics)
 
     def save_metrics(
-        self: Trainer, split: str, metrics: dict[str, Any], combined: bool = True
+        self, split: str, metrics: dict[str, Any], combined: bool = True
     ) -> None:
         """Write `metrics` to {split}_results.json in output_dir, and with `combined`
         into all_results.json."""
@@ -145,7 +143,7 @@ class ExtraMixin:
     # The Hub
 
     def create_model_card(
-        self: Trainer,
+        self,
         language: str | None = None,
         license: str | None = None,
         tags: str | list[str] | None = None,
@@ -162,7 +160,7 @@ class ExtraMixin:
 
         if not self.is_world_process_zero():
             return
-        summary = TrainingSummary.from_trainer(
+        summary = TrainingSummary.from_trainer(  # type: ignore[no-untyped-call]
             self, language=language, license=license, tags=tags, model_name=model_name,
             finetuned_from=finetuned_from, tasks=tasks, dataset_tags=dataset_tags,
             dataset=dataset, dataset_args=dataset_args,
@@ -172,7 +170,7 @@ class ExtraMixin:
             file.write(summary.to_model_card())
 
     def push_to_hub(
-        self: Trainer,
+        self,
         commit_message: str | None = "End of training",
         blocking: bool = True,
         token: str | None = None,
@@ -194,18 +192,19 @@ class ExtraMixin:
         url = huggingface_hub.create_repo(repo, token=token, exist_ok=True)
         self.hub_model_id = url.repo_id
         self.create_model_card(**kwargs)
+        options: dict[str, Any] = {"run_as_future": not blocking}
         return huggingface_hub.upload_folder(
             repo_id=url.repo_id, folder_path=self.args.output_dir, token=token,
             commit_message=commit_message, revision=revision,
-            run_as_future=not blocking, ignore_patterns=["_*", "checkpoint-*", ".*"],
+            ignore_patterns=["_*", "checkpoint-*", ".*"], **options,
         )  # fmt: skip
 
-    def hyperparameter_search(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: run a search package around train() instead."""
         raise RuntimeError(
             "hyperparameter_search is not part of ctrainer: call train() from optuna's "
             "or ray's own objective, with a new Trainer for each trial"
         )
 
-    def _hp_search_setup(self: Trainer, trial: Any) -> None:
+    def _hp_search_setup(self, trial: Any) -> None:
         """Called by search packages; there is nothing to set up."""

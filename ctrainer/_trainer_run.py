@@ -8,9 +8,12 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ctrainer import _C
+from ctrainer._trainer_data import DataMixin
+from ctrainer._trainer_extra import ExtraMixin
+from ctrainer._trainer_optim import OptimMixin
 from ctrainer.trainer_state import ExportableState, TrainerState
 from ctrainer.trainer_utils import (
     TrainOutput,
@@ -20,13 +23,10 @@ from ctrainer.trainer_utils import (
     speed_metrics,
 )
 
-if TYPE_CHECKING:
-    from ctrainer.trainer import Trainer
-
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class RunMixin:
+class RunMixin(DataMixin, ExtraMixin, OptimMixin):
     """Preparation and end of train(); the loop between them is C."""
 
     def _train_arguments(
@@ -43,7 +43,7 @@ class RunMixin:
             raise TypeError(f"train() got unexpected arguments: {', '.join(kwargs)}")
         return resume_from_checkpoint, trial, ignore_keys_for_eval
 
-    def _begin_train(self: Trainer, resume: str | bool | None, trial: Any) -> Any:
+    def _begin_train(self, resume: str | bool | None, trial: Any) -> Any:
         """Ready the model and load the checkpoint's weights; return its folder."""
         args = self.args
         self.is_in_train = True
@@ -64,7 +64,7 @@ class RunMixin:
             self._load_from_checkpoint(folder)
         return folder
 
-    def _ready_model(self: Trainer) -> None:
+    def _ready_model(self) -> None:
         """Gradient checkpointing and noise on embeddings, where asked for."""
         if self.args.gradient_checkpointing:
             kwargs = self.args.gradient_checkpointing_kwargs
@@ -76,11 +76,11 @@ class RunMixin:
                 self.model, self.neftune_noise_alpha
             )
 
-    def _seed(self: Trainer) -> None:
+    def _seed(self) -> None:
         full = self.args.full_determinism
         (enable_full_determinism if full else set_seed)(self.args.seed)
 
-    def _resolve_checkpoint(self: Trainer, resume: str | bool | None) -> str | None:
+    def _resolve_checkpoint(self, resume: str | bool | None) -> str | None:
         if resume is None or resume is False:
             return None
         if resume is True:
@@ -100,7 +100,7 @@ class RunMixin:
         return folder
 
     def set_initial_training_values(
-        self: Trainer, args: Any, dataloader: Any
+        self, args: Any, dataloader: Any
     ) -> tuple[int, int, int, float, int, int, int]:
         """Return how long the run is: (num_train_epochs, num_update_steps_per_epoch,
         num_examples, num_train_samples, total_train_batch_size, steps_in_epoch,
@@ -138,14 +138,14 @@ class RunMixin:
         epochs = math.ceil(args.num_train_epochs)
         return epochs, updates, examples, samples, total, length, steps
 
-    def get_total_train_batch_size(self: Trainer, args: Any) -> int:
+    def get_total_train_batch_size(self, args: Any) -> int:
         """Examples an update sees: micro-batch times accumulation times workers."""
         return int(
             self._train_batch_size * args.gradient_accumulation_steps * args.world_size
         )
 
     def _init_training_state(
-        self: Trainer,
+        self,
         max_steps: int,
         num_update_steps_per_epoch: int,
         num_train_epochs: int,
@@ -173,7 +173,7 @@ class RunMixin:
         self._globalstep_last_logged = self.state.global_step
         return position
 
-    def _position(self: Trainer, updates_per_epoch: int) -> tuple[int, int]:
+    def _position(self, updates_per_epoch: int) -> tuple[int, int]:
         """Epoch and micro-batch that the loaded checkpoint stands at."""
         known = self._resume_state
         if "epoch" in known and not self.args.ignore_data_skip:
@@ -184,7 +184,7 @@ class RunMixin:
         return epoch, skipped * self.args.gradient_accumulation_steps
 
     def _prepare_for_training(
-        self: Trainer, max_steps: int, train_dataloader: Any, checkpoint: str | None
+        self, max_steps: int, train_dataloader: Any, checkpoint: str | None
     ) -> tuple[Any, Any]:
         """Optimizer, schedule and the wrapped model; the checkpoint's state of them."""
         if self._created_lr_scheduler:
@@ -208,18 +208,18 @@ class RunMixin:
         self.callback_handler.train_dataloader = train_dataloader
         return model, train_dataloader
 
-    def _train_mode(self: Trainer, model: Any) -> None:
+    def _train_mode(self, model: Any) -> None:
         """Put model and optimizer (schedule-free ones have modes) into train mode."""
         for part in (model, self.optimizer):
             if callable(getattr(part, "train", None)):
                 part.train()
 
-    def _start_clock(self: Trainer) -> float:
+    def _start_clock(self) -> float:
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         return time.time()
 
     def _epoch_iterator(
-        self: Trainer, loader: Any, epoch: int, skip: int, checkpoint: str | None
+        self, loader: Any, epoch: int, skip: int, checkpoint: str | None
     ) -> Any:
         """Batches of the epoch from number `skip` on.
 
@@ -237,11 +237,11 @@ class RunMixin:
             self._load_rng_state(checkpoint)
         return iterator
 
-    def _saves_best_only(self: Trainer) -> bool:
+    def _saves_best_only(self) -> bool:
         """Does an evaluation decide whether this step is saved?"""
         return bool(self.args.save_strategy == "best")
 
-    def _save_on_signal(self: Trainer, model: Any, trial: Any) -> None:
+    def _save_on_signal(self, model: Any, trial: Any) -> None:
         """The checkpoint that Ctrl-C or SIGTERM asks for, unless this step has one."""
         step = self.state.global_step
         if self._saved_step != step and step > 0:
@@ -250,7 +250,7 @@ class RunMixin:
         self._wait_for_save()
 
     def _finalize_training(
-        self: Trainer, trial: Any, num_train_samples: int, start_time: float
+        self, trial: Any, num_train_samples: int, start_time: float
     ) -> TrainOutput:
         """Metrics of the run, the best model, on_train_end."""
         loss = self._training_loss()
@@ -274,7 +274,7 @@ class RunMixin:
         )
         return TrainOutput(self.state.global_step, loss, metrics)
 
-    def _end_train(self: Trainer, whole: bool) -> None:
+    def _end_train(self, whole: bool) -> None:
         """Undo what training did to the model; finish the saves that are under way."""
         self.is_in_train = False
         self._adapter.leave_mixed_precision(self.model)
@@ -284,7 +284,7 @@ class RunMixin:
         self._wait_for_save()
 
     def _wrap_model(
-        self: Trainer, model: Any, training: bool = True, dataloader: Any = None
+        self, model: Any, training: bool = True, dataloader: Any = None
     ) -> Any:
         """`model` as it is run: compiled, under mixed precision, where args say so."""
         if model is not self.model:
@@ -296,11 +296,11 @@ class RunMixin:
             return self._adapter.compile_model(model, self.args)
         return model
 
-    def _move_model_to_device(self: Trainer, model: Any, device: Any) -> None:
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
         if self.place_model_on_device:
             self._adapter.move_model(model, device)
 
-    def call_model_init(self: Trainer, trial: Any = None) -> Any:
+    def call_model_init(self, trial: Any = None) -> Any:
         """A fresh model from model_init, which takes no argument or the trial."""
         assert self.model_init is not None
         import inspect

@@ -60,7 +60,7 @@ def _holders(classes: set[type]) -> list[str]:
 
 
 def _subclasses(cls: type) -> set[type]:
-    direct = set(cls.__subclasses__())
+    direct: set[type] = set(cls.__subclasses__())
     return direct.union(*(_subclasses(c) for c in direct))
 
 
@@ -107,8 +107,10 @@ def _rebound(value: Any, cell: CellType) -> Any:
     if isinstance(value, staticmethod | classmethod):
         return type(value)(_rebound(value.__func__, cell))
     if isinstance(value, property):
-        parts = (value.fget, value.fset, value.fdel)
-        return property(*(_rebound(f, cell) for f in parts), value.__doc__)
+        fget, fset, fdel = (
+            _rebound(f, cell) for f in (value.fget, value.fset, value.fdel)
+        )
+        return property(fget, fset, fdel, value.__doc__)
     if not isinstance(value, FunctionType):
         return value
     if "__class__" not in value.__code__.co_freevars:

@@ -1,6 +1,7 @@
 """What ctrainer needs of each framework: forward, backward, parameters."""
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +14,9 @@ def for_model(model: Any) -> ModuleType:
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
-        from ctrainer.adapters import torch as adapter
-
-        return adapter
+        return import_module("ctrainer.adapters.torch")
     if callable(getattr(model, "parameters", None)):
-        from ctrainer.adapters import numpy as numpy_adapter
-
-        return numpy_adapter
+        return import_module("ctrainer.adapters.numpy")
     raise TypeError(
         f"cannot train a {type(model).__name__}: expected a torch.nn.Module, or an "
         "object with parameters() whose call returns a loss with backward()"

@@ -143,8 +143,9 @@ def set_epoch(loader: Any, epoch: int) -> None:
         getattr(batch_sampler, "batch_sampler", None),
         getattr(loader, "dataset", None),
     ):
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
+        tell = getattr(part, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
 
 class _Rest(BatchSampler):

@@ -47,10 +47,8 @@ def prepare_input(data: Any, device: Any) -> Any:
 
 
 def move_model(model: Model, device: Any) -> None:
-    """Move the model, keeping tied weights tied."""
+    """Move the model's parameters and buffers in place; tied weights stay tied."""
     model.to(device)
-    if hasattr(model, "tie_weights") and torch.device(device).type == "xla":
-        model.tie_weights()
 
 
 # Counting
@@ -157,7 +155,7 @@ def add_embedding_noise(model: Model, alpha: float) -> Any:
     """Uniform noise of alpha / sqrt(tokens * width) on the input embeddings while
     training; remove() of what is returned ends it.
     Source: Jain et al., "NEFTune", 2023, algorithm 1."""
-    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
 
     def add_noise(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
         if not module.training:
@@ -200,7 +198,7 @@ def rng_state() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "cpu": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -253,7 +251,7 @@ def enter_mixed_precision(model: Model, args: Args) -> bool:
     ):
         return False
     dtype = torch.bfloat16 if args.bf16 else torch.float16
-    model.forward = _Autocast(model.forward, torch.device(args.device).type, dtype)  # type: ignore[method-assign]
+    model.forward = _Autocast(model.forward, torch.device(args.device).type, dtype)
     return True
 
 
@@ -263,7 +261,7 @@ def leave_mixed_precision(model: Model) -> None:
     if isinstance(wrapped, _Autocast):
         del model.forward
         if model.forward != wrapped.forward:
-            model.forward = wrapped.forward  # type: ignore[method-assign]
+            model.forward = wrapped.forward
 
 
 def cast_model(model: Model, dtype: str, device: Any) -> None:

@@ -1,0 +1,96 @@
+"""Trainer: the optimizer, the schedule, and what the loop asks of the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ctrainer._trainer_base import TrainerBase
+
+
+class OptimMixin(TrainerBase):
+    """Hooks that make the optimizer and the schedule; answers to the loop."""
+
+    # Optimizer and schedule
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make the optimizer and the schedule that were not passed."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=num_training_steps)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make self.optimizer unless there is one, and return it.
+
+        Weight decay applies to the parameters of get_decay_parameter_names alone.
+        """
+        if self.optimizer is None:
+            target = self.model if model is None else model
+            decay = self.get_decay_parameter_names(target)
+            groups = self._adapter.optimizer_groups(
+                target, decay, self.args.weight_decay
+            )
+            cls: Callable[..., Any]
+            if self.optimizer_cls_and_kwargs is not None:
+                cls, kwargs = self.optimizer_cls_and_kwargs
+                groups = kwargs.pop("params", groups) if "params" in kwargs else groups
+            else:
+                cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, target)
+            self.optimizer = cls(groups, **kwargs)
+        return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: Any, model: Any = None
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The class that args.optim names and its keywords, without the parameters."""
+        from ctrainer.introspect import optimizer_class
+
+        return optimizer_class(args, model)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Names of the parameters that weight decay applies to."""
+        return list(self._adapter.decay_parameter_names(model))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make self.lr_scheduler unless there is one, and return it."""
+        if self.lr_scheduler is None:
+            args = self.args
+            self.lr_scheduler = self._adapter.make_scheduler(
+                str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+                self.optimizer if optimizer is None else optimizer,
+                args.get_warmup_steps(num_training_steps),
+                num_training_steps,
+                dict(args.lr_scheduler_kwargs or {}),
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # What the loop asks of the framework
+
+    def _prepare_input(self, data: Any) -> Any:
+        """`data` with its tensors on the device; overrides see every batch here that
+        is no plain dict, or goes to a GPU."""
+        return self._adapter.prepare_input(data, self.args.device)
+
+    def _item_count(self, n: int, device: Any) -> Any:
+        return self._adapter.item_count(n, device, bool(self.args.torch_compile))
+
+    def _count_targets(self, labels: Any, shifted: bool) -> int | None:
+        return self._adapter.count_targets(labels, shifted)  # type: ignore[no-any-return]
+
+    def _add_device_loss(self, total: Any, loss: Any) -> Any:
+        return self._adapter.add_device_loss(total, loss)
+
+    def _read_device_loss(self, total: Any) -> tuple[float, int]:
+        steps = self.args.gradient_accumulation_steps
+        return self._adapter.read_device_loss(total, steps)  # type: ignore[no-any-return]
+
+    def _device_grad_norm(self, optimizer: Any) -> float:
+        return self._adapter.grad_norm(optimizer)  # type: ignore[no-any-return]
+
+    def _device_grad_scale(self, optimizer: Any, factor: float) -> None:
+        self._adapter.scale_grads(optimizer, factor)
+
+    def _smoothed_loss(self, model: Any, outputs: Any, labels: Any, count: Any) -> Any:
+        shift = self._loss_shifts_labels
+        return self.label_smoother(outputs, labels, shift, num_items_in_batch=count)
