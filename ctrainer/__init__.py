@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         PrinterCallback,
         TrainerCallback,
     )
+    from ctrainer.plotting import plot
+    from ctrainer.progress import ProgressCallback
     from ctrainer.trainer import Trainer
     from ctrainer.trainer_state import TrainerControl, TrainerState
     from ctrainer.trainer_utils import EvalPrediction, set_seed
@@ -26,12 +28,14 @@ _HOMES = {
     "EarlyStoppingCallback": "callbacks",
     "EvalPrediction": "trainer_utils",
     "PrinterCallback": "callbacks",
+    "ProgressCallback": "progress",
     "Seq2SeqTrainingArguments": "training_args",
     "Trainer": "trainer",
     "TrainerCallback": "callbacks",
     "TrainerControl": "trainer_state",
     "TrainerState": "trainer_state",
     "TrainingArguments": "training_args",
+    "plot": "plotting",
     "set_seed": "trainer_utils",
 }
 _MODULES = {"optim", "trainer_utils", "training_args", "callbacks", "adapters"}
@@ -41,12 +45,14 @@ __all__ = [
     "EarlyStoppingCallback",
     "EvalPrediction",
     "PrinterCallback",
+    "ProgressCallback",
     "Seq2SeqTrainingArguments",
     "Trainer",
     "TrainerCallback",
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "plot",
     "set_seed",
 ]
 

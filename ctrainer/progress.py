@@ -335,7 +335,7 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
         count = logs.get("nonfinite_steps")
         if not count or "train_runtime" in logs:
             return
-        note = f"step {step}: {count} updates skipped, gradients not finite"
+        note = f"step {step}: gradients NaN or Inf, updates affected: {count}"
         self.warnings.append(note)
         if self.mode == "live":
             self.line.finish(f"warning: {note}")

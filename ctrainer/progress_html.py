@@ -13,9 +13,8 @@ from ctrainer.progress_text import (
     clock,
     columns_of,
     evaluation_rows,
-    memory,
+    measures,
     number,
-    rate,
 )
 
 Points = Sequence[tuple[float, float]]
@@ -137,16 +136,7 @@ def _numbers(p: Progress) -> str:
     parts.append(f"{clock(p.elapsed_seconds)}{remaining}")
     if p.losses:
         parts.append(f"loss {number(p.losses[-1][1])}")
-    if p.learning_rate is not None:
-        parts.append(f"lr {p.learning_rate:.1e}")
-    if p.grad_norm is not None:
-        parts.append(f"gn {number(p.grad_norm)}")
-    if p.samples_per_second is not None:
-        parts.append(f"{rate(p.samples_per_second)} samples/s")
-    if p.tokens_per_second is not None:
-        parts.append(f"{rate(p.tokens_per_second)} tok/s")
-    if p.memory_bytes is not None:
-        parts.append(memory(p.memory_bytes))
+    parts += [text for name, text in measures(p).items() if name != "eta"]
     return escape(" · ".join(parts))
 
 

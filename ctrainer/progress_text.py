@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -86,34 +86,57 @@ def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
     return (full * whole + tip).ljust(width, empty)
 
 
-def _parts(p: Progress, ascii_only: bool) -> list[tuple[int, str]]:
-    """(rank, text) from left to right; those of the highest rank are dropped first."""
-    parts = [(0, f"ctrainer {p.step}/{p.total}" if p.total else f"ctrainer {p.step}")]
+TITLE = "ctrainer"
+
+# Parts of the live line: the lower, the longer they stay when the terminal is narrow.
+# The bar takes the room that is left.
+_RANKS = {
+    "count": 0,
+    "percent": 1,
+    "loss": 2,
+    "eta": 3,
+    "lr": 4,
+    "norm": 5,
+    "samples": 6,
+    "memory": 7,
+    "tokens": 8,
+    "sparks": 9,
+    "epoch": 10,
+    "title": 11,
+}
+
+
+_LEFT_OF_BAR = ("title", "count", "percent")
+
+
+def _parts(p: Progress, ascii_only: bool) -> dict[str, str]:
+    """Texts from left to right, by their name in _RANKS."""
+    parts = {"title": TITLE, "count": f"{p.step}/{p.total}" if p.total else f"{p.step}"}
     if p.evaluating is not None:
         done, of = p.evaluating
-        return [*parts, (1, f"eval {done}/{of}" if of else f"eval {done}")]
+        return parts | {"percent": f"eval {done}/{of}" if of else f"eval {done}"}
     if p.total:
-        parts.append((1, f"{p.step / p.total:4.0%}"))
+        parts["percent"] = f"{p.step / p.total:4.0%}"
     if p.epoch is not None:
-        of_all = f"/{p.epochs:g}" if p.epochs else ""
-        parts.append((8, f"ep {p.epoch:.2f}{of_all}"))
+        parts["epoch"] = f"ep {p.epoch:.2f}" + (f"/{p.epochs:g}" if p.epochs else "")
     if p.losses:
-        parts.append((2, f"loss {number(p.losses[-1][1])}"))
+        parts["loss"] = f"loss {number(p.losses[-1][1])}"
         spark = "" if ascii_only else sparkline([loss for _, loss in p.losses])
-        parts.append((7, spark))
-    if p.learning_rate is not None:
-        parts.append((4, f"lr {p.learning_rate:.1e}"))
-    if p.grad_norm is not None:
-        parts.append((5, f"gn {number(p.grad_norm)}"))
-    if p.samples_per_second is not None:
-        parts.append((6, f"{rate(p.samples_per_second)} samples/s"))
-    if p.tokens_per_second is not None:
-        parts.append((6, f"{rate(p.tokens_per_second)} tok/s"))
-    if p.memory_bytes is not None:
-        parts.append((9, memory(p.memory_bytes)))
-    if p.eta_seconds is not None:
-        parts.append((3, f"eta {clock(p.eta_seconds)}"))
-    return [part for part in parts if part[1]]
+        parts |= {"sparks": spark} if spark else {}
+    return parts | measures(p)
+
+
+def measures(p: Progress) -> dict[str, str]:
+    """Texts of the measured numbers that are known."""
+    known: dict[str, tuple[Any, Callable[[Any], str]]] = {
+        "lr": (p.learning_rate, lambda v: f"lr {v:.1e}"),
+        "norm": (p.grad_norm, lambda v: f"gn {number(v)}"),
+        "samples": (p.samples_per_second, lambda v: f"{rate(v)} samples/s"),
+        "tokens": (p.tokens_per_second, lambda v: f"{rate(v)} tok/s"),
+        "memory": (p.memory_bytes, memory),
+        "eta": (p.eta_seconds, lambda v: f"eta {clock(v)}"),
+    }
+    return {name: word(v) for name, (v, word) in known.items() if v is not None}
 
 
 def _share(p: Progress) -> float | None:
@@ -127,16 +150,16 @@ def render(
     """The live line, at most `width` columns wide. What matters least goes first when
     the terminal is narrow; what is left over becomes the bar."""
     parts = _parts(p, ascii_only)
-    while len(parts) > 1 and len(" ".join(t for _, t in parts)) > width:
-        parts.remove(max(parts, key=lambda part: part[0]))
-    texts = [text for _, text in parts]
-    room = min(width - len(" ".join(texts)) - 1, BAR_MAX)
+    while len(parts) > 1 and len(" ".join(parts.values())) > width:
+        del parts[max(parts, key=_RANKS.__getitem__)]
+    room = min(width - len(" ".join(parts.values())) - 1, BAR_MAX)
     share = _share(p)
-    if share is not None and room >= BAR_MIN:
-        drawn = bar(share, room, ascii_only=ascii_only)
-        texts.insert(2, f"{_CYAN}{drawn}{_PLAIN}" if color else drawn)
-        return " ".join(texts)
-    return " ".join(texts)[: max(width, 0)]
+    if share is None or room < BAR_MIN:
+        return " ".join(parts.values())[: max(width, 0)]
+    drawn = bar(share, room, ascii_only=ascii_only)
+    left = [text for name, text in parts.items() if name in _LEFT_OF_BAR]
+    right = [text for name, text in parts.items() if name not in _LEFT_OF_BAR]
+    return " ".join([*left, f"{_CYAN}{drawn}{_PLAIN}" if color else drawn, *right])
 
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
@@ -250,8 +273,9 @@ def summary(history: Sequence[Mapping[str, Any]], step: int) -> list[str]:
             parts.append(f"{rate(value)} {unit}")
     if "train_loss" in last:
         parts.append(f"train loss {number(last['train_loss'])}")
-    if last.get("nonfinite_steps"):
-        parts.append(f"{last['nonfinite_steps']} updates not finite")
+    nonfinite = sum(entry.get("nonfinite_steps", 0) for entry in history)
+    if nonfinite:
+        parts.append(f"{nonfinite} of them with gradients NaN or Inf")
     rows = evaluation_rows(history)
     return [
         ", ".join(parts),

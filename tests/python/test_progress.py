@@ -1,0 +1,438 @@
+"""The display: its text in gold, then on a terminal, in a pipe and in a notebook."""
+
+import json
+import os
+import pickle
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+
+from ctrainer import progress_html, progress_text
+from ctrainer.progress import ProgressCallback, choose_mode
+from ctrainer.progress_text import Progress, render
+
+HERE = Path(__file__).resolve().parent
+RUN = HERE / "display_run.py"
+
+
+def a_run(**changed: object) -> Progress:
+    values = {
+        "step": 140,
+        "total": 200,
+        "epoch": 1.4,
+        "epochs": 2,
+        "losses": [(i, 4.0 - i / 50) for i in range(1, 141)],
+        "learning_rate": 6e-5,
+        "grad_norm": 0.83,
+        "samples_per_second": 87.04,
+        "tokens_per_second": 12400,
+        "memory_bytes": int(1.9 * 2**30),
+        "eta_seconds": 22,
+        "elapsed_seconds": 52,
+    }
+    return Progress(**{**values, **changed})
+
+
+HISTORY = [
+    {"loss": 2.5, "step": 10, "epoch": 0.5, "grad_norm": 1.0},
+    {"eval_loss": 2.25, "eval_f1": 0.5, "eval_runtime": 1.0, "step": 10, "epoch": 0.5},
+    {"loss": 1.5, "step": 20, "epoch": 1.0, "nonfinite_steps": 3},
+    {"eval_loss": 1.75, "eval_f1": 0.625, "eval_runtime": 1.0, "step": 20, "epoch": 1},
+    {
+        "train_runtime": 75.2,
+        "train_samples_per_second": 1234.5,
+        "train_steps_per_second": 0.266,
+        "train_loss": 2.0,
+        "step": 20,
+        "epoch": 1.0,
+    },
+]
+
+
+class TestLiveLine:
+    @pytest.mark.parametrize(
+        ("width", "line"),
+        [
+            (
+                200,
+                "ctrainer 140/200  70% ━━━━━━━━━━━━━━━━╸─────── ep 1.40/2 "
+                "loss 1.200 █▇▆▅▄▃▂▁ lr 6.0e-05 gn 0.830 87.0 samples/s 12.4k tok/s "
+                "1.9G eta 00:22",
+            ),
+            (
+                100,
+                "140/200  70% ━━━╸─ loss 1.200 █▇▆▅▄▃▂▁ lr 6.0e-05 gn 0.830 "
+                "87.0 samples/s 12.4k tok/s 1.9G eta 00:22",
+            ),
+            (
+                79,
+                "140/200  70% ━━━╸─ loss 1.200 lr 6.0e-05 gn 0.830 87.0 samples/s "
+                "1.9G eta 00:22",
+            ),
+            (40, "140/200  70% ━━━━── loss 1.200 eta 00:22"),
+            (12, "140/200  70%"),
+            (5, "140/2"),
+            (0, ""),
+        ],
+    )
+    def test_what_matters_least_goes_first(self, width: int, line: str) -> None:
+        assert render(a_run(), width) == line
+
+    @pytest.mark.parametrize("width", range(0, 160))
+    def test_never_wider_than_the_terminal(self, width: int) -> None:
+        assert len(render(a_run(), width)) <= width
+        assert len(render(a_run(evaluating=(3, 8)), width)) <= width
+
+    def test_what_is_not_known_is_not_shown(self) -> None:
+        assert render(Progress(step=3), 80) == "ctrainer 3"
+        assert render(Progress(step=0, total=8), 24) == "ctrainer 0/8   0% ──────"
+
+    def test_evaluation_takes_the_place_of_the_numbers(self) -> None:
+        line = "ctrainer 140/200 eval 12/40 ━━━╸────────"
+        assert render(a_run(evaluating=(12, 40)), 40) == line
+        line = "ctrainer 140/200 eval 12"
+        assert render(a_run(evaluating=(12, None)), 40) == line
+
+    def test_ascii_and_color(self) -> None:
+        line = render(a_run(), 110, ascii_only=True)
+        assert line.isascii()
+        assert "140/200  70% ===>- ep" in line
+        colored = render(a_run(), 110, color=True)
+        assert re.sub(r"\x1b\[\d+m", "", colored) == render(a_run(), 110)
+        assert colored != render(a_run(), 110)
+
+    @pytest.mark.parametrize(
+        ("values", "sparks"),
+        [
+            ([], ""),
+            ([1.0], ""),
+            ([2.0, 1.0], "█▁"),
+            ([1.0, 1.0, 1.0], "▁▁▁"),
+            ([float("nan"), 1.0, 2.0, float("inf")], "▁█"),
+            (list(range(80)), "▁▂▃▄▅▆▇█"),
+        ],
+    )
+    def test_sparkline(self, values: list[float], sparks: str) -> None:
+        assert progress_text.sparkline(values) == sparks
+
+    @pytest.mark.parametrize(
+        ("share", "drawn"),
+        [(0, "────"), (0.125, "╸───"), (0.5, "━━──"), (1, "━━━━"), (7, "━━━━")],
+    )
+    def test_bar(self, share: float, drawn: str) -> None:
+        assert progress_text.bar(share, 4) == drawn
+
+    def test_numbers(self) -> None:
+        assert [progress_text.number(v) for v in (0, 1.4123, -12.5, 1e-5, 123456)] == [
+            "0.000",
+            "1.412",
+            "-12.500",
+            "1e-05",
+            "1.23e+05",
+        ]
+        assert [progress_text.rate(v) for v in (8.12, 312.4, 12400, 3e6)] == [
+            "8.1",
+            "312",
+            "12.4k",
+            "3.0M",
+        ]
+        assert [progress_text.clock(s) for s in (0, 61.4, 3600, -5)] == [
+            "00:00",
+            "01:01",
+            "1:00:00",
+            "00:00",
+        ]
+        assert progress_text.memory(312 << 20) == "312M"
+
+
+class TestLines:
+    def test_evaluation(self) -> None:
+        metrics = {
+            "eval_loss": 1.683,
+            "eval_accuracy": 0.661,
+            "eval_runtime": 3.14,
+            "eval_samples_per_second": 9.0,
+            "epoch": 1.0,
+        }
+        line = "eval 120  loss 1.683  accuracy 0.661  (3.1 s)"
+        assert progress_text.evaluation_line(120, metrics) == line
+
+    def test_evaluation_without_a_common_prefix(self) -> None:
+        line = "eval 7  a_loss 1.000  b_loss 2.000"
+        assert progress_text.evaluation_line(7, {"a_loss": 1, "b_loss": 2.0}) == line
+
+    def test_log(self) -> None:
+        logs = {"loss": 1.23456789, "name": "a b", "n": 3, "step": 9}
+        line = '2026-01-02T03:04:05Z step=7 loss=1.23457 name="a b" n=3'
+        assert progress_text.log_line(logs, 7, "2026-01-02T03:04:05Z") == line
+
+    def test_json_has_the_logs_and_fairseqs_names(self) -> None:
+        line = progress_text.log_json({"loss": 1.5, "learning_rate": 0.1}, 7, "t", 2.0)
+        assert json.loads(line) == {
+            "time": "t",
+            "step": 7,
+            "num_updates": 7,
+            "loss": 1.5,
+            "learning_rate": 0.1,
+            "lr": 0.1,
+            "wall": 2.0,
+        }
+
+    def test_summary(self) -> None:
+        assert progress_text.summary(HISTORY, 20) == [
+            "ctrainer: 20 updates in 01:15, 1.2k samples/s, 0.3 updates/s, "
+            "train loss 2.000, 3 of them with gradients NaN or Inf",
+            "step  epoch  train loss  eval loss     f1",
+            "  10   0.50       2.500      2.250  0.500",
+            "  20   1.00       1.500      1.750  0.625",
+        ]
+
+    def test_summary_of_a_run_without_logs(self) -> None:
+        assert progress_text.summary([], 0) == ["ctrainer: 0 updates"]
+
+
+class TestPicture:
+    def test_page_is_svg_and_table_without_script(self) -> None:
+        page = progress_html.page(a_run(), HISTORY, ["<careful> & so on"])
+        assert "<script" not in page
+        assert page.count("<svg") == 1
+        assert page.count("<polyline") == 2
+        assert page.count("<circle") == 2
+        assert "<td style='text-align:right;padding:1px 8px'>0.625</td>" in page
+        assert "⚠ &lt;careful&gt; &amp; so on" in page
+        assert (
+            "140/200 · epoch 1.40/2 · 00:52&lt;00:22 · loss 1.200 · lr 6.0e-05" in page
+        )
+
+    def test_page_before_the_first_log(self) -> None:
+        page = progress_html.page(Progress(total=5), [])
+        assert "<svg" not in page
+        assert "max='5'" in page
+
+    def test_points_that_are_not_finite_are_left_out(self) -> None:
+        history = [{"loss": float("nan"), "step": 1}, {"loss": 1.0, "step": 2}]
+        assert progress_html.curves(history) == {"train": [(2.0, 1.0)]}
+        assert "nan" not in progress_html.page(a_run(), history)
+
+    def test_a_frame_of_a_long_run_stays_small_and_keeps_spikes(self) -> None:
+        points = [(float(i), 1.0) for i in range(100_000)]
+        points[54_321] = (54_321.0, 9.0)
+        kept = progress_html.thin(points)
+        assert len(kept) <= 400
+        assert points[54_321] in kept
+        history = [{"loss": y, "step": x} for x, y in points]
+        assert len(progress_html.page(a_run(losses=points), history)) < 8192
+
+
+class TestModes:
+    class Stream:
+        def __init__(self, terminal: bool) -> None:
+            self.terminal = terminal
+
+        def isatty(self) -> bool:
+            return self.terminal
+
+    @pytest.mark.parametrize(
+        ("terminal", "environment", "mode"),
+        [
+            (True, {}, "live"),
+            (False, {}, "plain"),
+            (True, {"TERM": "dumb"}, "plain"),
+            (True, {"CTRAINER_LOG": "json"}, "json"),
+            (False, {"CTRAINER_LOG": "live"}, "live"),
+        ],
+    )
+    def test_choice(self, terminal, environment, mode, monkeypatch) -> None:
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("CTRAINER_LOG", raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert choose_mode(self.Stream(terminal)) == mode
+
+    def test_unknown_word_is_refused(self, monkeypatch) -> None:
+        monkeypatch.setenv("CTRAINER_LOG", "loud")
+        with pytest.raises(ValueError, match="set it to one of live, plain, json"):
+            choose_mode(self.Stream(True))
+
+    def test_callback_pickles(self) -> None:
+        again = pickle.loads(pickle.dumps(ProgressCallback(max_str_len=7)))
+        assert again.max_str_len == 7
+
+
+def environment(**changed: str) -> dict[str, str]:
+    kept = {
+        k: v for k, v in os.environ.items() if k not in ("CTRAINER_LOG", "NO_COLOR")
+    }
+    root = str(HERE.parents[1])
+    return {**kept, "PYTHONPATH": root, "PYTHONUTF8": "1", "TERM": "xterm", **changed}
+
+
+def on_terminal(columns: int, *args: str, **changed: str) -> str:
+    """What the run writes when its output is a terminal of that many columns."""
+    master, slave = pty.openpty()
+    ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with subprocess.Popen(
+        [sys.executable, RUN, *args],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment(**changed),
+    ) as process:
+        os.close(slave)
+        chunks = []
+        while True:
+            try:
+                chunk = os.read(master, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not chunk:
+                break
+            chunks.append(chunk)
+    os.close(master)
+    text = b"".join(chunks).decode()
+    assert process.returncode == 0, text
+    return text
+
+
+def screen(text: str) -> list[str]:
+    """Lines as a terminal shows them: carriage return, newline, erase to the end."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[\d*[A-Za-z]|.|\n|\r", text):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row += 1
+            lines.append("")
+        elif token == "\x1b[K":
+            lines[row] = lines[row][:column]
+        elif not token.startswith("\x1b"):
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + token + line[column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+class TestTerminal:
+    def test_one_live_line_and_finished_ones_above_it(self) -> None:
+        text = on_terminal(80, "0.01", "0.03")
+        shown = screen(text)
+        assert shown[0] == "warning: step 10: gradients NaN or Inf, updates affected: 2"
+        assert shown[1] == "log 10  reward 0.750"
+        assert shown[2].startswith("eval 15  loss ")
+        assert shown[3].startswith("eval 30  loss ")
+        assert shown[4].startswith("30/30 100%")
+        assert shown[5].startswith("ctrainer: 30 updates in 01:15, train loss 1.500")
+        assert shown[6].split() == "step epoch train loss eval loss accuracy".split()
+        assert [line.split()[0] for line in shown[7:9]] == ["15", "30"]
+        assert shown[9:] == [""]
+        frames = [line for line in re.split(r"[\r\n]+", text) if "/30" in line]
+        widths = [len(re.sub(r"\x1b\[\d*[mK]", "", frame)) for frame in frames]
+        assert max(widths) <= 79
+        assert any(re.search(r"eval \d/6", frame) for frame in frames)
+
+    def test_redrawn_at_most_ten_times_a_second(self) -> None:
+        started = time.monotonic()
+        text = on_terminal(80, "0.02", "0")
+        seconds = time.monotonic() - started
+        # Beside the ticks: the 8 logs, the 2 evaluations and the first batch of each,
+        # the begin and the end are drawn when they come, some of them over a line that
+        # is finished.
+        assert text.count("\x1b[K") <= 10 * seconds + 20
+
+    def test_no_color(self) -> None:
+        assert "\x1b[36m" in on_terminal(120, "0", "0")
+        assert "\x1b[36m" not in on_terminal(120, "0", "0", NO_COLOR="1")
+
+    def test_dumb_terminal_gets_whole_lines(self) -> None:
+        text = on_terminal(80, "0", "0", TERM="dumb")
+        assert "\x1b" not in text
+        assert "\r" not in text.replace("\r\n", "\n")
+
+
+def in_a_pipe(**changed: str) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, RUN, "0", "0"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(**changed),
+    )
+    return done.stdout, done.stderr
+
+
+class TestPipe:
+    def test_each_log_is_one_line_that_parses(self) -> None:
+        out, err = in_a_pipe()
+        assert err == ""
+        assert "\r" not in out
+        assert "\x1b" not in out
+        lines = out.splitlines()
+        logs = [line for line in lines if line.startswith("20")]
+        assert len(logs) == 7 + 2 + 1
+        for line in logs:
+            time, *pairs = line.split(" ")
+            assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", time)
+            assert all(re.fullmatch(r"[\w]+=[-+.\w]+", pair) for pair in pairs)
+        assert lines[len(logs)].startswith("ctrainer: 30 updates")
+
+    def test_json(self) -> None:
+        out, err = in_a_pipe(CTRAINER_LOG="json")
+        assert err == ""
+        objects = [json.loads(line) for line in out.splitlines()]
+        assert [o["step"] for o in objects if "loss" in o] == [1, 5, 10, 15, 20, 25, 30]
+        assert objects[2]["reward"] == 0.75
+        assert objects[-1]["train_loss"] == 1.5
+
+
+NOTEBOOK = """\
+import sys
+sys.path[:0] = [{root!r}, {here!r}]
+from display_run import Run
+Run(0.02, 0.01).train()
+"""
+
+
+class TestNotebook:
+    def test_one_output_is_updated_in_place(self) -> None:
+        nbclient = pytest.importorskip(
+            "nbclient", reason="needs nbclient and ipykernel"
+        )
+        nbformat = pytest.importorskip("nbformat")
+        pytest.importorskip("ipykernel")
+        source = NOTEBOOK.format(root=str(HERE.parents[1]), here=str(HERE))
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+        client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3")
+        client.execute()
+        outputs = notebook.cells[0].outputs
+        assert [o.output_type for o in outputs] == ["display_data"]
+        page = outputs[0].data["text/html"]
+        assert "30/30" in page
+        assert page.count("<polyline") == 2
+        assert "updates affected: 2" in page
+
+
+class TestPlot:
+    def test_draws_losses_and_metrics(self, tmp_path) -> None:
+        pytest.importorskip("matplotlib")
+        from ctrainer.plotting import metric_curves, plot
+
+        assert metric_curves(HISTORY) == {"f1": [(10.0, 0.5), (20.0, 0.625)]}
+        plot(HISTORY, tmp_path / "run.svg", title="A run")
+        text = (tmp_path / "run.svg").read_text()
+        assert text.count('<g id="axes_') == 2
+        plot(HISTORY[:1], tmp_path / "run.png")
+        assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_nothing_to_draw_is_an_error(self, tmp_path) -> None:
+        from ctrainer.plotting import plot
+
+        with pytest.raises(ValueError, match="neither a loss nor a metric"):
+            plot([{"step": 1}], tmp_path / "x.png")
