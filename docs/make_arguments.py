@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
 from ctrainer._argument_table import status_of
-from ctrainer._older_fields import ALIASES
+from ctrainer._older_fields import ALIASES, OlderFields
 from ctrainer._training_fields import CurrentFields
 from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -59,13 +59,14 @@ def alias_table() -> str:
 def page() -> str:
     current = {f.name for f in fields(CurrentFields)}
     every = [f for f in fields(TrainingArguments) if f.init and f.name not in ALIASES]
-    own = ("nonfinite_policy", "malloc_tuning", "async_save", "save_on_signal")
-    older = [f for f in every if f.name not in current and f.name not in own]
+    before = {f.name for f in fields(OlderFields)}
+    own = [f for f in every if f.name not in before]
+    older = [f for f in every if f.name in before - current]
     known = {f.name for f in fields(TrainingArguments)}
     seq2seq = [f for f in fields(Seq2SeqTrainingArguments) if f.name not in known]
     parts = [
         HEAD,
-        "## ctrainer's own\n\n" + table([f for f in every if f.name in own]),
+        "## ctrainer's own\n\n" + table(own),
         "## transformers 5.17\n\n" + table([f for f in every if f.name in current]),
         "## Earlier releases\n\n" + table(older),
         "## Old names\n\nSetting one sets the other, with a FutureWarning; setting "
