@@ -32,7 +32,7 @@ typedef struct copy_job {
     const ct_span *to;
     const ct_span *from;
     ct_isa isa;
-    ct_cuts cuts;
+    const ct_cuts *cuts;
 } copy_job;
 
 static void
@@ -54,8 +54,8 @@ static void
 run_batch(void *arg, size_t batch)
 {
     const copy_job *job = arg;
-    ct_piece piece = ct_cuts_start(&job->cuts, batch);
-    while (ct_cuts_next(&job->cuts, batch, &piece)) {
+    ct_piece piece = ct_cuts_start(job->cuts, batch);
+    while (ct_cuts_next(job->cuts, batch, &piece)) {
         const ct_span *to = &job->to[piece.span];
         const ct_span *from = &job->from[piece.span];
         if (to->dtype != from->dtype) {
@@ -91,14 +91,15 @@ ct_cpu_copy(void *stream, const ct_span *to, const ct_span *from, size_t n_spans
     if (n_spans == 0) {
         return CT_OK;
     }
-    copy_job job = {.to = to, .from = from};
+    ct_cuts cuts;
+    copy_job job = {.to = to, .from = from, .cuts = &cuts};
     ct_status status = ct_isa_get(&job.isa, err);
     for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
         status = check_pair(i, &to[i], &from[i], err);
     }
     if (status == CT_OK) {
-        ct_cuts_init(&job.cuts, &to[0].n, sizeof to[0], n_spans);
-        ct_pool_run(run_batch, &job, job.cuts.n_batches);
+        ct_cuts_init(&cuts, &to[0].n, sizeof to[0], n_spans);
+        ct_pool_run(run_batch, &job, cuts.n_batches);
     }
     return status;
 }

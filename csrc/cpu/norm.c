@@ -22,17 +22,17 @@ static norm_body *const bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] = CT_BODIES(norm);
 typedef struct norm_job {
     const ct_span *spans;
     ct_isa isa;
-    ct_cuts cuts;
-    double partial[CT_CUTS_MAX]; /* one for each batch */
+    const ct_cuts *cuts;
+    double *partial; /* one for each batch */
 } norm_job;
 
 static void
 run_batch(void *arg, size_t batch)
 {
-    norm_job *job = arg;
+    const norm_job *job = arg;
     double lanes[LANES] = {0.0};
-    ct_piece piece = ct_cuts_start(&job->cuts, batch);
-    while (ct_cuts_next(&job->cuts, batch, &piece)) {
+    ct_piece piece = ct_cuts_start(job->cuts, batch);
+    while (ct_cuts_next(job->cuts, batch, &piece)) {
         const ct_span *span = &job->spans[piece.span];
         bodies[job->isa][span->dtype](span->data, piece.offset, piece.n, lanes);
     }
@@ -49,7 +49,9 @@ ct_cpu_norm(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_sp
 {
     (void)stream;
     (void)scratch; /* the partial sums fit on the stack */
-    norm_job job = {.spans = spans};
+    ct_cuts cuts;
+    double partial[CT_CUTS_MAX];
+    norm_job job = {.spans = spans, .cuts = &cuts, .partial = partial};
     ct_status status = ct_isa_get(&job.isa, err);
     for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
         status = ct_check_float("norm", i, spans[i].dtype, err);
@@ -59,10 +61,10 @@ ct_cpu_norm(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_sp
     }
     double sum = 0.0;
     if (n_spans != 0) {
-        ct_cuts_init(&job.cuts, &spans[0].n, sizeof spans[0], n_spans);
-        ct_pool_run(run_batch, &job, job.cuts.n_batches);
-        for (size_t b = 0; b < job.cuts.n_batches; b++) {
-            sum += job.partial[b];
+        ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
+        ct_pool_run(run_batch, &job, cuts.n_batches);
+        for (size_t b = 0; b < cuts.n_batches; b++) {
+            sum += partial[b];
         }
     }
     *sum_sq = sum;

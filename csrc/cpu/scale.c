@@ -15,15 +15,15 @@ typedef struct scale_job {
     const ct_span *spans;
     double factor;
     ct_isa isa;
-    ct_cuts cuts;
+    const ct_cuts *cuts;
 } scale_job;
 
 static void
 run_batch(void *arg, size_t batch)
 {
     const scale_job *job = arg;
-    ct_piece piece = ct_cuts_start(&job->cuts, batch);
-    while (ct_cuts_next(&job->cuts, batch, &piece)) {
+    ct_piece piece = ct_cuts_start(job->cuts, batch);
+    while (ct_cuts_next(job->cuts, batch, &piece)) {
         const ct_span *span = &job->spans[piece.span];
         bodies[job->isa][span->dtype](span->data, piece.offset, piece.n, job->factor);
     }
@@ -37,14 +37,15 @@ ct_cpu_scale(void *stream, double factor, const ct_span *spans, size_t n_spans,
     if (n_spans == 0) {
         return CT_OK;
     }
-    scale_job job = {.spans = spans, .factor = factor};
+    ct_cuts cuts;
+    scale_job job = {.spans = spans, .factor = factor, .cuts = &cuts};
     ct_status status = ct_isa_get(&job.isa, err);
     for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
         status = ct_check_float("scale", i, spans[i].dtype, err);
     }
     if (status == CT_OK) {
-        ct_cuts_init(&job.cuts, &spans[0].n, sizeof spans[0], n_spans);
-        ct_pool_run(run_batch, &job, job.cuts.n_batches);
+        ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
+        ct_pool_run(run_batch, &job, cuts.n_batches);
     }
     return status;
 }

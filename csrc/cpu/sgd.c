@@ -19,15 +19,15 @@ typedef struct sgd_job {
     const ct_sgd_span *spans;
     bool zero_grads;
     ct_isa isa;
-    ct_cuts cuts;
+    const ct_cuts *cuts;
 } sgd_job;
 
 static void
 run_batch(void *arg, size_t batch)
 {
     const sgd_job *job = arg;
-    ct_piece piece = ct_cuts_start(&job->cuts, batch);
-    while (ct_cuts_next(&job->cuts, batch, &piece)) {
+    ct_piece piece = ct_cuts_start(job->cuts, batch);
+    while (ct_cuts_next(job->cuts, batch, &piece)) {
         const ct_sgd_span *span = &job->spans[piece.span];
         sgd_body *body = span->momentum == NULL ? plain[job->isa][span->dtype]
                                                 : with_momentum[job->isa][span->dtype];
@@ -43,14 +43,16 @@ ct_cpu_sgd(void *stream, const ct_sgd_coef *coefs, const ct_sgd_span *spans,
     if (n_spans == 0) {
         return CT_OK;
     }
-    sgd_job job = {.coefs = coefs, .spans = spans, .zero_grads = zero_grads};
+    ct_cuts cuts;
+    sgd_job job = {
+        .coefs = coefs, .spans = spans, .zero_grads = zero_grads, .cuts = &cuts};
     ct_status status = ct_isa_get(&job.isa, err);
     for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
         status = ct_check_float("sgd", i, spans[i].dtype, err);
     }
     if (status == CT_OK) {
-        ct_cuts_init(&job.cuts, &spans[0].n, sizeof spans[0], n_spans);
-        ct_pool_run(run_batch, &job, job.cuts.n_batches);
+        ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
+        ct_pool_run(run_batch, &job, cuts.n_batches);
     }
     return status;
 }
