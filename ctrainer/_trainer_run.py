@@ -19,6 +19,7 @@ from ctrainer.trainer_utils import (
     TrainOutput,
     enable_full_determinism,
     has_length,
+    seed_loaded,
     set_seed,
     speed_metrics,
 )
@@ -77,8 +78,12 @@ class RunMixin(DataMixin, ExtraMixin, OptimMixin):
             )
 
     def _seed(self) -> None:
-        full = self.args.full_determinism
-        (enable_full_determinism if full else set_seed)(self.args.seed)
+        """Seed the generators, torch's too where a model of torch may be made."""
+        if self.model_init is None and "torch" not in sys.modules:
+            seed_loaded(self.args.seed)
+        else:
+            full = self.args.full_determinism
+            (enable_full_determinism if full else set_seed)(self.args.seed)
 
     def _resolve_checkpoint(self, resume: str | bool | None) -> str | None:
         if resume is None or resume is False:

@@ -34,7 +34,7 @@ def _refuse(**options: bool) -> None:
 class _Face(torch.optim.Optimizer):
     """What both faces share; a mixin in front of torch's class of the same name."""
 
-    _kind: str
+    _kind: Literal["adamw", "sgd"]
     _native_step = True  # step() is ours, so the trainer may call the engine itself
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -47,7 +47,7 @@ class _Face(torch.optim.Optimizer):
         # torch.amp.GradScaler would leave unscaling to a fused step.
         self._step_supports_amp_scaling = False
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         closure: Callable[[], Any] | None = None,
         *,
@@ -89,7 +89,8 @@ class _Face(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own dict of state and groups."""
-        return inspect.unwrap(torch.optim.Optimizer.state_dict)(self)
+        made: dict[str, Any] = inspect.unwrap(torch.optim.Optimizer.state_dict)(self)
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() of this class or of torch's gave."""

@@ -105,6 +105,7 @@ class Trainer(RunMixin):
             )
         model = self.call_model_init() if model is None else model
         self._adapter = adapters.for_model(model)
+        self._adapter.prepare_args(self.args)
         self.model = self.model_wrapped = model
         device = self.args.device
         self.is_model_parallel = len(set(_device_map(model))) > 1

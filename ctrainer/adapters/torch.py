@@ -24,6 +24,10 @@ length_grouped_sampler = batches.LengthGroupedSampler
 seek = batches.seek
 
 
+def prepare_args(args: Args) -> None:
+    """torch has all that args can ask for."""
+
+
 # Inputs and devices
 
 

@@ -1,0 +1,135 @@
+"""Batches of arrays, their order and position, without a framework."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class SequentialSampler:
+    """0, 1, ..., n - 1."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.dataset)))
+
+
+class SeededSampler(SequentialSampler):
+    """A permutation, new for each epoch, that depends on seed and epoch alone."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        super().__init__(dataset)
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng([self.seed, self.epoch])
+        self.epoch += 1
+        yield from order.permutation(len(self.dataset)).tolist()
+
+
+class LengthGroupedSampler(SequentialSampler):
+    """Indices shuffled, then sorted by length within stretches of 50 batches."""
+
+    def __init__(
+        self, batch_size: int, lengths: Sequence[int], seed: int | None = None
+    ) -> None:
+        super().__init__(lengths)
+        self.stretch = 50 * batch_size
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        n = len(self.dataset)
+        seed = np.random.randint(2**31) if self.seed is None else self.seed
+        order = np.random.default_rng(seed).permutation(n).tolist()
+        for start in range(0, n, self.stretch):
+            part = order[start : start + self.stretch]
+            yield from sorted(part, key=self.dataset.__getitem__, reverse=True)
+
+
+class DataLoader:
+    """Batches of a data set, read in the training process.
+
+    dataset has examples by index, in the sampler's order, or is an iterable and then
+    taken as it comes.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        sampler: Any,
+        collate_fn: Callable[[list[Any]], Any],
+        drop_last: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.sampler = sampler
+        self.collate_fn = collate_fn
+        self.drop_last = drop_last
+
+    def __len__(self) -> int:
+        n = len(self.dataset if self.sampler is None else self.sampler)
+        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches(0)
+
+    def batches(self, skip: int) -> Iterator[Any]:
+        """Batches from number `skip` on; what comes before is not read where examples
+        have an index."""
+        if self.sampler is None:
+            examples: Iterator[Any] = itertools.islice(self.dataset, skip * self.batch_size, None)
+        else:
+            order = itertools.islice(self.sampler, skip * self.batch_size, None)
+            examples = (self.dataset[i] for i in order)
+        while batch := list(itertools.islice(examples, self.batch_size)):
+            if len(batch) == self.batch_size or not self.drop_last:
+                yield self.collate_fn(batch)
+
+
+def default_collator(features: list[Any]) -> dict[str, Any]:
+    """Stack the features of examples, mappings or objects with attributes, by name.
+
+    `label` and `label_ids` become `labels`: int64, or float32 for floats. Strings and
+    None are left out.
+    """
+    rows = [f if isinstance(f, Mapping) else vars(f) for f in features]
+    first, batch = rows[0], {}
+    for name, value in first.items():
+        if value is None or isinstance(value, str):
+            continue
+        stacked = np.stack([np.asarray(row[name]) for row in rows])
+        if name in ("label", "label_ids"):
+            whole = stacked.dtype.kind in "iub"
+            batch["labels"] = stacked.astype(np.int64 if whole else np.float32)
+        else:
+            batch[name] = stacked
+    return batch
+
+
+def seek(loader: Any, skip: int) -> Iterator[Any]:
+    """Batches of any loader after the first `skip`."""
+    if isinstance(loader, DataLoader):
+        return loader.batches(skip)
+    return itertools.islice(iter(loader), skip, None)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the loader, its sampler and its data set which epoch comes."""
+    parts = (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None))
+    for part in parts:
+        tell = getattr(part, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)

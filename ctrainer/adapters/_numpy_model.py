@@ -1,0 +1,116 @@
+"""What a NumPy model is made of: parameters and a loss that knows its way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class Parameter:
+    """An array that is trained, and its gradient.
+
+    data is a contiguous array of float32, float64 or float16; grad is None or an array
+    like it. The engine writes to data in place.
+    """
+
+    __slots__ = ("__weakref__", "data", "grad", "requires_grad")
+
+    def __init__(self, data: Array, requires_grad: bool = True) -> None:
+        self.data = np.ascontiguousarray(data)
+        if self.data.dtype.kind != "f":
+            raise TypeError(
+                f"a parameter of dtype {self.data.dtype} cannot be trained; expected "
+                "float32, float64 or float16"
+            )
+        self.grad: Array | None = None
+        self.requires_grad = requires_grad
+
+    def accumulate(self, grad: Array) -> None:
+        """Add to the gradient, which becomes an array of this parameter's dtype."""
+        if self.grad is None:
+            self.grad = np.array(grad, dtype=self.data.dtype, order="C")
+        else:
+            self.grad += grad
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.data!r})"
+
+
+class Loss(float):
+    """The value of a loss, with the function that brings gradients to parameters.
+
+    pull(scale) adds scale times the gradient of the loss to each parameter.
+    """
+
+    pull: Callable[[float], None]
+    scale: float
+
+    def __new__(
+        cls, value: float, pull: Callable[[float], None], scale: float = 1.0
+    ) -> Loss:
+        loss = super().__new__(cls, value)
+        loss.pull = pull
+        loss.scale = scale
+        return loss
+
+    def backward(self) -> None:
+        self.pull(self.scale)
+
+    def detach(self) -> float:
+        return float(self)
+
+    def __mul__(self, factor: float) -> Loss:
+        return Loss(float(self) * factor, self.pull, self.scale * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Loss:
+        return Loss(float(self) / divisor, self.pull, self.scale / divisor)
+
+
+class ItemCount:
+    """Number of predicted targets in an update; notes whether anybody used it."""
+
+    __array_ufunc__ = None  # NumPy leaves arithmetic with it to the methods below
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+        self.was_read = False
+
+    def _read(self) -> int:
+        self.was_read = True
+        return self.value
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self._read()
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._read() / other
+
+    def __mul__(self, other: Any) -> Any:
+        return self._read() * other
+
+    __rmul__ = __mul__
+
+    def __float__(self) -> float:
+        return float(self._read())
+
+    def __int__(self) -> int:
+        return self._read()
+
+    __index__ = __int__
+
+
+def named_parameters(model: Any) -> Iterator[tuple[str, Parameter]]:
+    """The model's parameters, named by its named_parameters() or by their numbers."""
+    named = getattr(model, "named_parameters", None)
+    if callable(named):
+        yield from named()
+    else:
+        pairs: Iterable[Any] = enumerate(model.parameters())
+        yield from ((str(i), parameter) for i, parameter in pairs)

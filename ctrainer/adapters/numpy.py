@@ -1,0 +1,286 @@
+"""NumPy: models whose parameters and gradients are arrays, trained without torch.
+
+A model has `parameters()`, an iterable of Parameter, and `__call__(**batch)`, which
+returns a dict with "loss" (or a tuple that begins with it): a Loss, whose backward()
+adds to each parameter's gradient. `named_parameters()` is optional.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ctrainer.adapters import _numpy_batches as batches
+from ctrainer.adapters._numpy_model import (
+    ItemCount,
+    Loss,
+    Parameter,
+    named_parameters,
+)
+from ctrainer.adapters._numpy_optim import SGD, AdamW, Optimizer
+
+__all__ = ["SGD", "AdamW", "ItemCount", "Loss", "Optimizer", "Parameter"]
+
+default_collator = batches.default_collator
+length_grouped_sampler = batches.LengthGroupedSampler
+sequential_sampler = batches.SequentialSampler
+seek = batches.seek
+
+
+class Host:
+    """What args.device is where there is no torch."""
+
+    type = "cpu"
+    index = None
+
+    def __str__(self) -> str:
+        return "cpu"
+
+
+# Options that need a framework, and what they mean when they are not used.
+_NEEDS_TORCH: dict[str, Any] = {
+    "bf16": False,
+    "fp16": False,
+    "bf16_full_eval": False,
+    "fp16_full_eval": False,
+    "gradient_checkpointing": False,
+    "label_smoothing_factor": 0,
+    "neftune_noise_alpha": None,
+    "torch_compile": False,
+    "dataloader_num_workers": 0,
+}
+
+
+def prepare_args(args: Any) -> None:
+    """Put args on the host, and refuse what a NumPy model cannot have."""
+    for name, unused in _NEEDS_TORCH.items():
+        value = getattr(args, name, unused)
+        if value != unused:
+            raise ValueError(
+                f"{name}={value!r} needs a torch model; a NumPy model is trained with "
+                f"{name}={unused!r}"
+            )
+    vars(args).setdefault("_device", Host())
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(f"{what} needs a torch model; this one is NumPy's")
+
+
+# Inputs and devices
+
+
+def inputs_stay(args: Any) -> bool:
+    return True
+
+
+def prepare_input(data: Any, device: Any) -> Any:
+    return data
+
+
+def move_model(model: Any, device: Any) -> None:
+    """Arrays are where they are."""
+
+
+# Counting
+
+
+def item_count(n: int, device: Any, compiled: bool) -> ItemCount:
+    return ItemCount(n)
+
+
+def count_targets(labels: Any, shifted: bool) -> int | None:
+    """Labels that are not -100, without each row's first where the loss shifts them."""
+    if not isinstance(labels, np.ndarray):
+        return None
+    if shifted and labels.ndim > 0:
+        labels = labels[..., 1:]
+    return int(np.count_nonzero(labels != -100))
+
+
+def shifts_labels(model: Any) -> bool:
+    return bool(getattr(model, "shifts_labels", False))
+
+
+def flos_per_token(model: Any) -> float:
+    """6 times the number of parameters; a model may say better in flos_per_token."""
+    said = getattr(model, "flos_per_token", None)
+    if said is not None:
+        return float(said)
+    return 6.0 * sum(p.data.size for p in model.parameters())
+
+
+# Losses
+
+
+def add_device_loss(total: tuple[float, int] | None, loss: Any) -> tuple[float, int]:
+    """(sum of finite losses, losses that are not finite)."""
+    value, bad = (0.0, 0) if total is None else total
+    loss = float(loss)
+    finite = np.isfinite(loss)
+    return (value + loss, bad) if finite else (value, bad + 1)
+
+
+def read_device_loss(total: tuple[float, int], accumulation: int) -> tuple[float, int]:
+    """The sum, and how many updates at least had a loss that is not finite."""
+    return total[0], -(-total[1] // accumulation)
+
+
+def add_embedding_noise(model: Any, alpha: float) -> NoReturn:
+    _refuse("neftune_noise_alpha")
+
+
+def smoothed_loss(
+    outputs: Any, labels: Any, epsilon: float, shift: bool, count: Any
+) -> NoReturn:
+    _refuse("label_smoothing_factor")
+
+
+# Randomness
+
+
+def rng_state() -> dict[str, Any]:
+    """States of Python's and NumPy's generators, as a checkpoint keeps them."""
+    return {"python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    random.setstate(_as_tuple(state["python"]))
+    np.random.set_state(state["numpy"])
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
+
+
+# Precision
+
+
+def enter_mixed_precision(model: Any, args: Any) -> bool:
+    return False
+
+
+def leave_mixed_precision(model: Any) -> None:
+    """There is nothing to leave."""
+
+
+def compile_model(model: Any, args: Any) -> NoReturn:
+    _refuse("torch_compile")
+
+
+def no_grad() -> contextlib.AbstractContextManager[Any]:
+    """Gradients are made by Loss.backward() alone."""
+    return contextlib.nullcontext()
+
+
+def empty_cache() -> None:
+    """There is none."""
+
+
+# Optimizers
+
+
+def decay_parameter_names(model: Any) -> list[str]:
+    """Names of the parameters that weight decay applies to: matrices, not vectors."""
+    return [name for name, p in named_parameters(model) if p.data.ndim > 1]
+
+
+def optimizer_groups(
+    model: Any, decay: list[str], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two groups, with and without weight decay, of the parameters that train."""
+    chosen = set(decay)
+    groups: tuple[list[Parameter], list[Parameter]] = ([], [])
+    for name, parameter in named_parameters(model):
+        if parameter.requires_grad:
+            groups[name not in chosen].append(parameter)
+    return [
+        {"params": groups[0], "weight_decay": weight_decay},
+        {"params": groups[1], "weight_decay": 0.0},
+    ]
+
+
+def optimizer_class(
+    name: str, args: Any, model: Any
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Class and keywords of the optimizer called `name`."""
+    kwargs: dict[str, Any] = {"lr": args.learning_rate}
+    if name == "sgd":
+        return SGD, kwargs
+    kwargs.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    return AdamW, kwargs
+
+
+def make_scheduler(
+    name: str, optimizer: Any, warmup: int, total: int, options: dict[str, Any]
+) -> Any:
+    from ctrainer._C import LRScheduler
+
+    return LRScheduler(optimizer, name, warmup, total, **options)
+
+
+def is_metric_scheduler(scheduler: Any) -> bool:
+    return False
+
+
+def stray_parameters(model: Any, optimizer: Any) -> bool:
+    """Has the model a parameter that trains and is not the optimizer's?"""
+    known = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    return any(p.requires_grad and id(p) not in known for p in model.parameters())
+
+
+def grad_norm(optimizer: Any) -> float:
+    """L2 norm of the optimizer's gradients."""
+    params = (p for g in optimizer.param_groups for p in g["params"])
+    squares = (
+        np.square(p.grad, dtype=float).sum() for p in params if p.grad is not None
+    )
+    return float(np.sqrt(sum(squares)))
+
+
+def scale_grads(optimizer: Any, factor: float) -> None:
+    """Multiply the optimizer's gradients by `factor` in place."""
+    for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+        if parameter.grad is not None:
+            parameter.grad *= factor
+
+
+# Data
+
+
+def is_iterable(dataset: Any) -> bool:
+    return not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+
+
+def random_sampler(dataset: Any, args: Any) -> batches.SeededSampler:
+    """A shuffled order that depends on the seed and the epoch alone."""
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return batches.SeededSampler(dataset, seed)
+
+
+def data_loader(
+    dataset: Any, args: Any, *, training: bool, sampler: Any, **options: Any
+) -> batches.DataLoader:
+    """A loader of batches in the training process."""
+    return batches.DataLoader(
+        dataset, sampler=sampler, drop_last=args.dataloader_drop_last, **options
+    )
+
+
+def padding_collator(tokenizer: Any) -> Callable[..., Any]:
+    """The tokenizer's own padding, to NumPy arrays."""
+
+    def collate(features: list[Any]) -> Any:
+        return tokenizer.pad(features, return_tensors="np")
+
+    return collate
+
+
+def epoch_iterator(loader: Any, epoch: int, skip: int) -> Iterator[Any]:
+    """Batches of epoch number `epoch`, from batch number `skip` on."""
+    batches.set_epoch(loader, epoch)
+    return seek(loader, skip)
