@@ -168,6 +168,11 @@ def leave_mixed_precision(model: Any) -> None:
     """There is nothing to leave."""
 
 
+def cast_model(model: Any, args: Any) -> Any:
+    """Full-precision evaluation is all there is; prepare_args has refused others."""
+    return model
+
+
 def compile_model(model: Any, args: Any) -> NoReturn:
     _refuse("torch_compile")
 

@@ -99,7 +99,7 @@ class TestRefusals:
             (torch.ones(2, 3).t(), ValueError, r"\.grad of shape .*\.contiguous\(\)"),
             (torch.ones(1).expand(3, 2), ValueError, "not contiguous"),
             (torch.ones(3, 2).to_sparse(), ValueError, r"sparse.*\.to_dense\(\)"),
-            (torch.ones(3, 2).to_sparse_csr(), ValueError, r"to_dense\(\)"),
+            (torch.ones(3, 2).to_mkldnn(), ValueError, r"to_dense\(\)"),
             (torch.ones(3, 2, dtype=torch.complex64), TypeError, "complex64"),
             (torch.ones(3, 2, dtype=torch.float8_e5m2), TypeError, "float8_e5m2"),
             (torch.empty(3, 2, device="meta"), ValueError, r"to_empty\(device='cpu'\)"),
