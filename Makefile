@@ -69,7 +69,7 @@ format:
 	$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
 
 ext:
-	PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
+	CTRAINER_CUDA=$${CTRAINER_CUDA:-0} PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
 
 check-core: $(TESTS)
 	set -e; for t in $(TESTS); do $$t; done
