@@ -133,6 +133,8 @@ def derive(args: TrainingArguments) -> None:
         args.torch_compile = True
     if args.torch_compile and args.torch_compile_backend is None:
         args.torch_compile_backend = "inductor"
+    if args.enable_jit_checkpoint:
+        args.save_on_signal = True
     if args.use_cpu:
         args.dataloader_pin_memory = False
     _take_mixed_precision(args)

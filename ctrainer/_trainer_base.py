@@ -8,6 +8,7 @@ from typing import Any
 
 from ctrainer import _C
 from ctrainer.callbacks import CallbackHandler
+from ctrainer.memory_tracker import TrainerMemoryTracker
 from ctrainer.trainer_state import TrainerControl, TrainerState
 
 
@@ -38,6 +39,7 @@ class TrainerBase(_C.Trainer):
     state: TrainerState
     is_in_train: bool
     is_model_parallel: bool
+    _memory_tracker: TrainerMemoryTracker
     place_model_on_device: bool
     hub_model_id: str | None
     current_flos: float

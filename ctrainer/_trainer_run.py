@@ -48,6 +48,7 @@ class RunMixin(DataMixin, ExtraMixin, OptimMixin):
         """Ready the model and load the checkpoint's weights; return its folder."""
         args = self.args
         self.is_in_train = True
+        self._memory_tracker.start("train")
         self._handles_signals = (
             getattr(args, "save_on_signal", True)
             and threading.current_thread() is threading.main_thread()
@@ -269,6 +270,7 @@ class RunMixin(DataMixin, ExtraMixin, OptimMixin):
         skipped = self._loss_state()["nonfinite_total"]
         if skipped:
             metrics["nonfinite_steps"] = skipped
+        self._memory_tracker.stop_and_update_metrics(metrics, "train")
         self.log(metrics)
         self._wait_for_save()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
@@ -282,6 +284,7 @@ class RunMixin(DataMixin, ExtraMixin, OptimMixin):
     def _end_train(self, whole: bool) -> None:
         """Undo what training did to the model; finish the saves that are under way."""
         self.is_in_train = False
+        self._memory_tracker.cur_stage = None
         self._adapter.leave_mixed_precision(self.model)
         if getattr(self, "_neftune", None) is not None:
             self._neftune.remove()

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from ctrainer import _C
 from ctrainer.callbacks import TrainerCallback
+from ctrainer.memory_tracker import resident_bytes
 from ctrainer.progress_text import (
     Progress,
     evaluation_line,
@@ -171,11 +172,7 @@ def memory_in_use() -> int | None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return int(torch.cuda.memory_allocated())
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return None
+    return resident_bytes()
 
 
 class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]

@@ -273,7 +273,7 @@ def summary(history: Sequence[Mapping[str, Any]], step: int) -> list[str]:
             parts.append(f"{rate(value)} {unit}")
     if "train_loss" in last:
         parts.append(f"train loss {number(last['train_loss'])}")
-    nonfinite = sum(entry.get("nonfinite_steps", 0) for entry in history)
+    nonfinite = _nonfinite_steps(history)
     if nonfinite:
         parts.append(f"{nonfinite} of them with gradients NaN or Inf")
     rows = evaluation_rows(history)
@@ -281,3 +281,12 @@ def summary(history: Sequence[Mapping[str, Any]], step: int) -> list[str]:
         ", ".join(parts),
         *(table(rows[-LAST_ROWS:], columns_of(rows)) if rows else []),
     ]
+
+
+def _nonfinite_steps(history: Iterable[Mapping[str, Any]]) -> int:
+    """As the metrics of the run say; before these, the sum of the logs."""
+    total = 0
+    for entry in history:
+        count = int(entry.get("nonfinite_steps", 0))
+        total = (count or total) if "train_runtime" in entry else total + count
+    return total

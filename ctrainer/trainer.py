@@ -11,6 +11,7 @@ from typing import Any
 from ctrainer import adapters
 from ctrainer._trainer_run import RunMixin
 from ctrainer.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback
+from ctrainer.memory_tracker import TrainerMemoryTracker
 from ctrainer.progress import ProgressCallback
 from ctrainer.trainer_state import TrainerControl, TrainerState
 from ctrainer.trainer_utils import has_length
@@ -80,6 +81,8 @@ class Trainer(RunMixin):
         self.args = adopt(
             TrainingArguments(output_dir="tmp_trainer") if args is None else args
         )
+        self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
+        self._memory_tracker.start("init")
         self.model_init = model_init
         self.neftune_noise_alpha = self.args.neftune_noise_alpha
         self.compute_loss_func = compute_loss_func
@@ -95,6 +98,7 @@ class Trainer(RunMixin):
         self.data_collator = data_collator or self._default_collator()
         self._validate()
         self._start_state(callbacks or [])
+        self._memory_tracker.stop_and_update_metrics(stage="init")
 
     def _take_model(self, model: Any) -> None:
         """Check, inspect and place the model, or the first one of model_init."""
@@ -173,7 +177,8 @@ class Trainer(RunMixin):
 
         args = self.args
         display = PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
-        defaults = [*DEFAULT_CALLBACKS, *reporting_callbacks(args.report_to), display]
+        reporters = reporting_callbacks(args.report_to, args.logging_dir)
+        defaults = [*DEFAULT_CALLBACKS, *reporters, display]
         self.callback_handler = CallbackHandler(
             [*defaults, *callbacks], self.model, self.processing_class,
             self.optimizer, self.lr_scheduler,

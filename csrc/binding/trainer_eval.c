@@ -13,9 +13,11 @@ time_now(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* op._memory_tracker.<name>(metrics), where there is one; NULL for no argument. */
+/* op._memory_tracker.start(stage), or stop_and_update_metrics(metrics, stage) where
+ * there are metrics; nothing without a tracker. */
 static int
-track_memory(PyObject *op, const char *name, PyObject *metrics, const ctpy_state *names)
+track_memory(PyObject *op, const char *stage, PyObject *metrics,
+             const ctpy_state *names)
 {
     int failed;
     PyObject *tracker = ctpy_get_optional(op, names->str__memory_tracker, &failed);
@@ -24,8 +26,9 @@ track_memory(PyObject *op, const char *name, PyObject *metrics, const ctpy_state
         Py_XDECREF(tracker);
         return failed ? -1 : 0;
     }
-    answer = metrics == NULL ? PyObject_CallMethod(tracker, name, NULL)
-                             : PyObject_CallMethod(tracker, name, "(O)", metrics);
+    answer = metrics == NULL ? PyObject_CallMethod(tracker, "start", "s", stage)
+                             : PyObject_CallMethod(tracker, "stop_and_update_metrics",
+                                                   "Os", metrics, stage);
     Py_DECREF(tracker);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
@@ -130,7 +133,7 @@ evaluate_one(PyObject *op, PyObject *dataset, PyObject *ignore, PyObject *prefix
 {
     const ctpy_state *names = ctpy_state_borrow(op);
     PyObject *output = NULL, *metrics = NULL, *answer = NULL, *function, *result = NULL;
-    if (track_memory(op, "start", NULL, names) < 0 ||
+    if (track_memory(op, "eval", NULL, names) < 0 ||
         (function = PyObject_GetAttr(op, names->str_compute_metrics)) == NULL) {
         return NULL;
     }
@@ -142,7 +145,7 @@ evaluate_one(PyObject *op, PyObject *dataset, PyObject *ignore, PyObject *prefix
     if (output == NULL ||
         (answer = PyObject_CallMethodOneArg(op, names->str_log, metrics)) == NULL ||
         fire_with_metrics(op, names->str_on_evaluate, metrics) < 0 ||
-        track_memory(op, "stop_and_update_metrics", metrics, names) < 0) {
+        track_memory(op, "eval", metrics, names) < 0) {
         goto done;
     }
     result = Py_NewRef(metrics);
@@ -247,7 +250,7 @@ Trainer_predict(PyObject *op, PyObject *args, PyObject *kwargs)
     if (standard == NULL ||
         !PyArg_ParseTupleAndKeywords(args, kwargs, "O|OO:predict", keywords, &dataset,
                                      &ignore, &prefix) ||
-        track_memory(op, "start", NULL, names) < 0) {
+        track_memory(op, "test", NULL, names) < 0) {
         goto done;
     }
     prefix = prefix == NULL ? standard : prefix;
@@ -255,7 +258,7 @@ Trainer_predict(PyObject *op, PyObject *args, PyObject *kwargs)
         op, PyObject_CallMethodOneArg(op, names->str_get_test_dataloader, dataset),
         "Prediction", Py_None, ignore, prefix, &metrics);
     if (output == NULL || fire_with_metrics(op, names->str_on_predict, metrics) < 0 ||
-        track_memory(op, "stop_and_update_metrics", metrics, names) < 0 ||
+        track_memory(op, "test", metrics, names) < 0 ||
         (predictions = PyObject_GetAttr(output, names->str_predictions)) == NULL ||
         (labels = PyObject_GetAttr(output, names->str_label_ids)) == NULL) {
         goto done;
