@@ -259,6 +259,25 @@ CheckpointWriter_flush(PyObject *op, PyObject *Py_UNUSED(unused))
     return run_step(op, ct_writer_flush);
 }
 
+PyDoc_STRVAR(remove_after_doc,
+             "remove_after($self, folder, /)\n--\n\n"
+             "Remove another folder as soon as the open save is in place.");
+
+static PyObject *
+CheckpointWriter_remove_after(PyObject *op, PyObject *arg)
+{
+    ct_error err;
+    PyObject *path = ctpy_path_from(arg);
+    ct_writer *core = path == NULL ? NULL : enter(op);
+    PyObject *answer = NULL;
+    if (core != NULL) {
+        ct_status status = ct_writer_remove_after(core, PyBytes_AS_STRING(path), &err);
+        answer = leave(op, status, &err);
+    }
+    Py_XDECREF(path);
+    return answer;
+}
+
 static ct_status
 commit_and_wait(ct_writer *writer, ct_error *err)
 {
@@ -363,6 +382,7 @@ static PyMethodDef CheckpointWriter_methods[] = {
     {"wait", CheckpointWriter_wait, METH_NOARGS, wait_doc},
     {"abort", CheckpointWriter_abort, METH_NOARGS, abort_doc},
     {"release", CheckpointWriter_release, METH_NOARGS, release_doc},
+    {"remove_after", CheckpointWriter_remove_after, METH_O, remove_after_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -227,7 +227,7 @@ exchange(const ct_staging *staging)
         return -1;
     }
 #endif
-    char *old = ct_path_join(staging->outer, ".old");
+    char *old = ct_path_join(staging->outer, ".replaced");
     int failed = old == NULL || rename(staging->final, old) < 0 ||
                  rename(staging->folder, staging->final) < 0;
     ct_free(old);
@@ -243,4 +243,20 @@ ct_staging_publish(ct_staging *staging, ct_error *err)
     }
     return failed < 0 ? ct_fail_io(err, errno, "put in place", staging->final)
                       : ct_sync_folder(staging->parent, err);
+}
+
+ct_status
+ct_staging_bury(ct_staging *staging, const char *folder, ct_error *err)
+{
+    char name[32];
+    (void)snprintf(name, sizeof name, ".old-%d", staging->buried++);
+    char *grave = ct_path_join(staging->outer, name);
+    if (grave == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for the path %s", folder);
+    }
+    ct_status status = rename(folder, grave) == 0 || errno == ENOENT
+                           ? CT_OK
+                           : ct_fail_io(err, errno, "remove", folder);
+    ct_free(grave);
+    return status;
 }

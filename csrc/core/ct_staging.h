@@ -22,6 +22,7 @@ typedef struct ct_staging {
     char *folder;   /* outer/NAME, where files go */
     int lock;       /* descriptor of outer, locked; -1 where locks are not to be had */
     bool had_final; /* final was there already */
+    int buried;     /* folders moved to outer so far */
 } ct_staging;
 
 /* Makes the folders, PARENT too, after removing what killed processes left there.
@@ -36,6 +37,10 @@ CT_NODISCARD ct_status ct_staging_adopt(ct_staging *staging, ct_error *err);
 /* Renames folder to final, replacing a folder of that name in one step where the file
  * system can exchange names, and puts the change on the disk. */
 CT_NODISCARD ct_status ct_staging_publish(ct_staging *staging, ct_error *err);
+
+/* Moves another folder of PARENT out of sight; closing removes it. */
+CT_NODISCARD ct_status ct_staging_bury(ct_staging *staging, const char *folder,
+                                       ct_error *err);
 
 /* Removes whatever is left of it, as far as it can, and frees it. */
 void ct_staging_close(ct_staging *staging);

@@ -28,6 +28,8 @@ struct ct_writer {
     ct_staging staging; /* .outer != NULL: a save is open or being written */
     file *files;
     size_t n_files, files_capacity;
+    char **doomed; /* folders to remove once the save is in place; owned */
+    size_t n_doomed, doomed_capacity;
     ct_arena arena;
     ct_error error; /* kept; code CT_OK: none */
     pid_t owner;    /* the process that started the thread */
@@ -48,7 +50,11 @@ drop_files(ct_writer *writer)
     for (size_t i = 0; i < writer->n_files; i++) {
         ct_plan_fini(&writer->files[i].plan);
     }
+    for (size_t i = 0; i < writer->n_doomed; i++) {
+        ct_free(writer->doomed[i]);
+    }
     writer->n_files = 0;
+    writer->n_doomed = 0;
     ct_arena_reset(&writer->arena);
 }
 
@@ -115,6 +121,7 @@ ct_writer_free(ct_writer *writer)
     ct_writer_abort(writer);
     drop_files(writer);
     ct_arena_fini(&writer->arena);
+    ct_free((void *)writer->doomed);
     ct_free(writer->files);
     ct_free(writer);
 }
@@ -253,6 +260,27 @@ ct_writer_flush(ct_writer *writer, ct_error *err)
     return ct_writer_folder_borrow(writer) == NULL ? CT_OK : write_files(writer, err);
 }
 
+ct_status
+ct_writer_remove_after(ct_writer *writer, const char *path, ct_error *err)
+{
+    void *block = (void *)writer->doomed;
+    if (ct_writer_folder_borrow(writer) == NULL) {
+        return ct_fail(err, CT_EINVAL, "no save is open to remove %s after", path);
+    }
+    ct_status status = ct_grow(&block, &writer->doomed_capacity, writer->n_doomed + 1,
+                               sizeof(char *), err);
+    writer->doomed = block;
+    if (status != CT_OK) {
+        return status;
+    }
+    char *copy = ct_path_join("", path);
+    if (copy == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for the path %s", path);
+    }
+    writer->doomed[writer->n_doomed++] = copy;
+    return CT_OK;
+}
+
 /* What is visited while the folder is put on the disk and into the manifest. */
 typedef struct census {
     ct_writer *writer;
@@ -332,6 +360,9 @@ finish(ct_writer *writer, ct_error *err)
     }
     if (status == CT_OK) {
         status = ct_staging_publish(&writer->staging, err);
+    }
+    for (size_t i = 0; i < writer->n_doomed && status == CT_OK; i++) {
+        status = ct_staging_bury(&writer->staging, writer->doomed[i], err);
     }
     ct_manifest_fini(&c.manifest);
     return status;

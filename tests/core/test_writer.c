@@ -211,6 +211,22 @@ test_forked_child_leaves_the_save_alone(void)
 }
 
 static void
+test_older_folders_go_once_the_new_one_is_in_place(void)
+{
+    ct_writer *w = ct_writer_new();
+    size_t entries = entries_in_root();
+    CHECK(ct_writer_remove_after(w, below("checkpoint-1"), NULL) == CT_EINVAL);
+    CHECK(ct_writer_begin(w, below("checkpoint-11"), NULL) == CT_OK);
+    CHECK(add(w, "a.bin", true, NULL) == CT_OK);
+    CHECK(ct_writer_remove_after(w, below("checkpoint-1"), NULL) == CT_OK);
+    CHECK(ct_writer_remove_after(w, below("absent"), NULL) == CT_OK);
+    CHECK(problems_of("checkpoint-1") == 0);
+    CHECK(ct_writer_commit(w, NULL) == CT_OK && ct_writer_wait(w, NULL) == CT_OK);
+    CHECK(access(below("checkpoint-1"), F_OK) < 0 && entries_in_root() == entries);
+    ct_writer_free(w);
+}
+
+static void
 test_misuse_is_refused(void)
 {
     ct_writer *w = ct_writer_new();
@@ -258,6 +274,7 @@ main(void)
     test_failed_write_is_told_once_and_leaves_the_rest();
     test_begin_sweeps_what_a_killed_process_left();
     test_forked_child_leaves_the_save_alone();
+    test_older_folders_go_once_the_new_one_is_in_place();
     test_misuse_is_refused();
     test_survives_every_failed_allocation();
     CHECK(ct_remove_tree(root, NULL) == CT_OK);
