@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from ctrainer import _C
+from ctrainer._trainer_ckpt import CheckpointMixin
 from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
 from ctrainer._trainer_optim import OptimMixin
@@ -27,7 +28,7 @@ from ctrainer.trainer_utils import (
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class RunMixin(DataMixin, ExtraMixin, OptimMixin):
+class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin):
     """Preparation and end of train(); the loop between them is C."""
 
     def _train_arguments(
@@ -90,7 +91,7 @@ class RunMixin(DataMixin, ExtraMixin, OptimMixin):
         if resume is None or resume is False:
             return None
         if resume is True:
-            found = _C.last_whole_checkpoint(self.args.output_dir)
+            found = self._last_checkpoint()
             if found is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True, but {self.args.output_dir} holds no "
@@ -252,7 +253,7 @@ class RunMixin(DataMixin, ExtraMixin, OptimMixin):
         step = self.state.global_step
         if self._saved_step != step and step > 0:
             logger.warning("Asked to stop: saving a checkpoint of step %d first.", step)
-            self._save_checkpoint(model, trial)
+            self._save_atomically(model, trial)
         self._wait_for_save()
 
     def _finalize_training(
@@ -275,7 +276,6 @@ class RunMixin(DataMixin, ExtraMixin, OptimMixin):
         self._wait_for_save()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
-        self._drop_last_for_best(trial)
         self.control = self.callback_handler.on_train_end(
             self.args, self.state, self.control
         )

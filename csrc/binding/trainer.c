@@ -29,6 +29,7 @@ Trainer_traverse(PyObject *op, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(((Trainer *)op)->signatures);
+    Py_VISIT(((Trainer *)op)->writer);
     return 0;
 }
 
@@ -36,6 +37,7 @@ static int
 Trainer_clear(PyObject *op)
 {
     Py_CLEAR(((Trainer *)op)->signatures);
+    Py_CLEAR(((Trainer *)op)->writer);
     return 0;
 }
 

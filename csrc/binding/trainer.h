@@ -19,6 +19,7 @@ typedef struct Trainer {
     PyObject
         *device_loss; /* losses that are not in host memory, summed there; or NULL */
     PyObject *item_count; /* the count passed to this update's hooks, or NULL */
+    PyObject *writer;     /* CheckpointWriter, or NULL before the first save */
     double share;         /* of the current micro-batch in its update; 0 outside one */
     /* The running sums of one logging window and of the run, in double. */
     double window_loss;      /* of the updates since the last log */
@@ -29,6 +30,7 @@ typedef struct Trainer {
     int64_t nonfinite_steps; /* updates skipped for Inf or NaN, since the last log */
     int64_t nonfinite_total; /* in the whole run */
     double grad_norm;        /* of the last update; NaN before the first */
+    bool saving;    /* a checkpoint is in the making: writer.folder is open */
     bool in_update; /* between the first micro-batch and the end of an update */
 } Trainer;
 
@@ -96,6 +98,9 @@ int ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *co
 
 /* trainer_update.c: from the summed gradients to the end of the step. 0 or -1. */
 int ctpy_finish_update(PyObject *op, ctpy_run *run);
+
+/* trainer_ckpt.c: calls the hook _save_checkpoint in a transaction; None or NULL. */
+PyObject *ctpy_save_checkpoint(PyObject *op, PyObject *model, PyObject *trial);
 
 /* trainer_log.c */
 int ctpy_add_loss(PyObject *op, PyObject *loss, double *value);

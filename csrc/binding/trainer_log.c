@@ -220,9 +220,7 @@ save_when_due(PyObject *op, PyObject *model, PyObject *trial)
         !due) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    PyObject *stack[] = {op, model, trial};
-    PyObject *answer =
-        PyObject_VectorcallMethod(names->str__save_checkpoint, stack, 3, NULL);
+    PyObject *answer = ctpy_save_checkpoint(op, model, trial);
     PyObject *handler = PyObject_GetAttr(op, names->str_callback_handler);
     listened = handler == NULL
                    ? -1

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from ctrainer.adapters import _torch_batches as batches
+from ctrainer.adapters import _torch_checkpoint as checkpoints  # noqa: F401
 
 Args = Any
 Model = nn.Module

@@ -1,0 +1,315 @@
+/* Trainer: a checkpoint as one transaction around the hooks that write it. */
+#include "binding/trainer.h"
+
+#include <stdbool.h>
+
+/* Each checkpoint is written to a temporary folder,
+ * RUN/.ctrainer-saving-X/checkpoint-N, by whoever overrides what: while a save is open
+ * _get_output_dir() answers the folder above it, so that overrides which work out the
+ * path themselves land there too. */
+
+/* The writer of this trainer, made at its first save; borrowed. */
+static PyObject *
+writer_borrow(PyObject *op)
+{
+    Trainer *self = (Trainer *)op;
+    if (self->writer == NULL) {
+        PyObject *module = PyImport_ImportModule("ctrainer.checkpoint");
+        self->writer = module == NULL
+                           ? NULL
+                           : PyObject_CallMethod(module, "CheckpointWriter", NULL);
+        Py_XDECREF(module);
+    }
+    return self->writer;
+}
+
+/* Calls writer.name() and says whether that went well. */
+static int
+tell_writer(PyObject *op, const char *name)
+{
+    PyObject *writer = Py_XNewRef(writer_borrow(op));
+    PyObject *answer = writer == NULL ? NULL : PyObject_CallMethod(writer, name, NULL);
+    Py_XDECREF(answer);
+    Py_XDECREF(writer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* "checkpoint-N" in folder, N being the state's step. */
+static PyObject *
+checkpoint_path(PyObject *op, PyObject *folder)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int64_t step;
+    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
+        return NULL;
+    }
+    return PyUnicode_FromFormat("%S/checkpoint-%lld", folder, (long long)step);
+}
+
+static int
+begin(PyObject *op, PyObject *trial)
+{
+    PyObject *run = PyObject_CallMethod(op, "_run_dir", "O", trial);
+    PyObject *path = run == NULL ? NULL : checkpoint_path(op, run);
+    PyObject *folder = NULL;
+    if (path != NULL && writer_borrow(op) != NULL) {
+        folder = PyObject_CallMethod(((Trainer *)op)->writer, "begin", "O", path);
+    }
+    ((Trainer *)op)->saving = folder != NULL;
+    Py_XDECREF(folder);
+    Py_XDECREF(path);
+    Py_XDECREF(run);
+    return folder == NULL ? -1 : 0;
+}
+
+/* Commits the open save, or drops it when an exception is set, which stays set. */
+static int
+end(PyObject *op)
+{
+    PyObject *type, *value, *trace;
+    int result = -1;
+    PyErr_Fetch(&type, &value, &trace);
+    if (type == NULL) {
+        PyObject *answer = PyObject_CallMethod(op, "_check_save", NULL);
+        Py_XDECREF(answer);
+        result = answer == NULL ? -1 : tell_writer(op, "commit");
+    }
+    if (result < 0) {
+        if (type == NULL) {
+            PyErr_Fetch(&type, &value, &trace);
+        }
+        (void)tell_writer(op, "abort");
+        PyErr_Restore(type, value, trace);
+    }
+    ((Trainer *)op)->saving = false;
+    return result;
+}
+
+typedef PyObject *save_fn(PyObject *op, PyObject *model, PyObject *trial);
+
+/* What `save` writes becomes one checkpoint, or nothing does. */
+static PyObject *
+save_whole(PyObject *op, PyObject *model, PyObject *trial, save_fn *save)
+{
+    if (begin(op, trial) < 0) {
+        return NULL;
+    }
+    PyObject *answer = save(op, model, trial);
+    if (end(op) < 0) {
+        Py_CLEAR(answer);
+    }
+    return answer;
+}
+
+static PyObject *
+call_save_checkpoint(PyObject *op, PyObject *model, PyObject *trial)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *const stack[] = {model, trial};
+    return ctpy_call_adapted(op, names->str__save_checkpoint, stack, 2, NULL);
+}
+
+PyObject *
+ctpy_save_checkpoint(PyObject *op, PyObject *model, PyObject *trial)
+{
+    return ((Trainer *)op)->saving ? call_save_checkpoint(op, model, trial)
+                                   : save_whole(op, model, trial, call_save_checkpoint);
+}
+
+const char Trainer__save_atomically_doc[] =
+    "_save_atomically($self, model, trial=None)\n--\n\n"
+    "Call _save_checkpoint(model, trial) so that all it writes appears as one "
+    "folder.\n\n"
+    "Returns when the snapshot is taken; _wait_for_save() waits for the disk.";
+
+PyObject *
+Trainer__save_atomically(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"model", "trial", NULL};
+    PyObject *model, *trial = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:_save_atomically", keywords,
+                                     &model, &trial)) {
+        return NULL;
+    }
+    return ctpy_save_checkpoint(op, model, trial);
+}
+
+/* Calls op.name(folder), a hook. */
+static int
+save_part(PyObject *op, const char *name, PyObject *folder)
+{
+    PyObject *answer = PyObject_CallMethod(op, name, "O", folder);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static int
+save_weights(PyObject *op, PyObject *folder)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *const stack[] = {folder, Py_True};
+    PyObject *answer = ctpy_call_adapted(op, names->str_save_model, stack, 1,
+                                         names->kw__internal_call);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static PyObject *
+write_parts(PyObject *op, PyObject *folder, PyObject *trial)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int only_model;
+    PyObject *answer;
+    if (save_weights(op, folder) < 0 || save_part(op, "_note_best", trial) < 0 ||
+        ctpy_field_bool(op, names->str_args, names->str_save_only_model, &only_model) <
+            0) {
+        return NULL;
+    }
+    if (!only_model && (save_part(op, "_save_optimizer_and_scheduler", folder) < 0 ||
+                        save_part(op, "_save_scaler", folder) < 0 ||
+                        save_part(op, "_save_rng_state", folder) < 0)) {
+        return NULL;
+    }
+    if (save_part(op, "_save_trainer_state", folder) < 0) {
+        return NULL;
+    }
+    answer = PyObject_CallMethod(op, "_rotate_checkpoints", NULL);
+    return answer;
+}
+
+/* The files of one checkpoint, in the folder of the open save. */
+static PyObject *
+write_checkpoint(PyObject *op, PyObject *Py_UNUSED(model), PyObject *trial)
+{
+    PyObject *run = NULL, *folder = NULL, *answer = NULL;
+    if (trial == Py_None &&
+        (answer = PyObject_CallMethod(op, "store_flos", NULL)) == NULL) {
+        return NULL;
+    }
+    Py_CLEAR(answer);
+    run = PyObject_CallMethod(op, "_get_output_dir", "O", trial);
+    if (run != NULL && (folder = checkpoint_path(op, run)) != NULL) {
+        answer = write_parts(op, folder, trial);
+    }
+    int native = answer == NULL
+                     ? 1
+                     : ctpy_is_default(op, ctpy_state_borrow(op)->str__save_checkpoint);
+    if (native < 0 || (native == 0 && tell_writer(op, "flush") < 0)) {
+        Py_CLEAR(answer); /* an override finds on the disk what super() has saved */
+    }
+    Py_XDECREF(folder);
+    Py_XDECREF(run);
+    return answer;
+}
+
+const char Trainer__save_checkpoint_doc[] =
+    "_save_checkpoint($self, model, trial=None, metrics=None)\n--\n\n"
+    "Save the model, optimizer, schedule, generators and state as checkpoint-N.\n\n"
+    "Hook; called by the trainer inside a save that makes the folder appear whole. An\n"
+    "override may call super() and add files to _get_output_dir(trial)/checkpoint-N.\n"
+    "Called by the user, it returns when the folder is in place.";
+
+PyObject *
+Trainer__save_checkpoint(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"model", "trial", "metrics", NULL};
+    PyObject *model, *trial = Py_None, *metrics = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|OO:_save_checkpoint", keywords,
+                                     &model, &trial, &metrics)) {
+        return NULL;
+    }
+    if (((Trainer *)op)->saving) {
+        return write_checkpoint(op, model, trial);
+    }
+    PyObject *answer = save_whole(op, model, trial, write_checkpoint);
+    if (answer != NULL && tell_writer(op, "wait") < 0) {
+        Py_CLEAR(answer);
+    }
+    return answer;
+}
+
+const char Trainer_save_model_doc[] =
+    "save_model($self, output_dir=None, _internal_call=False)\n--\n\n"
+    "Save the model, and the processing class, for from_pretrained() to load.\n\n"
+    "output_dir is args.output_dir if not given. Hook.";
+
+PyObject *
+Trainer_save_model(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"output_dir", "_internal_call", NULL};
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *folder = Py_None, *answer, *settings;
+    int internal = 0, due;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|Op:save_model", keywords, &folder,
+                                     &internal) ||
+        ctpy_field_bool(op, names->str_args, names->str_should_save, &due) < 0) {
+        return NULL;
+    }
+    if (!due) {
+        Py_RETURN_NONE;
+    }
+    if ((settings = PyObject_GetAttr(op, names->str_args)) == NULL) {
+        return NULL;
+    }
+    folder = folder == Py_None ? PyObject_GetAttrString(settings, "output_dir")
+                               : Py_NewRef(folder);
+    Py_DECREF(settings);
+    answer = folder == NULL ? NULL : PyObject_CallMethod(op, "_save", "O", folder);
+    Py_XDECREF(folder);
+    if (answer != NULL && !internal) {
+        Py_SETREF(answer, PyObject_CallMethod(op, "_push_saved_model", NULL));
+    }
+    return answer;
+}
+
+const char Trainer__get_output_dir_doc[] =
+    "_get_output_dir($self, trial=None)\n--\n\n"
+    "Return the folder that checkpoints are written to.\n\n"
+    "While one is being made that is a temporary folder; what is put into its\n"
+    "checkpoint-N becomes part of the checkpoint.";
+
+PyObject *
+Trainer__get_output_dir(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"trial", NULL};
+    Trainer *self = (Trainer *)op;
+    PyObject *trial = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:_get_output_dir", keywords,
+                                     &trial)) {
+        return NULL;
+    }
+    if (!self->saving) {
+        return PyObject_CallMethod(op, "_run_dir", "O", trial);
+    }
+    PyObject *folder = PyObject_GetAttrString(self->writer, "folder");
+    PyObject *path = folder == NULL ? NULL : PyImport_ImportModule("os.path");
+    PyObject *run =
+        path == NULL ? NULL : PyObject_CallMethod(path, "dirname", "O", folder);
+    Py_XDECREF(path);
+    Py_XDECREF(folder);
+    return run;
+}
+
+const char Trainer__wait_for_save_doc[] =
+    "_wait_for_save($self, /)\n--\n\n"
+    "Return when the last checkpoint is on the disk; raise OSError if it failed.";
+
+PyObject *
+Trainer__wait_for_save(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    Trainer *self = (Trainer *)op;
+    if (self->writer == NULL || self->saving) {
+        Py_RETURN_NONE;
+    }
+    return PyObject_CallMethod(self->writer, "wait", NULL);
+}
+
+const char Trainer__checkpoint_writer_doc[] =
+    "_checkpoint_writer($self, /)\n--\n\n"
+    "Return the CheckpointWriter of this trainer.";
+
+PyObject *
+Trainer__checkpoint_writer(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return Py_XNewRef(writer_borrow(op));
+}

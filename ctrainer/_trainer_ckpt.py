@@ -1,0 +1,319 @@
+"""Trainer: what a checkpoint holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from typing import Any
+
+from ctrainer._trainer_base import TrainerBase
+from ctrainer.checkpoint import (
+    PREFIX,
+    Sink,
+    find_checkpoints,
+    from_json,
+    last_whole_checkpoint,
+    to_json,
+)
+from ctrainer.trainer_state import ExportableState, TrainerState
+
+logger = logging.getLogger("ctrainer.trainer")
+
+STATE = "trainer_state.json"
+OWN_STATE = "ctrainer_state.json"
+
+
+class CheckpointMixin(TrainerBase):
+    """Files of a checkpoint. When they are written, and that all of them appear at once
+    or not at all, is decided in C (_save_checkpoint, _get_output_dir, save_model)."""
+
+    def _sink(self, folder: str) -> Sink:
+        return Sink(folder, self._checkpoint_writer())
+
+    def _flush_for_override(self, sink: Sink, *names: str) -> None:
+        """An override finds on the disk what super() has saved."""
+        if sink.writer is not None and any(_overridden(self, name) for name in names):
+            sink.writer.flush()
+
+    # Saving
+
+    def _save(
+        self,
+        output_dir: str | None = None,
+        state_dict: dict[str, Any] | None = None,
+    ) -> None:
+        """Save weights, configuration, processing class and arguments. Hook."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        os.makedirs(folder, exist_ok=True)
+        sink = self._sink(folder)
+        self._adapter.checkpoints.save_model(sink, self.model, state_dict)
+        tokenizer = getattr(self.data_collator, "tokenizer", None)
+        for part in (self.processing_class, tokenizer):
+            if callable(getattr(part, "save_pretrained", None)):
+                part.save_pretrained(folder)
+                break
+        self._adapter.checkpoints.save_arguments(sink, self.args)
+        self._flush_for_override(sink, "_save", "save_model")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save optimizer.pt and scheduler.pt. Hook."""
+        sink, save = self._sink(output_dir), self._adapter.checkpoints.save_object
+        save(sink, "optimizer.pt", self.optimizer.state_dict())
+        save(sink, "scheduler.pt", self.lr_scheduler.state_dict())
+        self._flush_for_override(sink, "_save_optimizer_and_scheduler")
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Save scaler.pt, the state of the loss scale, if there is one. Hook."""
+        if self._loss_scaler is not None:
+            state = self._loss_scaler.state_dict()
+            self._adapter.checkpoints.save_object(
+                self._sink(output_dir), "scaler.pt", state
+            )
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save rng_state.pth, the states of all generators. Hook."""
+        sink = self._sink(output_dir)
+        state = self._adapter.rng_state()
+        self._adapter.checkpoints.save_object(sink, "rng_state.pth", state)
+        self._flush_for_override(sink, "_save_rng_state")
+
+    def _save_trainer_state(self, output_dir: str) -> None:
+        """Save trainer_state.json, and in a file of ours what it has no place for."""
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        stateful = [c for c in callbacks if isinstance(c, ExportableState)]
+        self.state.stateful_callbacks = TrainerState(
+            stateful_callbacks=stateful
+        ).stateful_callbacks
+        self.state.save_to_json(os.path.join(output_dir, STATE))
+        own = {"loss": self._loss_state(), "resume": to_json(self._resume_state)}
+        self._sink(output_dir).json(OWN_STATE, {"version": 1, **own})
+        self._saved_step = self.state.global_step
+
+    def save_state(self) -> None:
+        """Save the state as trainer_state.json in args.output_dir."""
+        self.state.save_to_json(os.path.join(self.args.output_dir, STATE))
+
+    def _push_saved_model(self) -> None:
+        if getattr(self.args, "push_to_hub", False):
+            self.push_to_hub(commit_message="Model save")
+
+    # Folders
+
+    def _run_dir(self, trial: Any = None) -> str:
+        """Where the checkpoints of this run, or of this trial of a search, end up."""
+        folder = os.fspath(self.args.output_dir)
+        if trial is None or getattr(self, "hp_search_backend", None) is None:
+            return folder
+        name = self.hp_name(trial) if self.hp_name else f"run-{trial.number}"
+        return os.path.join(folder, name)
+
+    def _note_best(self, trial: Any = None) -> None:
+        """Tell the state where the best checkpoint is, or will be in a moment."""
+        best = self.state.best_global_step
+        if best and str(self.args.save_strategy) != "no":
+            path = os.path.join(self._run_dir(trial), f"{PREFIX}-{best}")
+            if best == self.state.global_step or os.path.isdir(path):
+                self.state.best_model_checkpoint = path
+
+    def _check_save(self) -> None:
+        """Give paths that an override took from the temporary folder their final form,
+        before the save is committed."""
+        staged = self._checkpoint_writer().folder
+        if not _overridden(self, "_save_checkpoint") or staged is None:
+            return
+        temporary, final = os.path.dirname(staged), self._run_dir(getattr(self, "_trial", None))
+        best = self.state.best_model_checkpoint
+        if best is not None and best.startswith(temporary):
+            self.state.best_model_checkpoint = final + best[len(temporary) :]
+        path = os.path.join(staged, STATE)
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+            fixed = text.replace(json.dumps(temporary)[1:-1], json.dumps(final)[1:-1])
+            if fixed != text:
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(fixed)
+
+    def _sorted_checkpoints(
+        self,
+        output_dir: str | None = None,
+        checkpoint_prefix: str = PREFIX,
+        use_mtime: bool = False,
+    ) -> list[str]:
+        """Checkpoints by rising step, those that rotation must keep at the end.
+
+        use_mtime is for callers of transformers 4 and changes nothing: a file written
+        into an old folder must not make it the newest.
+        """
+        folder = self._run_dir() if output_dir is None else output_dir
+        found = find_checkpoints(folder, checkpoint_prefix)
+        kept = {_real(p) for p in (self.state.best_model_checkpoint, *found[-1:]) if p}
+        return sorted(found, key=lambda path: _real(path) in kept)
+
+    def _rotate_checkpoints(
+        self, use_mtime: bool = False, output_dir: str | None = None
+    ) -> None:
+        """Remove the oldest checkpoints beyond args.save_total_limit: by step, never the
+        best, the last or the one being made; then as soon as that is in place."""
+        limit = self.args.save_total_limit
+        if limit is None or limit <= 0:
+            return
+        writer = self._checkpoint_writer()
+        run, new = self._run_dir(getattr(self, "_trial", None)), None
+        if writer.folder is not None:
+            new = os.path.join(run, os.path.basename(writer.folder))
+        doomed = self._beyond_limit(limit, run if output_dir is None else output_dir, new)
+        for folder in doomed:
+            if new is None:
+                shutil.rmtree(folder)
+            else:
+                writer.remove_after(folder)
+
+    def _beyond_limit(
+        self, limit: int, run: str, new: str | None
+    ) -> list[str]:
+        found = find_checkpoints(run) if os.path.isdir(run) else []
+        every = [p for p in found if new is None or _real(p) != _real(new)]
+        kept = {_real(p) for p in (self.state.best_model_checkpoint, new) if p}
+        if new is None and every:
+            kept.add(_real(every[-1]))
+        extra = len(every) + (new is not None) - max(limit, len(kept))
+        return [p for p in every if _real(p) not in kept][: max(extra, 0)]
+
+    # Judging an evaluation
+
+    def _determine_best_metric(
+        self, metrics: dict[str, float], trial: Any = None
+    ) -> bool:
+        """Is this evaluation the best so far? Notes it in the state if so. Hook.
+
+        Raises KeyError when metric_for_best_model is not among the metrics.
+        """
+        name = self.args.metric_for_best_model
+        if name is None:
+            return False
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise KeyError(
+                f"metric_for_best_model={name!r} is not among the metrics of the "
+                f"evaluation, which are {sorted(metrics)}"
+            )
+        value, best = metrics[name], self.state.best_metric
+        greater = bool(self.args.greater_is_better)
+        if best is None:
+            best = float("-inf") if greater else float("inf")
+        if not (value > best if greater else value < best):
+            return False
+        self.state.best_metric = value
+        if str(self.args.save_strategy) != "no":
+            self.state.best_global_step = self.state.global_step
+        return True
+
+    def _saves_best_only(self) -> bool:
+        return str(self.args.save_strategy) == "best"
+
+    # Loading
+
+    def _last_checkpoint(self) -> str | None:
+        return last_whole_checkpoint(self.args.output_dir)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: Any = None
+    ) -> None:
+        """Load a checkpoint's weights into the model. Hook."""
+        target = self.model if model is None else model
+        self._adapter.checkpoints.load_model(target, os.fspath(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load optimizer.pt and scheduler.pt, if both are there. Hook."""
+        if checkpoint is None:
+            return
+        load = self._adapter.checkpoints.load_object
+        optimizer = load(checkpoint, "optimizer.pt")
+        scheduler = load(checkpoint, "scheduler.pt")
+        if optimizer is None or scheduler is None:
+            logger.warning(
+                "%s has no state of optimizer and schedule (save_only_model?): both "
+                "start anew", checkpoint,
+            )  # fmt: skip
+            return
+        self.optimizer.load_state_dict(optimizer)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load scaler.pt, the state of the loss scale, if there is one. Hook."""
+        if checkpoint is not None and self._loss_scaler is not None:
+            state = self._adapter.checkpoints.load_object(checkpoint, "scaler.pt")
+            if state is not None:
+                self._loss_scaler.load_state_dict(state)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Set all generators as they were when the checkpoint was saved. Hook."""
+        if checkpoint is None:
+            return
+        state = self._adapter.checkpoints.load_object(checkpoint, "rng_state.pth")
+        if state is None:
+            logger.warning(
+                "%s has no rng_state.pth: random numbers will differ from those of a "
+                "run that was not interrupted", checkpoint,
+            )  # fmt: skip
+            return
+        self._adapter.set_rng_state(state)
+
+    def _load_trainer_state(self, checkpoint: str) -> None:
+        """Take over the state of the run, its callbacks' and our own."""
+        path = os.path.join(checkpoint, STATE)
+        fresh = self.state
+        self.state = TrainerState.load_from_json(path)
+        for name in ("logging_steps", "eval_steps", "save_steps", "train_batch_size"):
+            setattr(self.state, name, getattr(fresh, name))
+        self._load_callback_state()
+        own = os.path.join(checkpoint, OWN_STATE)
+        if os.path.isfile(own):
+            with open(own, encoding="utf-8") as file:
+                content = json.load(file)
+            self._set_loss_state(**content["loss"])
+            self._resume_state = from_json(content["resume"])
+
+    def _load_callback_state(self) -> None:
+        """Give callbacks that export a state what they had; with
+        args.restore_callback_states_from_checkpoint their arguments too."""
+        full = bool(self.args.restore_callback_states_from_checkpoint)
+        left = {
+            name: list(states) if isinstance(states, list) else [states]
+            for name, states in (self.state.stateful_callbacks or {}).items()
+        }
+        candidates = [*self.callback_handler.callbacks, *([self.control] if full else [])]
+        for callback in candidates:
+            states = left.get(type(callback).__name__)
+            if states and isinstance(callback, ExportableState):
+                _restore(callback, states.pop(0), full)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint. Hook."""
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        logger.info("Loading the best model from %s (%s).", best, self.state.best_metric)
+        self._adapter.checkpoints.load_model(self.model, best)
+
+
+def _overridden(trainer: Trainer, name: str) -> bool:
+    """Has a subclass, or the instance, a method of its own under this name?"""
+    from ctrainer.trainer import Trainer
+
+    return name in vars(trainer) or getattr(type(trainer), name) is not getattr(
+        Trainer, name
+    )
+
+
+def _real(path: str) -> str:
+    return os.path.realpath(path)
+
+
+def _restore(callback: Any, state: dict[str, Any], full: bool) -> None:
+    parts = ("args", "attributes") if full else ("attributes",)
+    for part in parts:
+        for name, value in state.get(part, {}).items():
+            setattr(callback, name, value)

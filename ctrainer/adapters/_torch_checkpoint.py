@@ -1,0 +1,359 @@
+"""torch: a model, an optimizer and other objects to files and back."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ctrainer import _C
+from ctrainer.checkpoint import Sink
+
+logger = logging.getLogger("ctrainer.checkpoint")
+
+# Pickles: torch.save's archive, its tensors written by C
+
+
+class _Pickler(pickle.Pickler):
+    """Puts a number in the place of each storage and keeps the storage."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.numbers: dict[int, str] = {}
+        self.storages: list[torch.UntypedStorage] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, kind, n = obj._untyped_storage, obj._pickle_storage_type(), None  # type: ignore[no-untyped-call]
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, kind, n = obj, "UntypedStorage", obj.nbytes()
+        else:
+            return None
+        number = self.numbers.get(storage._cdata)
+        if number is None:
+            number = self.numbers[storage._cdata] = str(len(self.storages))
+            self.storages.append(storage)
+        kind = getattr(torch, kind)
+        n = obj._size() if n is None else n
+        place = torch.serialization.location_tag(storage)
+        return ("storage", kind, number, place, n)
+
+
+def archive_records(name: str | os.PathLike[str], obj: Any) -> list[tuple[str, Any]]:
+    """The records of torch.save(obj, name): pickled now, tensors by reference.
+
+    Storages of a GPU are copied to the host. Records that C has not copied yet keep the
+    tensors alive, not their values.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(obj)
+    stem = os.path.splitext(os.path.basename(os.fspath(name)))[0] or "archive"
+    records: list[tuple[str, Any]] = [
+        (f"{stem}/data.pkl", file.getvalue()),
+        (f"{stem}/.format_version", b"1"),
+        (f"{stem}/.storage_alignment", b"64"),
+        (f"{stem}/byteorder", sys.byteorder.encode()),
+    ]
+    for i, storage in enumerate(pickler.storages):
+        records.append((f"{stem}/data/{i}", _storage_bytes(storage)))
+    records.append((f"{stem}/version", b"3\n"))
+    return records
+
+
+def _storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    host = storage if storage.device.type == "cpu" else storage.cpu()  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.uint8).set_(host)
+
+
+def save_object(sink: Sink, name: str, obj: Any) -> None:
+    """Save an object as torch.save would."""
+    sink.archive(name, archive_records(name, obj))
+
+
+def load_object(folder: str, name: str) -> Any:
+    """Read it back onto the CPU; None where there is none. Only plain data and NumPy's
+    arrays are unpickled."""
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+        return None
+    with torch.serialization.safe_globals(_numpy_names()):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _numpy_names() -> list[Any]:
+    """What a pickled state of NumPy's generator names, under NumPy 1 and 2."""
+    core = np._core if hasattr(np, "_core") else np.core
+    rebuild = core.multiarray._reconstruct
+    kinds = [np.uint32, np.int64, np.uint64, np.float64]
+    return [
+        rebuild,
+        (rebuild, "numpy.core.multiarray._reconstruct"),
+        (rebuild, "numpy._core.multiarray._reconstruct"),
+        np.ndarray,
+        np.dtype,
+        *(type(np.dtype(kind)) for kind in kinds),
+    ]
+
+
+def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(array)
+
+
+# Weights
+
+
+def save_arguments(sink: Sink, args: Any) -> None:
+    """training_args.bin, which transformers writes; nothing here ever reads it."""
+    name = "training_args.bin"
+    sink.archive(name, archive_records(name, args))
+
+
+def save_model(sink: Sink, model: Any, state_dict: dict[str, Any] | None) -> None:
+    """Save as transformers does: by the model's save_pretrained where it has one, its
+    tensors written by C; else the state_dict alone."""
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    inner = getattr(inner, "module", inner) if _is_wrapper(inner) else inner
+    if callable(getattr(inner, "save_pretrained", None)):
+        with _tensors_into(sink):
+            inner.save_pretrained(sink.folder, state_dict=state_dict)
+        return
+    state = inner.state_dict() if state_dict is None else state_dict
+    metadata = {"format": "pt"}
+    sink.tensors("model.safetensors", _writable(state, metadata), metadata)
+
+
+def _is_wrapper(model: Any) -> bool:
+    return isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+
+
+@contextlib.contextmanager
+def _tensors_into(sink: Sink) -> Iterator[None]:
+    """Lets C write the safetensors files that save_pretrained makes in the sink's
+    folder; files of other folders go where they went."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    write: Callable[..., None] | None = getattr(modeling, "safe_save_file", None)
+    if modeling is None or write is None:
+        yield
+        return
+
+    def write_by_c(
+        tensors: dict[str, Any],
+        filename: str | os.PathLike[str],
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        path = os.path.abspath(filename)
+        if os.path.dirname(path) == sink.folder:
+            sink.tensors(os.path.basename(path), _writable(tensors, {}), metadata)
+        else:
+            write(tensors, filename, metadata=metadata)
+
+    modeling.safe_save_file = write_by_c  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        modeling.safe_save_file = write  # type: ignore[attr-defined]
+
+
+_TAGS = {
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def _writable(state: dict[str, Any], metadata: dict[str, str]) -> dict[str, Any]:
+    """Contiguous tensors on the CPU; of tensors that are one and the same memory, the
+    first name alone, noted in metadata under the others."""
+    kept: dict[Any, str] = {}
+    tensors: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"state_dict()[{name!r}] is a {type(value).__name__}; safetensors "
+                "holds tensors only: leave it out of the state_dict, or override _save"
+            )
+        if value.numel() > 0 and value.device.type != "meta":
+            place = (value.device, value.data_ptr(), value.dtype, value.shape)
+            first = kept.setdefault((*place, value.stride()), name)
+            if first != name:
+                metadata[name] = first
+                continue
+        tensors[name] = _plain(name, value)
+    return tensors
+
+
+def _plain(name: str, value: torch.Tensor) -> Any:
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        full = getattr(value, "full_tensor", None)  # DTensor's
+        value = full() if callable(full) else value.as_subclass(torch.Tensor)
+    value = value.detach().to("cpu").contiguous()
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
+    tag = _TAGS.get(value.dtype)
+    if tag is None:
+        return value
+    return value.reshape(-1).view(torch.uint8), tag, tuple(value.shape)
+
+
+# Reading weights
+
+
+def load_model(model: Any, folder: str) -> None:
+    """Read a checkpoint's weights into the model, in place where memory allows.
+
+    Raises FileNotFoundError without any, ValueError where not one of them fits; warns
+    of names that only one side has.
+    """
+    if _load_adapter(model, folder):
+        return
+    files = _weight_files(folder)
+    if files[0].endswith(".safetensors"):
+        missing, unexpected = _load_files(model, files)
+    else:
+        state: dict[str, Any] = {}
+        for file in files:
+            state |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        missing, unexpected = _load_state(model, state)
+    _tell(model, folder, missing, unexpected)
+
+
+def _weight_files(folder: str) -> list[str]:
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        path = os.path.join(folder, stem)
+        if os.path.isfile(path):
+            return [path]
+        if os.path.isfile(f"{path}.index.json"):
+            with open(f"{path}.index.json", encoding="utf-8") as file:
+                shards = set(json.load(file)["weight_map"].values())
+            return [os.path.join(folder, shard) for shard in sorted(shards)]
+    raise FileNotFoundError(
+        f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, "
+        "whole or in shards"
+    )
+
+
+def _load_adapter(model: Any, folder: str) -> bool:
+    """PEFT's own format, if the checkpoint is one of adapters."""
+    if not callable(getattr(model, "load_adapter", None)):
+        return False
+    active = getattr(model, "active_adapters", None)
+    active = active() if callable(active) else active
+    found = False
+    for name in active or ():
+        for place in (os.path.join(folder, name), folder):
+            if os.path.isfile(os.path.join(place, "adapter_config.json")):
+                model.load_adapter(place, name, is_trainable=True)
+                found = True
+                break
+    return found
+
+
+def _load_files(model: Any, files: list[str]) -> tuple[list[str], list[str]]:
+    targets = _live_targets(model)
+    found: dict[str, Any] = {}
+    indexes = {file: _C.safetensors_index(file)[1] for file in files}
+    if targets is not None and all(
+        name not in targets or _fits(targets[name], tag, shape)
+        for index in indexes.values()
+        for name, tag, shape, _ in index
+    ):
+        for file, index in indexes.items():
+            here = {n: targets[n] for n, *_ in index if n in targets}
+            _C.load_safetensors_into(file, here, False, True)
+        names = {n for index in indexes.values() for n, *_ in index}
+        return _absent(targets, names), sorted(names - targets.keys())
+    for file, index in indexes.items():
+        fresh = {name: _empty(tag, shape) for name, tag, shape, _ in index}
+        _C.load_safetensors_into(file, _raw(fresh), True, True)
+        found |= fresh
+    return _load_state(model, found)
+
+
+def _live_targets(model: Any) -> dict[str, torch.Tensor] | None:
+    """The model's own tensors by name, if writing into them is all that loading does:
+    no hook, no override, nothing elsewhere than in host memory."""
+    plain = nn.Module._load_from_state_dict
+    norm = nn.modules.batchnorm._NormBase._load_from_state_dict
+    if type(model).load_state_dict is not nn.Module.load_state_dict:
+        return None
+    for module in model.modules():
+        if (
+            type(module)._load_from_state_dict not in (plain, norm)
+            or module._load_state_dict_pre_hooks
+            or module._load_state_dict_post_hooks
+            or module._state_dict_hooks
+        ):
+            return None
+    state = model.state_dict()
+    simple = all(
+        type(t) is torch.Tensor and t.device.type == "cpu" and t.is_contiguous()
+        for t in state.values()
+    )
+    return state if simple else None
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    **{tag: dtype for dtype, tag in _TAGS.items()},
+}  # fmt: skip
+
+
+def _fits(tensor: torch.Tensor, tag: str, shape: tuple[int, ...]) -> bool:
+    known = tag not in _TAGS.values()
+    return known and tensor.dtype == _DTYPES.get(tag) and tensor.shape == shape
+
+
+def _empty(tag: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if tag not in _DTYPES:
+        raise ValueError(f"torch has no dtype for safetensors' {tag}")
+    return torch.empty(shape, dtype=_DTYPES[tag])
+
+
+def _raw(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: _plain(name, tensor) for name, tensor in tensors.items()}
+
+
+def _absent(targets: dict[str, torch.Tensor], names: set[str]) -> list[str]:
+    """Names that the file lacks, but for those that share memory with one it has."""
+    filled = {targets[n].data_ptr() for n in names if n in targets}
+    return [
+        n
+        for n, t in targets.items()
+        if n not in names and t.data_ptr() not in filled and t.numel() > 0
+    ]
+
+
+def _load_state(model: Any, state: dict[str, Any]) -> tuple[list[str], list[str]]:
+    result = model.load_state_dict(state, strict=False)
+    own = model.state_dict()
+    tensors = {n: t for n, t in own.items() if isinstance(t, torch.Tensor)}
+    shared = set(_absent(tensors, state.keys() & tensors.keys()))
+    missing = [n for n in result.missing_keys if n in shared or n not in tensors]
+    return missing, list(result.unexpected_keys)
+
+
+def _tell(model: Any, folder: str, missing: list[str], unexpected: list[str]) -> None:
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    missing = [name for name in missing if name not in ignored]
+    if missing and len(missing) >= len(list(model.state_dict())):
+        raise ValueError(
+            f"{folder} holds no weight of this model: it has {unexpected[:3]}, the "
+            f"model {missing[:3]}; was it saved by another class of model?"
+        )
+    if missing:
+        logger.warning("%s lacks weights of the model: %s", folder, missing)
+    if unexpected:
+        logger.warning("%s has weights that the model lacks: %s", folder, unexpected)

@@ -1,0 +1,323 @@
+"""Checkpoints without a trainer: writing, reading, judging and finding them."""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import logging
+import os
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ctrainer import _C
+
+__all__ = [
+    "CheckpointWriter",
+    "Tensors",
+    "find_checkpoints",
+    "last_whole_checkpoint",
+    "load_safetensors_into",
+    "read_safetensors",
+    "verify_checkpoint",
+]
+
+logger = logging.getLogger("ctrainer.checkpoint")
+
+MANIFEST_NAME = "ctrainer_manifest.json"
+PREFIX = "checkpoint"
+StrPath = str | os.PathLike[str]
+
+_writers: weakref.WeakSet[CheckpointWriter] = weakref.WeakSet()
+
+
+class CheckpointWriter(_C.CheckpointWriter):
+    """Saves folders of files in the background, each whole or not at all.
+
+    begin() returns a temporary folder beside the final one; add_* put files into it and
+    so may anybody else; commit() hands it to a thread of C, which writes, synchronises
+    and renames it. docs/checkpoints.md tells what is guaranteed.
+    """
+
+    def __init__(self) -> None:
+        _writers.add(self)
+
+    def add_torch(self, name: StrPath, obj: Any, *, snapshot: bool = True) -> None:
+        """Add what torch.save(obj, name) would write; obj is pickled now."""
+        from ctrainer.adapters import _torch_checkpoint
+
+        records = _torch_checkpoint.archive_records(name, obj)
+        self.add_archive(name, records, snapshot=snapshot)
+
+
+@atexit.register
+def _finish_saves() -> None:
+    """A process that ends in order finishes what it had begun to save."""
+    for writer in list(_writers):
+        try:
+            writer.wait()
+        except (OSError, RuntimeError) as problem:
+            logger.error("The last checkpoint could not be saved: %s", problem)
+
+
+# Reading
+
+
+class Tensors(dict[str, Any]):
+    """NumPy arrays by name; bfloat16 is given as its bits in uint16, the types of eight
+    bits as uint8, and `dtypes` tells each tensor's type in the file."""
+
+    dtypes: dict[str, str]
+    metadata: dict[str, str]
+
+
+_NUMPY = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "u2", "I16": "i2", "F16": "f2",
+    "BF16": "u2", "U32": "u4", "I32": "i4", "F32": "f4", "C64": "c8", "U64": "u8",
+    "I64": "i8", "F64": "f8", "F8_E5M2": "u1", "F8_E4M3": "u1", "F8_E8M0": "u1",
+}  # fmt: skip
+
+
+def read_safetensors(path: StrPath, *, check: bool = True) -> Tensors:
+    """Read a safetensors file without torch.
+
+    Raises:
+        ValueError: the file is not whole or, with `check`, its data differs from the
+            checksum that ctrainer wrote into it.
+    """
+    metadata, index = _C.safetensors_index(path)
+    found = Tensors()
+    found.metadata = metadata
+    found.dtypes = {name: tag for name, tag, _, _ in index}
+    targets: dict[str, Any] = {}
+    for name, tag, shape, nbytes in index:
+        memory = np.empty(nbytes, np.uint8)
+        found[name] = memory.view(_NUMPY[tag]).reshape(shape)
+        targets[name] = (memory, tag, shape)
+    _C.load_safetensors_into(path, targets, True, check)
+    return found
+
+
+def load_safetensors_into(
+    path: StrPath,
+    tensors: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    check: bool = True,
+) -> tuple[list[str], list[str]]:
+    """Read a safetensors file straight into the memory of named tensors or arrays.
+
+    They must be contiguous and on the CPU, with the dtypes and shapes of the file.
+    Returns the names that the file lacks and those that were not asked for; with
+    `strict` there may be none.
+
+    Raises:
+        ValueError: something does not fit, told before anything is changed; or, with
+            `check`, the data is damaged, told when it has been read.
+    """
+    return _C.load_safetensors_into(path, dict(tensors), strict, check)
+
+
+# Judging
+
+
+def verify_checkpoint(folder: StrPath) -> list[str]:
+    """What is wrong with a checkpoint's folder; [] when it is whole.
+
+    With ctrainer's manifest every file is compared with its size and checksum. A folder
+    of another program is judged by its files: those that a checkpoint needs have to be
+    there, and every file has to be complete in its format. Nothing is unpickled.
+    """
+    if not os.path.isdir(folder):
+        return [f"{os.fspath(folder)}: no such folder"]
+    try:
+        if os.path.exists(os.path.join(folder, MANIFEST_NAME)):
+            return _C.verify_manifest(folder)
+        return list(_judge_files(Path(folder)))
+    except (OSError, ValueError) as problem:
+        return [_text(problem)]
+
+
+def _text(problem: OSError | ValueError) -> str:
+    return str(getattr(problem, "strerror", None) or problem)
+
+
+def _judge_files(folder: Path) -> Iterator[str]:
+    names = {p.name for p in folder.iterdir() if p.is_file()}
+    yield from _missing_files(folder, names)
+    for name in sorted(names):
+        try:
+            _judge_file(folder / name)
+        except (OSError, ValueError) as problem:
+            yield _text(problem)
+
+
+_WEIGHTS = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def _missing_files(folder: Path, names: set[str]) -> Iterator[str]:
+    if "trainer_state.json" not in names:
+        yield f"{folder}: lacks trainer_state.json"
+    if not names.intersection(_WEIGHTS + _INDEXES) and not any(
+        (p / "adapter_config.json").exists() for p in folder.iterdir()
+    ):
+        yield f"{folder}: lacks the weights (model.safetensors or the like)"
+    if ("optimizer.pt" in names) != ("scheduler.pt" in names):
+        yield f"{folder}: has one of optimizer.pt and scheduler.pt without the other"
+    for index in names.intersection(_INDEXES):
+        shards = set(_read_json(folder / index).get("weight_map", {}).values())
+        for shard in sorted(shards - names):
+            yield f"{folder}: lacks {shard}, which {index} names"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ValueError(f"{path}: is not whole JSON: {problem}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds no JSON object")
+    return content
+
+
+def _judge_file(path: Path) -> None:
+    if path.suffix == ".safetensors":
+        _C.check_safetensors(path)
+    elif path.name in ("trainer_state.json", "config.json", *_INDEXES):
+        _read_json(path)
+    elif path.suffix in (".pt", ".pth", ".bin") and _is_archive(path):
+        _C.check_archive(path)
+
+
+def _is_archive(path: Path) -> bool:
+    """torch's files are archives since 1.6; older ones, and .bin files of others, are
+    not ours to judge, but an empty one is none of these."""
+    with open(path, "rb") as file:
+        head = file.read(4)
+    if not head:
+        raise ValueError(f"{path}: is empty")
+    return head == b"PK\x03\x04" or path.suffix != ".bin"
+
+
+# Finding
+
+
+def find_checkpoints(output_dir: StrPath, prefix: str = PREFIX) -> list[str]:
+    """The folders `prefix`-N of output_dir, by rising N."""
+    pattern = re.compile(rf"{re.escape(prefix)}-(\d+)")
+    found = []
+    with os.scandir(output_dir) as entries:
+        for entry in entries:
+            match = pattern.fullmatch(entry.name)
+            if match and entry.is_dir():
+                found.append((int(match[1]), os.path.join(output_dir, entry.name)))
+    return [path for _, path in sorted(found)]
+
+
+def last_whole_checkpoint(output_dir: StrPath) -> str | None:
+    """The newest checkpoint that verify_checkpoint finds whole; None without one.
+
+    Warns of each newer one that it passes over, with what is wrong with it.
+    """
+    if not os.path.isdir(output_dir):
+        return None
+    for folder in reversed(find_checkpoints(output_dir)):
+        problems = verify_checkpoint(folder)
+        if not problems:
+            return folder
+        logger.warning("Passing over %s: %s", folder, "; ".join(problems))
+    return None
+
+
+# Where the files of one folder go
+
+
+class Sink:
+    """Files for a folder: into the save that is open there, else straight to the disk,
+    each whole or not at all."""
+
+    def __init__(self, folder: StrPath, writer: CheckpointWriter | None) -> None:
+        self.folder = os.path.abspath(folder)
+        self.writer = None
+        self.prefix = ""
+        staged = None if writer is None else writer.folder
+        if staged is not None:
+            inside = os.path.relpath(self.folder, os.path.abspath(staged))
+            if inside.split(os.sep)[0] != os.pardir:
+                self.writer = writer
+                self.prefix = "" if inside == os.curdir else inside
+
+    def tensors(
+        self, name: str, tensors: dict[str, Any], metadata: dict[str, str] | None = None
+    ) -> None:
+        metadata = dict(metadata or {"format": "pt"})
+        if self.writer is None:
+            _C.write_safetensors(os.path.join(self.folder, name), tensors, metadata)
+        else:
+            path = os.path.join(self.prefix, name)
+            self.writer.add_safetensors(path, tensors, metadata)
+
+    def archive(self, name: str, records: list[tuple[str, Any]]) -> None:
+        if self.writer is None:
+            _C.write_archive(os.path.join(self.folder, name), records)
+        else:
+            self.writer.add_archive(os.path.join(self.prefix, name), records)
+
+    def json(self, name: str, content: Any) -> None:
+        path = os.path.join(self.folder, name)
+        with open(f"{path}.saving", "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(f"{path}.saving", path)
+
+
+# States of generators and the like, as JSON
+
+
+def to_json(value: Any) -> Any:
+    """A nest of numbers, strings, lists, tuples, dicts, arrays and tensors as JSON."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [to_json(v) for v in value]
+    if isinstance(value, tuple):
+        return {"tuple": [to_json(v) for v in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[to_json(k), to_json(v)] for k, v in value.items()]}
+    kind = "array" if isinstance(value, np.ndarray) else "tensor"
+    array = np.ascontiguousarray(value)
+    data = base64.b64encode(array.tobytes()).decode()
+    return {kind: [array.dtype.str, list(array.shape), data]}
+
+
+def from_json(value: Any) -> Any:
+    """The inverse of to_json."""
+    if isinstance(value, list):
+        return [from_json(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tuple":
+        return tuple(from_json(v) for v in content)
+    if kind == "dict":
+        return {from_json(k): from_json(v) for k, v in content}
+    dtype, shape, data = content
+    flat = np.frombuffer(base64.b64decode(data), dtype)
+    array = flat.reshape(shape).copy()
+    if kind == "array":
+        return array
+    from ctrainer.adapters import _torch_checkpoint
+
+    return _torch_checkpoint.tensor_of(array)
