@@ -50,10 +50,9 @@ class CheckpointMixin(TrainerBase):
         sink = self._sink(folder)
         self._adapter.checkpoints.save_model(sink, self.model, state_dict)
         tokenizer = getattr(self.data_collator, "tokenizer", None)
-        for part in (self.processing_class, tokenizer):
-            if callable(getattr(part, "save_pretrained", None)):
-                part.save_pretrained(folder)
-                break
+        processor: Any = self.processing_class or tokenizer
+        if callable(getattr(processor, "save_pretrained", None)):
+            processor.save_pretrained(folder)
         self._adapter.checkpoints.save_arguments(sink, self.args)
         self._flush_for_override(sink, "_save", "save_model")
 
@@ -97,17 +96,18 @@ class CheckpointMixin(TrainerBase):
 
     def _push_saved_model(self) -> None:
         if getattr(self.args, "push_to_hub", False):
-            self.push_to_hub(commit_message="Model save")
+            push: Any = getattr(self, "push_to_hub")  # noqa: B009
+            push(commit_message="Model save")
 
     # Folders
 
     def _run_dir(self, trial: Any = None) -> str:
         """Where the checkpoints of this run, or of this trial of a search, end up."""
-        folder = os.fspath(self.args.output_dir)
+        folder = str(os.fspath(self.args.output_dir))
         if trial is None or getattr(self, "hp_search_backend", None) is None:
             return folder
-        name = self.hp_name(trial) if self.hp_name else f"run-{trial.number}"
-        return os.path.join(folder, name)
+        name = getattr(self, "hp_name", None)
+        return os.path.join(folder, name(trial) if name else f"run-{trial.number}")
 
     def _note_best(self, trial: Any = None) -> None:
         """Tell the state where the best checkpoint is, or will be in a moment."""
@@ -123,7 +123,10 @@ class CheckpointMixin(TrainerBase):
         staged = self._checkpoint_writer().folder
         if not _overridden(self, "_save_checkpoint") or staged is None:
             return
-        temporary, final = os.path.dirname(staged), self._run_dir(getattr(self, "_trial", None))
+        temporary, final = (
+            os.path.dirname(staged),
+            self._run_dir(getattr(self, "_trial", None)),
+        )
         best = self.state.best_model_checkpoint
         if best is not None and best.startswith(temporary):
             self.state.best_model_checkpoint = final + best[len(temporary) :]
@@ -155,8 +158,8 @@ class CheckpointMixin(TrainerBase):
     def _rotate_checkpoints(
         self, use_mtime: bool = False, output_dir: str | None = None
     ) -> None:
-        """Remove the oldest checkpoints beyond args.save_total_limit: by step, never the
-        best, the last or the one being made; then as soon as that is in place."""
+        """Remove the oldest checkpoints, by step, beyond args.save_total_limit, never
+        the best or the last; while one is being made, as soon as that is in place."""
         limit = self.args.save_total_limit
         if limit is None or limit <= 0:
             return
@@ -164,16 +167,16 @@ class CheckpointMixin(TrainerBase):
         run, new = self._run_dir(getattr(self, "_trial", None)), None
         if writer.folder is not None:
             new = os.path.join(run, os.path.basename(writer.folder))
-        doomed = self._beyond_limit(limit, run if output_dir is None else output_dir, new)
+        doomed = self._beyond_limit(
+            limit, run if output_dir is None else output_dir, new
+        )
         for folder in doomed:
             if new is None:
                 shutil.rmtree(folder)
             else:
                 writer.remove_after(folder)
 
-    def _beyond_limit(
-        self, limit: int, run: str, new: str | None
-    ) -> list[str]:
+    def _beyond_limit(self, limit: int, run: str, new: str | None) -> list[str]:
         found = find_checkpoints(run) if os.path.isdir(run) else []
         every = [p for p in found if new is None or _real(p) != _real(new)]
         kept = {_real(p) for p in (self.state.best_model_checkpoint, new) if p}
@@ -285,7 +288,10 @@ class CheckpointMixin(TrainerBase):
             name: list(states) if isinstance(states, list) else [states]
             for name, states in (self.state.stateful_callbacks or {}).items()
         }
-        candidates = [*self.callback_handler.callbacks, *([self.control] if full else [])]
+        candidates = [
+            *self.callback_handler.callbacks,
+            *([self.control] if full else []),
+        ]
         for callback in candidates:
             states = left.get(type(callback).__name__)
             if states and isinstance(callback, ExportableState):
@@ -295,11 +301,13 @@ class CheckpointMixin(TrainerBase):
         """Load the weights of the best checkpoint. Hook."""
         best = self.state.best_model_checkpoint
         assert best is not None
-        logger.info("Loading the best model from %s (%s).", best, self.state.best_metric)
+        logger.info(
+            "Loading the best model from %s (%s).", best, self.state.best_metric
+        )
         self._adapter.checkpoints.load_model(self.model, best)
 
 
-def _overridden(trainer: Trainer, name: str) -> bool:
+def _overridden(trainer: TrainerBase, name: str) -> bool:
     """Has a subclass, or the instance, a method of its own under this name?"""
     from ctrainer.trainer import Trainer
 

@@ -158,11 +158,17 @@ def _tensors_into(sink: Sink) -> Iterator[None]:
         else:
             write(tensors, filename, metadata=metadata)
 
+    from transformers.utils import logging as progress
+
+    shown = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()  # there is nothing to wait for
     modeling.safe_save_file = write_by_c  # type: ignore[attr-defined]
     try:
         yield
     finally:
         modeling.safe_save_file = write  # type: ignore[attr-defined]
+        if shown:
+            progress.enable_progress_bar()
 
 
 _TAGS = {
@@ -245,18 +251,18 @@ def _weight_files(folder: str) -> list[str]:
 
 def _load_adapter(model: Any, folder: str) -> bool:
     """PEFT's own format, if the checkpoint is one of adapters."""
-    if not callable(getattr(model, "load_adapter", None)):
+    places = [folder, *(e.path for e in os.scandir(folder) if e.is_dir())]
+    places = [
+        p for p in places if os.path.isfile(os.path.join(p, "adapter_config.json"))
+    ]
+    if not places or not callable(getattr(model, "load_adapter", None)):
         return False
-    active = getattr(model, "active_adapters", None)
+    active = model.active_adapters
     active = active() if callable(active) else active
-    found = False
-    for name in active or ():
-        for place in (os.path.join(folder, name), folder):
-            if os.path.isfile(os.path.join(place, "adapter_config.json")):
-                model.load_adapter(place, name, is_trainable=True)
-                found = True
-                break
-    return found
+    for place in places:
+        name = active[0] if place == folder else os.path.basename(place)
+        model.load_adapter(place, name, is_trainable=name in active)
+    return True
 
 
 def _load_files(model: Any, files: list[str]) -> tuple[list[str], list[str]]:
