@@ -189,7 +189,7 @@ first_dimension(PyObject *op, const ctpy_state *state)
 }
 
 Py_ssize_t
-ctpy_find_batch_size(PyObject *op, const ctpy_state *state)
+ctpy_batch_size(PyObject *op, const ctpy_state *state)
 {
     const int kind = ctpy_kind_of(op);
     if (kind < 0) {
@@ -207,7 +207,7 @@ ctpy_find_batch_size(PyObject *op, const ctpy_state *state)
         n = -2;
     }
     for (Py_ssize_t i = 0; n == -1 && i < PyTuple_GET_SIZE(children); i++) {
-        n = ctpy_find_batch_size(PyTuple_GET_ITEM(children, i), state);
+        n = ctpy_batch_size(PyTuple_GET_ITEM(children, i), state);
     }
     Py_XDECREF(children);
     Py_LeaveRecursiveCall();
@@ -226,7 +226,7 @@ detach_leaf(PyObject *leaf, void *arg)
 }
 
 PyObject *
-ctpy_nested_detach(PyObject *op, const ctpy_state *state)
+ctpy_detach_all(PyObject *op, const ctpy_state *state)
 {
     return ctpy_nested_map(op, detach_leaf, (void *)(uintptr_t)state);
 }
@@ -280,7 +280,7 @@ numpify_leaf(PyObject *leaf, void *arg)
 }
 
 PyObject *
-ctpy_nested_numpify(PyObject *op, const ctpy_state *state)
+ctpy_numpify_all(PyObject *op, const ctpy_state *state)
 {
     return ctpy_nested_map(op, numpify_leaf, (void *)(uintptr_t)state);
 }

@@ -31,14 +31,14 @@ PyObject *ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, void *arg);
 
 /* Length of the first dimension of the first tensor or array in op; -1 when there is
  * none, -2 with an exception. */
-Py_ssize_t ctpy_find_batch_size(PyObject *op, const ctpy_state *state);
+Py_ssize_t ctpy_batch_size(PyObject *op, const ctpy_state *state);
 
 /* A copy of op with every tensor detached. */
-PyObject *ctpy_nested_detach(PyObject *op, const ctpy_state *state);
+PyObject *ctpy_detach_all(PyObject *op, const ctpy_state *state);
 
 /* A copy of op with every tensor as a NumPy array, bfloat16 as float32; arrays and
  * numbers stay what they are. */
-PyObject *ctpy_nested_numpify(PyObject *op, const ctpy_state *state);
+PyObject *ctpy_numpify_all(PyObject *op, const ctpy_state *state);
 
 /* A tensor's values as a NumPy array, over its own memory where that is possible;
  * bfloat16, which NumPy lacks, becomes float32. */

@@ -138,7 +138,7 @@ keep_batch(ctpy_eval_loop *loop, const ctpy_eval_batch *batch, PyObject *inputs,
 static int
 run_batch(ctpy_eval_loop *loop, PyObject *inputs, int is_last, const ctpy_state *names)
 {
-    ctpy_eval_batch batch = {.rows = ctpy_find_batch_size(inputs, names)};
+    ctpy_eval_batch batch = {.rows = ctpy_batch_size(inputs, names)};
     PyObject *answer = NULL, *kept[CTPY_EVAL_LOSSES] = {NULL};
     int result = -1;
     if (batch.rows == -2 || count_batch(loop, inputs, &batch.targets) < 0) {

@@ -103,7 +103,7 @@ detached_labels(PyObject *inputs, PyObject *label_names, const ctpy_state *names
     int all;
     PyObject *values = take_labels(inputs, label_names, names, &all), *labels = NULL;
     if (values != NULL) {
-        labels = ctpy_nested_detach(values, names);
+        labels = ctpy_detach_all(values, names);
         Py_DECREF(values);
     }
     if (labels != NULL && PyTuple_GET_SIZE(labels) == 1) {
@@ -327,7 +327,7 @@ predictions(const eval_step *s, PyObject *outputs, const ctpy_state *names)
         chosen = Py_NewRef(outputs);
     }
     if (chosen != NULL) {
-        detached = ctpy_nested_detach(chosen, names);
+        detached = ctpy_detach_all(chosen, names);
         Py_DECREF(chosen);
     }
     if (detached != NULL && ctpy_kind_of(detached) == CTPY_SEQUENCE &&

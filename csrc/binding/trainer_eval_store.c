@@ -134,7 +134,7 @@ keep(ctpy_eval_store *store, const ctpy_state *names, int kind, PyObject *value)
         Py_XDECREF(answer);
         return answer == NULL ? -1 : 0;
     }
-    PyObject *arrays = ctpy_nested_numpify(value, names);
+    PyObject *arrays = ctpy_numpify_all(value, names);
     int result = arrays == NULL ? -1 : PyList_Append(sink, arrays);
     Py_XDECREF(arrays);
     return result;
