@@ -43,7 +43,7 @@ FLOORS = (
     {"ct_adamw", "ct_sgd", "ct_lion"},
     {"ct_device", "ct_comm", "ct_comm_self", "ct_comm_local", "ct_plugin"},
     set[str](),
-    {"ct_optim"},
+    {"ct_optim", "ct_optim_kind"},
     {"ct_step"},
 )
 POLICIES = FLOORS.index(set())

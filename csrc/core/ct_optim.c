@@ -1,6 +1,7 @@
 #include "core/ct_optim.h"
 
 #include "core/ct_alloc.h"
+#include "core/ct_optim_kind.h"
 
 #include <math.h>
 #include <string.h>
@@ -12,24 +13,9 @@ typedef struct group_cache {
     size_t coef; /* index + 1; 0: none yet */
 } group_cache;
 
-/* What differs between kinds. `coefs` and `spans` are arrays of the kind's own types.
- */
-typedef struct kind_ops {
-    size_t coef_size, span_size;
-    size_t (*n_states)(const ct_optim_group *group);
-    /* Parameters of a group with the same key have the same constants. */
-    uint64_t (*key)(const ct_optim_param *param);
-    ct_status (*coef_init)(void *coefs, size_t i, const ct_optim_group *group,
-                           uint64_t key, double grad_scale, ct_error *err);
-    void (*span_init)(void *spans, size_t i, const ct_optim_param *param, uint32_t coef,
-                      size_t n_states);
-    ct_status (*run)(const ct_device *device, void *stream, const void *coefs,
-                     const void *spans, size_t n_spans, bool zero_grads, ct_error *err);
-} kind_ops;
-
 struct ct_optim {
     ct_optim_kind kind;
-    const kind_ops *ops;
+    const ct_optim_ops *ops;
     const ct_device *device;
     size_t n_groups, n_params;
     size_t groups_capacity, caches_capacity, params_capacity;
@@ -43,105 +29,13 @@ struct ct_optim {
     ct_scratch sum_sq;  /* the device's, one double */
 };
 
-static size_t
-adamw_n_states(const ct_optim_group *group)
-{
-    (void)group;
-    return 2;
-}
-
-static uint64_t
-adamw_key(const ct_optim_param *param)
-{
-    return param->step + 1;
-}
-
-static ct_status
-adamw_coef_init(void *coefs, size_t i, const ct_optim_group *group, uint64_t key,
-                double grad_scale, ct_error *err)
-{
-    return ct_adamw_coef_init((ct_adamw_coef *)coefs + i, &group->adamw, key,
-                              grad_scale, err);
-}
-
-static void
-adamw_span_init(void *spans, size_t i, const ct_optim_param *param, uint32_t coef,
-                size_t n_states)
-{
-    (void)n_states;
-    ((ct_adamw_span *)spans)[i] = (ct_adamw_span){
-        .grad = param->grad,
-        .param = param->param,
-        .m = param->state[0],
-        .v = param->state[1],
-        .n = param->n,
-        .dtype = param->dtype,
-        .coef = coef,
-    };
-}
-
-static ct_status
-adamw_run(const ct_device *device, void *stream, const void *coefs, const void *spans,
-          size_t n_spans, bool zero_grads, ct_error *err)
-{
-    return device->adamw(stream, coefs, spans, n_spans, zero_grads, err);
-}
-
-static size_t
-sgd_n_states(const ct_optim_group *group)
-{
-    return group->sgd.momentum != 0.0 ? 1 : 0;
-}
-
-static uint64_t
-sgd_key(const ct_optim_param *param)
-{
-    return param->step == 0;
-}
-
-static ct_status
-sgd_coef_init(void *coefs, size_t i, const ct_optim_group *group, uint64_t key,
-              double grad_scale, ct_error *err)
-{
-    return ct_sgd_coef_init((ct_sgd_coef *)coefs + i, &group->sgd, key != 0, grad_scale,
-                            err);
-}
-
-static void
-sgd_span_init(void *spans, size_t i, const ct_optim_param *param, uint32_t coef,
-              size_t n_states)
-{
-    ((ct_sgd_span *)spans)[i] = (ct_sgd_span){
-        .grad = param->grad,
-        .param = param->param,
-        .momentum = n_states != 0 ? param->state[0] : NULL,
-        .n = param->n,
-        .dtype = param->dtype,
-        .coef = coef,
-    };
-}
-
-static ct_status
-sgd_run(const ct_device *device, void *stream, const void *coefs, const void *spans,
-        size_t n_spans, bool zero_grads, ct_error *err)
-{
-    return device->sgd(stream, coefs, spans, n_spans, zero_grads, err);
-}
-
-static const kind_ops kinds[CT_OPTIM_KIND_COUNT] = {
-    [CT_OPTIM_ADAMW] = {sizeof(ct_adamw_coef), sizeof(ct_adamw_span), adamw_n_states,
-                        adamw_key,                                                             adamw_coef_init, adamw_span_init, adamw_run},
-    [CT_OPTIM_SGD] = {sizeof(ct_sgd_coef),   sizeof(ct_sgd_span),   sgd_n_states,   sgd_key,
-                        sgd_coef_init,                                                                          sgd_span_init,   sgd_run  },
-};
-
 ct_optim *
 ct_optim_new(ct_optim_kind kind, const ct_device *device)
 {
     ct_optim *optim = ct_calloc(1, sizeof *optim);
     if (optim != NULL) {
         optim->kind = kind;
-        optim->ops = &kinds[kind];
+        optim->ops = ct_optim_kinds[kind];
         optim->device = device;
     }
     return optim;
