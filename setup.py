@@ -109,6 +109,7 @@ class BuildExt(build_ext):
             self.build_changed(ext)
         except CCompilerError as error:
             if ext.optional:
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
                 line = "*" * 78
                 self.warn(
                     f"\n{line}\nctrainer is built WITHOUT its CUDA plugin: {error}\n"
