@@ -10,6 +10,8 @@
 #   make check-core   the tests of the C core alone
 #   make asan      the core's and the extension's tests under ASan and UBSan
 #   make tsan      the tests that run threads under TSan
+#   make cuda      build the CUDA plugin with nvcc and test it, its kernels on the CPU
+#   make cuda-emul, cuda-check   the CUDA kernels on the CPU; on a GPU
 #   make bench-kernels   the update against the speed of this memory
 #   make clean     remove what was built; $(VENV) and out/ stay
 #
@@ -31,7 +33,8 @@ CORE := $(wildcard csrc/core/*.c csrc/cpu/*.c)
 BINDING := $(wildcard csrc/binding/*.c)
 HEADERS := $(wildcard csrc/*/*.h csrc/*/*.def)
 TESTS := $(patsubst tests/core/%.c,$(BUILD)/%,$(wildcard tests/core/test_*.c))
-FORMATTED := $(wildcard csrc/*/*.[hc] cuda/*.[hc] cuda/*.cu cuda/*/*.[hc] tests/core/*.[hc])
+FORMATTED := $(wildcard csrc/*/*.[hc] cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] \
+    tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
 .PHONY: install demo test bench lint format ext check-core asan asan-core asan-ext tsan clean

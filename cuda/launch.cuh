@@ -85,6 +85,8 @@ template <typename Operand, typename Load, typename Launch>
 ct_status
 ct_cuda_in_batches(size_t n, Load load, Launch launch)
 {
+    static_assert(sizeof(ct_cuda_batch<Operand>) + 64 <= ct_cuda_param_bytes,
+                  "a batch and what else a kernel takes are its parameters");
     ct_cuda_batch<Operand> batch;
     ct_status status = CT_OK;
 

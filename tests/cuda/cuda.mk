@@ -4,6 +4,7 @@
 #   make cuda-emul    run the sources of cuda/ on the CPU, plainly and under sanitizers
 #   make cuda-check   run them on a GPU; a test that finds none exits 77: skipped
 NVCC ?= nvcc
+NVCC_WHEELS := $(foreach w,cuda-nvcc cuda-crt nvvm cuda-runtime,'nvidia-$w==13.0.*')
 CUDA_CHECK_ARCH ?= sm_75# newer devices compile its PTX for themselves
 EMUL := $(BUILD)/emul
 CHECKED := $(BUILD)/cuda
@@ -17,11 +18,14 @@ CHECK_TESTS := $(patsubst %,$(CHECKED)/test_%,$(filter-out $(ONLY_EMULATED), \
 EMUL_WHEELS := $(abspath $(EMUL))/wheels
 EMUL_INCLUDE := -DCT_EMUL '-DCT_EMUL_WHEELS="$(EMUL_WHEELS)"' \
     -Itests/cuda -Itests/cuda/emul -Icsrc
-EMUL_LIBRARIES := $(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13
+EMUL_LIBRARIES := $(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13 \
+    $(EMUL_WHEELS)/nvidia/nccl/lib/libnccl.so.2
 EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -pthread $(SAN)
 
 .PHONY: cuda cuda-emul cuda-emul-build cuda-emul-plain cuda-check
 cuda: cuda-emul
+	command -v $(NVCC) >/dev/null || test -x /usr/local/cuda/bin/nvcc || \
+	  $(PY) -m pip install -q --disable-pip-version-check $(NVCC_WHEELS)
 	CTRAINER_CUDA=1 PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
 	$(PY) -m pytest tests/cuda
 
@@ -60,8 +64,10 @@ $(EMUL)/test_%: tests/cuda/test_%.cpp $(EMUL_OBJECTS) $(BUILD)/libcore.a
 
 # Like NVIDIA's wheels: cuda/dynlib.c has to find them. They use the test's runtime.
 $(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13: tests/cuda/emul/libs/cublas.cpp
+$(EMUL_WHEELS)/nvidia/nccl/lib/libnccl.so.2: tests/cuda/emul/libs/nccl.cpp
+$(EMUL_LIBRARIES): tests/cuda/emul/emul.h
 	@mkdir -p $(@D)
-	$(CXX) -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -fPIC -shared -o $@ $<
+	$(CXX) -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -fPIC -shared -o $@ $(filter %.cpp,$^)
 
 $(CHECKED)/test_%: tests/cuda/test_%.cpp $(CUDA_CU) $(CUDA_C) $(CUDA_HEADERS) $(BUILD)/libcore.a
 	@mkdir -p $(@D)

@@ -4,12 +4,18 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NVCC = os.environ.get("NVCC") or shutil.which("nvcc")
+WHEELS = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin")
+NVCC = (
+    os.environ.get("NVCC")
+    or shutil.which("nvcc")
+    or shutil.which("nvcc", path=f"/usr/local/cuda/bin{os.pathsep}{WHEELS}")
+)
 SOURCES = sorted(
     p for p in (ROOT / "cuda").glob("*.cu") if "__global__" in p.read_text()
 )

@@ -35,6 +35,7 @@ extern record seen;
 extern bool descending;    /* threads and blocks run last to first */
 extern size_t fail_launch; /* the n-th launch from now on is refused; 0: none */
 extern size_t fail_malloc; /* likewise for cudaMalloc */
+extern size_t busy;        /* so many times cudaStreamQuery says not yet */
 extern int n_devices;      /* what cudaGetDeviceCount says */
 
 void reset();

@@ -5,6 +5,7 @@
 #include "emul.h"
 
 #include <map>
+#include <mutex>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -13,6 +14,7 @@
 namespace emul {
 
 size_t fail_malloc;
+size_t busy;
 int n_devices = 1;
 
 namespace {
@@ -23,6 +25,7 @@ struct block {
 };
 
 std::map<void *, block> blocks; /* by the address that cudaMalloc gave */
+std::mutex blocks_lock;         /* ranks of a group may be threads */
 cudaError_t last_error = cudaSuccess;
 
 } // namespace
@@ -52,6 +55,7 @@ open_block(const block &it, bool open)
 void
 open_device_memory(bool open)
 {
+    std::lock_guard<std::mutex> held(blocks_lock);
     for (const auto &entry : blocks) {
         open_block(entry.second, open);
     }
@@ -61,6 +65,7 @@ open_device_memory(bool open)
 static void
 open_around(const void *data, bool open)
 {
+    std::lock_guard<std::mutex> held(blocks_lock);
     const auto behind = blocks.upper_bound(const_cast<void *>(data));
     if (behind == blocks.begin()) {
         return;
@@ -155,6 +160,7 @@ cudaMalloc(void **data, size_t bytes)
     char *pages =
         (char *)mmap(NULL, size + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     *data = pages + (size - bytes) / 16 * 16; /* an overrun meets the guard page */
+    std::lock_guard<std::mutex> held(emul::blocks_lock);
     emul::blocks[*data] = {pages, size};
 #endif
     return cudaSuccess;
@@ -167,6 +173,7 @@ cudaFree(void *data)
 #ifdef __SANITIZE_ADDRESS__
     free(data);
 #else
+    std::lock_guard<std::mutex> held(emul::blocks_lock);
     const auto found = emul::blocks.find(data);
     if (found != emul::blocks.end()) {
         munmap(found->second.pages,
@@ -218,7 +225,7 @@ cudaStreamDestroy(cudaStream_t stream)
 cudaError_t
 cudaStreamQuery(cudaStream_t)
 {
-    return cudaSuccess;
+    return emul::busy > 0 && emul::busy-- > 0 ? cudaErrorNotReady : cudaSuccess;
 }
 
 cudaError_t

@@ -1,0 +1,262 @@
+/* Our collectives over NCCL's calls, with ranks that are threads and an NCCL of the
+ * emulation: what goes where, and what happens when it fails. */
+#include "cuda_test.h"
+
+#include "../../cuda/comm_nccl.h"
+#include "../../cuda/dynlib.h"
+
+#include <dlfcn.h>
+#include <functional>
+#include <thread>
+
+enum {
+    RANKS = 3,
+    N = 5
+};
+
+/* One buffer a rank, filled and read while no rank runs. */
+struct buffers {
+    std::vector<twin> of;
+
+    buffers(size_t n, double (*value)(size_t rank, size_t i))
+    {
+        for (size_t r = 0; r < RANKS; r++) {
+            of.emplace_back(CT_F32, n, 0);
+            for (size_t i = 0; i < n; i++) {
+                put(CT_F32, of[r].host.data(), i, value(r, i));
+            }
+            of[r].upload();
+        }
+    }
+
+    void check(double (*expected)(size_t rank, size_t i)) const
+    {
+        for (size_t r = 0; r < RANKS; r++) {
+            const std::vector<unsigned char> back = of[r].download();
+            for (size_t i = 0; i < of[r].n; i++) {
+                CHECK(get(CT_F32, back.data(), i) == expected(r, i));
+            }
+        }
+    }
+};
+
+static ct_comm *comms[RANKS];
+
+static void
+on_every_rank(const std::function<void(size_t)> &work)
+{
+    std::vector<std::thread> threads;
+    for (size_t r = 0; r < RANKS; r++) {
+        threads.emplace_back(work, r);
+    }
+    for (std::thread &it : threads) {
+        it.join();
+    }
+}
+
+static void
+join_all()
+{
+    char id[CT_COMM_ID_BYTES];
+    ct_error err;
+    check_ok(ct_nccl_id(id, &err), err);
+    on_every_rank([&](size_t r) {
+        ct_error mine;
+        check_ok(ct_nccl_join(id, (int)r, RANKS, NULL, &comms[r], &mine), mine);
+        CHECK(comms[r]->rank == (int)r && comms[r]->world_size == RANKS);
+    });
+}
+
+static void
+leave_all()
+{
+    for (ct_comm *comm : comms) {
+        comm->ops->free(comm);
+    }
+}
+
+static double
+own(size_t rank, size_t i)
+{
+    return 10.0 * (double)rank + (double)i;
+}
+
+static double
+nothing(size_t, size_t)
+{
+    return -1.0;
+}
+
+static void
+test_all_reduce()
+{
+    const struct {
+        ct_reduce_op op;
+        double (*expected)(size_t rank, size_t i);
+    } cases[] = {
+        {CT_REDUCE_SUM,  [](size_t, size_t i) { return 30.0 + 3.0 * (double)i; }},
+        {CT_REDUCE_MEAN, [](size_t, size_t i) { return 10.0 + (double)i; }      },
+        {CT_REDUCE_MAX,  [](size_t, size_t i) { return 20.0 + (double)i; }      },
+        {CT_REDUCE_MIN,  [](size_t, size_t i) { return (double)i; }             },
+    };
+    for (const auto &it : cases) {
+        buffers all(N, own);
+        on_every_rank([&](size_t r) {
+            const ct_span span = all.of[r].on_device();
+            ct_error err;
+            check_ok(comms[r]->ops->all_reduce(comms[r], &span, it.op, &err), err);
+        });
+        all.check(it.expected);
+    }
+}
+
+static void
+test_all_gather()
+{
+    buffers in(N, own), out(N * RANKS, nothing);
+    on_every_rank([&](size_t r) {
+        const ct_span from = in.of[r].on_device(), to = out.of[r].on_device();
+        ct_error err;
+        check_ok(comms[r]->ops->all_gather(comms[r], &to, &from, &err), err);
+    });
+    out.check([](size_t, size_t i) { return own(i / N, i % N); });
+}
+
+static void
+test_reduce_scatter()
+{
+    buffers in(N * RANKS, own), out(N, nothing);
+    on_every_rank([&](size_t r) {
+        const ct_span from = in.of[r].on_device(), to = out.of[r].on_device();
+        ct_error err;
+        check_ok(
+            comms[r]->ops->reduce_scatter(comms[r], &to, &from, CT_REDUCE_SUM, &err),
+            err);
+    });
+    out.check([](size_t r, size_t i) { return 30.0 + 3.0 * (double)(r * N + i); });
+}
+
+static void
+test_broadcast_and_barrier()
+{
+    buffers all(N, own);
+    on_every_rank([&](size_t r) {
+        const ct_span span = all.of[r].on_device();
+        ct_error err;
+        check_ok(comms[r]->ops->broadcast(comms[r], &span, 1, &err), err);
+        check_ok(comms[r]->ops->barrier(comms[r], &err), err);
+    });
+    all.check([](size_t, size_t i) { return own(1, i); });
+}
+
+static void
+test_wrong_operands_are_refused()
+{
+    buffers all(N, own);
+    ct_comm *comm = comms[0];
+    ct_error err;
+    const ct_span span = all.of[0].on_device();
+    const ct_span shorts = {all.of[0].device(), N, CT_I16};
+    CHECK(comm->ops->all_reduce(comm, &shorts, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "NCCL has no int16") != NULL);
+    CHECK(comm->ops->all_gather(comm, &span, &span, &err) == CT_EINVAL);
+    CHECK(comm->ops->reduce_scatter(comm, &span, &span, CT_REDUCE_SUM, &err) ==
+          CT_EINVAL);
+    CHECK(comm->ops->broadcast(comm, &span, RANKS, &err) == CT_EINVAL);
+    CHECK(comm->ops->broadcast(comm, &span, -1, &err) == CT_EINVAL);
+
+    ct_comm *made = NULL;
+    const char id[CT_COMM_ID_BYTES] = {0};
+    CHECK(ct_nccl_join(id, 2, 2, NULL, &made, &err) == CT_EINVAL);
+    CHECK(ct_nccl_join(id, 0, 0, NULL, &made, &err) == CT_EINVAL);
+    CHECK(made == NULL);
+}
+
+static int *
+library_variable(const char *name)
+{
+    void *library = dlopen(CT_EMUL_WHEELS "/nvidia/nccl/lib/libnccl.so.2", RTLD_NOW);
+    CHECK(library != NULL);
+    int *found = (int *)dlsym(library, name);
+    CHECK(found != NULL);
+    return found;
+}
+
+static void
+check_broken(ct_comm *comm, const ct_span *span, int aborted)
+{
+    ct_error err;
+    CHECK(comm->ops->all_reduce(comm, span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+    CHECK(strstr(err.message, "broke at an earlier error") != NULL);
+    CHECK(*library_variable("fake_nccl_aborted") == aborted);
+}
+
+static void
+test_a_refused_collective_breaks_the_group()
+{
+    buffers all(N, own);
+    const ct_span span = all.of[0].on_device();
+    ct_comm *comm = comms[0];
+    ct_error err;
+    *library_variable("fake_nccl_fail") = 6;
+    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+    CHECK(strstr(err.message, "remote process exited") != NULL);
+    check_broken(comm, &span, 1);
+}
+
+/* Alone in its group, rank 0 waits for a stream that is busy for a while. */
+static void
+test_a_dead_peer_ends_the_wait()
+{
+    char id[CT_COMM_ID_BYTES];
+    ct_comm *comm = NULL;
+    ct_error err;
+    buffers all(N, own);
+    const ct_span span = all.of[0].on_device();
+    check_ok(ct_nccl_id(id, &err), err);
+    check_ok(ct_nccl_join(id, 0, 1, NULL, &comm, &err), err);
+
+    emul::busy = 3;
+    *library_variable("fake_nccl_async") = 7; /* in progress */
+    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_OK);
+    CHECK(emul::busy == 0);
+
+    emul::busy = 1000000;
+    *library_variable("fake_nccl_async") = 6;
+    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+    CHECK(strstr(err.message, "remote process exited") != NULL);
+    emul::busy = 0;
+    check_broken(comm, &span, 2);
+    comm->ops->free(comm);
+}
+
+static void
+test_nothing_to_send_is_no_collective()
+{
+    ct_comm *comm = comms[1];
+    ct_error err;
+    const ct_span nothing_at_all = {NULL, 0, CT_F32};
+    CHECK(comm->ops->all_reduce(comm, &nothing_at_all, CT_REDUCE_SUM, &err) == CT_OK);
+}
+
+int
+main()
+{
+    const char *folder = CT_EMUL_WHEELS;
+    ct_error err;
+    int version = 0;
+    check_ok(ct_dynlib_set_path(&folder, 1, &err), err);
+    check_ok(ct_nccl_version(&version, &err), err);
+    CHECK(version == 22907);
+    join_all();
+    test_all_reduce();
+    test_all_gather();
+    test_reduce_scatter();
+    test_broadcast_and_barrier();
+    test_wrong_operands_are_refused();
+    test_nothing_to_send_is_no_collective();
+    test_a_refused_collective_breaks_the_group();
+    test_a_dead_peer_ends_the_wait();
+    leave_all();
+    return 0;
+}
