@@ -78,6 +78,9 @@ class OptimMixin(TrainerBase):
     def _count_targets(self, labels: Any, shifted: bool) -> int | None:
         return self._adapter.count_targets(labels, shifted)  # type: ignore[no-any-return]
 
+    def _no_loss(self, loss: Any) -> Any:
+        return self._adapter.no_loss(loss)
+
     def _add_device_loss(self, total: Any, loss: Any) -> Any:
         return self._adapter.add_device_loss(total, loss)
 

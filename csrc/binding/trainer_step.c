@@ -265,33 +265,27 @@ is_weighted(PyObject *op, PyObject *count)
     return answer;
 }
 
-/* Weighs the loss of a micro-batch by its share of the update. */
+/* Weighs the loss of a micro-batch by its share of the update; called by hand, outside
+ * an update, by 1 / current_gradient_accumulation_steps. */
 static PyObject *
-weigh_steal(PyObject *op, PyObject *loss, PyObject *count)
+weigh_steal(PyObject *op, PyObject *loss)
 {
     Trainer *self = (Trainer *)op;
+    double share = self->share;
     int64_t n = 1;
-    PyObject *factor = NULL, *weighed = NULL;
-    int done = is_weighted(op, count);
-    if (done != 0 || self->share == 1.0) {
-        if (done < 0) {
-            Py_CLEAR(loss);
+    if (!self->in_update) {
+        PyObject *name = ctpy_state_borrow(op)->str_current_gradient_accumulation_steps;
+        if (ctpy_get_int64(op, name, &n) < 0) {
+            Py_DECREF(loss);
+            return NULL;
         }
+        share = n > 0 ? 1.0 / (double)n : 1.0;
+    }
+    if (share == 1.0) {
         return loss;
     }
-    if (self->share > 0.0 && count != Py_None) {
-        factor = PyFloat_FromDouble(self->share);
-        weighed = factor == NULL ? NULL : PyNumber_Multiply(loss, factor);
-    }
-    else {
-        PyObject *name = ctpy_state_borrow(op)->str_current_gradient_accumulation_steps;
-        if (ctpy_get_int64(op, name, &n) == 0) {
-            factor = PyLong_FromLongLong(n);
-            weighed = n == 1           ? Py_NewRef(loss)
-                      : factor == NULL ? NULL
-                                       : PyNumber_TrueDivide(loss, factor);
-        }
-    }
+    PyObject *factor = PyFloat_FromDouble(share);
+    PyObject *weighed = factor == NULL ? NULL : PyNumber_Multiply(loss, factor);
     Py_XDECREF(factor);
     Py_DECREF(loss);
     return weighed;
@@ -322,6 +316,26 @@ run_backward(PyObject *op, PyObject *loss)
     }
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
+}
+
+/* Weight, backward; the loss without its graph. A micro-batch in which nothing is to be
+ * predicted has no mean, 0 / 0, and adds nothing to its update. */
+static PyObject *
+settle_steal(PyObject *op, PyObject *loss, PyObject *count)
+{
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *detached = NULL;
+    int weighted = is_weighted(op, count);
+    if (weighted == 0 && self->in_update && self->share == 0.0) {
+        detached = PyObject_CallMethodOneArg(op, names->str__no_loss, loss);
+    }
+    else if (weighted >= 0 && (weighted || (loss = weigh_steal(op, loss)) != NULL) &&
+             run_backward(op, loss) == 0) {
+        detached = PyObject_CallMethodNoArgs(loss, names->str_detach);
+    }
+    Py_XDECREF(loss);
+    return detached;
 }
 
 /* model.train(), and the optimizer's, unless the model is in that mode already: asking
@@ -357,7 +371,7 @@ Trainer_training_step(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"model", "inputs", "num_items_in_batch", NULL};
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *model, *inputs, *count = Py_None, *ready, *loss, *detached = NULL;
+    PyObject *model, *inputs, *count = Py_None, *ready, *loss;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:training_step", keywords,
                                      &model, &inputs, &count) ||
         ensure_train_mode(op, model) < 0) {
@@ -369,10 +383,5 @@ Trainer_training_step(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     loss = loss_in_context(op, model, ready, count);
     Py_DECREF(ready);
-    if (loss != NULL && (loss = weigh_steal(op, loss, count)) != NULL &&
-        run_backward(op, loss) == 0) {
-        detached = PyObject_CallMethodNoArgs(loss, names->str_detach);
-    }
-    Py_XDECREF(loss);
-    return detached;
+    return loss == NULL ? NULL : settle_steal(op, loss, count);
 }

@@ -117,6 +117,11 @@ def flos_per_token(model: Any) -> float:
 # Losses
 
 
+def no_loss(loss: Any) -> float:
+    """A loss of nothing."""
+    return 0.0
+
+
 def add_device_loss(total: tuple[float, int] | None, loss: Any) -> tuple[float, int]:
     """(sum of finite losses, losses that are not finite)."""
     value, bad = (0.0, 0) if total is None else total

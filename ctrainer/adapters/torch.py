@@ -72,10 +72,9 @@ class ItemCount(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") not in _SHAPE_QUERIES:
-            for arg in (*args, *(kwargs or {}).values()):
-                if isinstance(arg, ItemCount):
-                    arg.was_read = True
+        if _reads(func):
+            for count in _counts((args, *(kwargs or {}).values())):
+                count.was_read = True
         with torch._C.DisableTorchFunctionSubclass():
             return func(
                 *[_plain(a) for a in args],
@@ -83,7 +82,24 @@ class ItemCount(torch.Tensor):
             )
 
 
-_SHAPE_QUERIES = {"__get__", "dim", "size", "numel", "is_floating_point", "__repr__"}
+_SHAPE_QUERIES = {"dim", "size", "numel", "is_floating_point", "__repr__"}
+_VIEWS = {"data", "T", "mT", "H", "mH", "real"}
+
+
+def _reads(func: Any) -> bool:
+    """Does the function, or the getter of an attribute, use a tensor's value?"""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") in _VIEWS
+    return name not in _SHAPE_QUERIES
+
+
+def _counts(values: Any) -> Iterator[ItemCount]:
+    for value in values:
+        if isinstance(value, ItemCount):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _counts(value)
 
 
 def _plain(value: Any) -> Any:
@@ -140,6 +156,11 @@ def flos_per_token(model: Model) -> float:
 
 
 # Losses on a device, summed without waiting for it
+
+
+def no_loss(loss: torch.Tensor) -> torch.Tensor:
+    """A loss of nothing: 0 where `loss` lies."""
+    return torch.zeros_like(loss, requires_grad=False)
 
 
 def add_device_loss(total: torch.Tensor | None, loss: torch.Tensor) -> torch.Tensor:
