@@ -274,11 +274,13 @@ class CheckpointMixin(TrainerBase):
             setattr(self.state, name, getattr(fresh, name))
         self._load_callback_state()
         own = os.path.join(checkpoint, OWN_STATE)
-        if os.path.isfile(own):
-            with open(own, encoding="utf-8") as file:
-                content = json.load(file)
-            self._set_loss_state(**content["loss"])
-            self._resume_state = from_json(content["resume"])
+        if not os.path.isfile(own):
+            self._set_loss_state(**_loss_of_history(self.state))
+            return
+        with open(own, encoding="utf-8") as file:
+            content = json.load(file)
+        self._set_loss_state(**content["loss"])
+        self._resume_state = from_json(content["resume"])
 
     def _load_callback_state(self) -> None:
         """Give callbacks that export a state what they had; with
@@ -314,6 +316,22 @@ def _overridden(trainer: TrainerBase, name: str) -> bool:
     return name in vars(trainer) or getattr(type(trainer), name) is not getattr(
         Trainer, name
     )
+
+
+def _loss_of_history(state: TrainerState) -> dict[str, float]:
+    """The sums of a run that transformers saved, as far as its logs tell: each has the
+    mean loss of the steps since the one before."""
+    total, last = 0.0, 0
+    for entry in state.log_history:
+        if "loss" in entry and "step" in entry:
+            total += entry["loss"] * (entry["step"] - last)
+            last = entry["step"]
+    unknown = state.global_step - last
+    return {
+        "total_loss": total,
+        "total_bad": unknown,
+        "window_start": state.global_step,
+    }
 
 
 def _real(path: str) -> str:

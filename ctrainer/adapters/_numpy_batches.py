@@ -90,7 +90,9 @@ class DataLoader:
         """Batches from number `skip` on; what comes before is not read where examples
         have an index."""
         if self.sampler is None:
-            examples: Iterator[Any] = itertools.islice(self.dataset, skip * self.batch_size, None)
+            examples: Iterator[Any] = itertools.islice(
+                self.dataset, skip * self.batch_size, None
+            )
         else:
             order = itertools.islice(self.sampler, skip * self.batch_size, None)
             examples = (self.dataset[i] for i in order)
