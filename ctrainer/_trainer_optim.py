@@ -32,9 +32,11 @@ class OptimMixin(TrainerBase):
             cls: Callable[..., Any]
             if self.optimizer_cls_and_kwargs is not None:
                 cls, kwargs = self.optimizer_cls_and_kwargs
-                groups = kwargs.pop("params", groups) if "params" in kwargs else groups
             else:
                 cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, target)
+            kwargs = dict(kwargs)
+            for name in ("params", "model", "optimizer_dict"):  # an override's groups
+                groups = kwargs.pop(name, groups)
             self.optimizer = cls(groups, **kwargs)
         return self.optimizer
 
