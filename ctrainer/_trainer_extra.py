@@ -198,13 +198,3 @@ class ExtraMixin(TrainerBase):
             commit_message=commit_message, revision=revision,
             ignore_patterns=["_*", "checkpoint-*", ".*"], **options,
         )  # fmt: skip
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: run a search package around train() instead."""
-        raise RuntimeError(
-            "hyperparameter_search is not part of ctrainer: call train() from optuna's "
-            "or ray's own objective, with a new Trainer for each trial"
-        )
-
-    def _hp_search_setup(self, trial: Any) -> None:
-        """Called by search packages; there is nothing to set up."""

@@ -15,6 +15,7 @@ from ctrainer._trainer_ckpt import CheckpointMixin
 from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
 from ctrainer._trainer_optim import OptimMixin
+from ctrainer._trainer_search import SearchMixin
 from ctrainer.trainer_state import ExportableState, TrainerState
 from ctrainer.trainer_utils import (
     TrainOutput,
@@ -28,7 +29,7 @@ from ctrainer.trainer_utils import (
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin):
+class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
     """Preparation and end of train(); the loop between them is C."""
 
     def _train_arguments(
@@ -56,6 +57,7 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin):
         )
         if self._inputs_stay and getattr(args, "malloc_tuning", True):
             _C.malloc_tune(True)
+        self._hp_search_setup(trial)
         if self.model_init is not None:
             self._seed()
             self.model = self.model_wrapped = self.call_model_init(trial)
