@@ -161,14 +161,15 @@ def _tensors_into(sink: Sink) -> Iterator[None]:
     from transformers.utils import logging as progress
 
     shown = progress.is_progress_bar_enabled()
-    progress.disable_progress_bar()  # there is nothing to wait for
+    # There is nothing to wait for.
+    progress.disable_progress_bar()  # type: ignore[no-untyped-call]
     modeling.safe_save_file = write_by_c  # type: ignore[attr-defined]
     try:
         yield
     finally:
         modeling.safe_save_file = write  # type: ignore[attr-defined]
         if shown:
-            progress.enable_progress_bar()
+            progress.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 _TAGS = {

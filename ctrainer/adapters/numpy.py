@@ -111,7 +111,7 @@ def flos_per_token(model: Any) -> float:
     said = getattr(model, "flos_per_token", None)
     if said is not None:
         return float(said)
-    return 6.0 * sum(p.data.size for p in model.parameters())
+    return 6.0 * float(sum(p.data.size for p in model.parameters()))
 
 
 # Losses

@@ -48,7 +48,7 @@ class SearchMixin(TrainerBase):
                 "instead of model"
             )
         kind = theirs.HPSearchBackend(backend or default_hp_search_backend())
-        search = ALL_HYPERPARAMETER_SEARCH_BACKENDS[kind]()
+        search: Any = ALL_HYPERPARAMETER_SEARCH_BACKENDS[kind]()
         search.ensure_available()
         self.hp_search_backend = kind
         self.hp_space = hp_space or search.default_hp_space
