@@ -15,7 +15,7 @@ from ctrainer._trainer_ckpt import CheckpointMixin
 from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
 from ctrainer._trainer_optim import OptimMixin
-from ctrainer.integrations.search import SearchMixin
+from ctrainer._trainer_search import SearchMixin
 from ctrainer.trainer_state import ExportableState, TrainerState
 from ctrainer.trainer_utils import (
     TrainOutput,

@@ -39,3 +39,21 @@ def reporting_callbacks(
     if logging_dir is not None:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", logging_dir)
     return list(integrations.get_reporting_integration_callbacks(names))
+
+
+def search_backend(name: Any) -> tuple[Any, Any, Any]:
+    """transformers' backend of hyper-parameter search: its kind, the backend itself and
+    the default objective. None takes the first that is installed.
+
+    Raises ImportError without transformers, RuntimeError without the backend.
+    """
+    from transformers.hyperparameter_search import (
+        ALL_HYPERPARAMETER_SEARCH_BACKENDS,
+        default_hp_search_backend,
+    )
+    from transformers.trainer_utils import HPSearchBackend, default_compute_objective
+
+    kind = HPSearchBackend(name or default_hp_search_backend())
+    backend: Any = ALL_HYPERPARAMETER_SEARCH_BACKENDS[kind]()
+    backend.ensure_available()
+    return kind, backend, default_compute_objective

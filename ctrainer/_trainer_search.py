@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ctrainer._trainer_base import TrainerBase
+from ctrainer.integrations import search_backend
 
 logger = logging.getLogger("ctrainer.trainer")
 
@@ -36,24 +37,16 @@ class SearchMixin(TrainerBase):
         that name. Raises RuntimeError without model_init, ImportError without
         transformers or the backend.
         """
-        from transformers import trainer_utils as theirs
-        from transformers.hyperparameter_search import (
-            ALL_HYPERPARAMETER_SEARCH_BACKENDS,
-            default_hp_search_backend,
-        )
-
         if self.model_init is None:
             raise RuntimeError(
                 "hyperparameter_search trains a fresh model each time: pass model_init "
                 "instead of model"
             )
-        kind = theirs.HPSearchBackend(backend or default_hp_search_backend())
-        search: Any = ALL_HYPERPARAMETER_SEARCH_BACKENDS[kind]()
-        search.ensure_available()
+        kind, search, default_objective = search_backend(backend)
         self.hp_search_backend = kind
         self.hp_space = hp_space or search.default_hp_space
         self.hp_name = hp_name
-        self.compute_objective = compute_objective or theirs.default_compute_objective
+        self.compute_objective = compute_objective or default_objective
         try:
             return search.run(self, n_trials, direction, **kwargs)
         finally:
