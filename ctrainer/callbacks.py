@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
@@ -205,6 +205,18 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
                 "early_stopping_patience_counter": self.early_stopping_patience_counter,
             },
         }
+
+
+class EmptyCacheCallback(TrainerCallback):
+    """Gives the device's unused memory back every so many steps."""
+
+    def __init__(self, empty_cache: Callable[[], None], every: int) -> None:
+        self.empty_cache = empty_cache
+        self.every = every
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            self.empty_cache()
 
 
 class CallbackHandler(_C.CallbackHandler):

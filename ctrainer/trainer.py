@@ -10,12 +10,17 @@ from typing import Any
 
 from ctrainer import adapters
 from ctrainer._trainer_run import RunMixin
-from ctrainer.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback
+from ctrainer.callbacks import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    EmptyCacheCallback,
+    PrinterCallback,
+)
 from ctrainer.memory_tracker import TrainerMemoryTracker
 from ctrainer.progress import ProgressCallback
 from ctrainer.trainer_state import TrainerControl, TrainerState
 from ctrainer.trainer_utils import has_length
-from ctrainer.training_args import TrainingArguments, adopt
+from ctrainer.training_args import TrainingArguments, adopt, set_log_level
 
 logger = logging.getLogger("ctrainer.trainer")
 
@@ -81,6 +86,7 @@ class Trainer(RunMixin):
         self.args = adopt(
             TrainingArguments(output_dir="tmp_trainer") if args is None else args
         )
+        set_log_level(self.args)
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start("init")
         self.model_init = model_init
@@ -179,6 +185,9 @@ class Trainer(RunMixin):
         display = PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
         reporters = reporting_callbacks(args.report_to, args.logging_dir)
         defaults = [*DEFAULT_CALLBACKS, *reporters, display]
+        if args.torch_empty_cache_steps:
+            empty, every = self._adapter.empty_cache, args.torch_empty_cache_steps
+            defaults.append(EmptyCacheCallback(empty, every))
         self.callback_handler = CallbackHandler(
             [*defaults, *callbacks], self.model, self.processing_class,
             self.optimizer, self.lr_scheduler,

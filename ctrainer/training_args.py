@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -40,6 +41,7 @@ __all__ = [
     "Seq2SeqTrainingArguments",
     "TrainingArguments",
     "adopt",
+    "set_log_level",
 ]
 
 logger = logging.getLogger(__name__)
@@ -257,3 +259,19 @@ def adopt(args: Any) -> Any:
         _argument_checks.complete(args, TrainingArguments)
     _argument_table.check(args, TrainingArguments._default_of)
     return args
+
+
+def set_log_level(args: Any) -> None:
+    """Let ctrainer, and transformers where it is loaded, log from args.log_level on.
+
+    'passive' leaves the levels as they are. Below warnings, messages go to stderr
+    where the program has no handler for them.
+    """
+    if args.log_level == "passive":
+        return
+    level = args.get_process_log_level()
+    for name in ("ctrainer", "transformers"):
+        if name == "ctrainer" or name in sys.modules:
+            logging.getLogger(name).setLevel(level)
+    if level < logging.WARNING and not logging.getLogger("ctrainer").hasHandlers():
+        logging.getLogger("ctrainer").addHandler(logging.StreamHandler())

@@ -183,6 +183,7 @@ def seek(loader: Any, n: int) -> Iterator[Any]:
             "multiprocessing_context",
             "generator",
             "prefetch_factor",
+            "in_order",
         )
     }
     rest = DataLoader(loader.dataset, batch_sampler=_Rest(inner, n), **options)

@@ -436,6 +436,7 @@ def data_loader(
         options["prefetch_factor"] = args.dataloader_prefetch_factor
         context = getattr(args, "dataloader_multiprocessing_context", None)
         options["multiprocessing_context"] = context
+        options["in_order"] = args.dataloader_in_order
     if not is_iterable(dataset):
         options["sampler"] = batches.seeded(sampler, args) if training else sampler
         options["drop_last"] = args.dataloader_drop_last

@@ -14,6 +14,7 @@ from ctrainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
     EarlyStoppingCallback,
+    EmptyCacheCallback,
     PrinterCallback,
     TrainerCallback,
     TrainerControl,
@@ -457,6 +458,15 @@ class TestEarlyStopping:
         args.metric_for_best_model = "loss"
         with pytest.raises(ValueError, match="needs evaluations"):
             EarlyStoppingCallback().on_train_begin(args, None, None)
+
+
+def test_cache_is_emptied_every_so_many_steps() -> None:
+    calls = []
+    handler = handler_of(EmptyCacheCallback(lambda: calls.append(1), 3))
+    for step in range(1, 8):
+        state = TrainerState(global_step=step, max_steps=9)
+        handler.on_step_end(args_of(), state, TrainerControl())
+    assert len(calls) == 2
 
 
 class TestTicker:

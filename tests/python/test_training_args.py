@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import logging
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -22,6 +24,7 @@ from ctrainer.training_args import (
     Seq2SeqTrainingArguments,
     TrainingArguments,
     adopt,
+    set_log_level,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,6 +254,24 @@ class TestTable:
             TrainingArguments(tmp_path, **{name: value})
         assert told[0].filename == __file__
 
+    def test_every_honoured_argument_is_read_somewhere(self) -> None:
+        """A name that no code reads, beside that which defines it, is not honoured."""
+        own = {"_argument_table", "_argument_checks", "_argument_setters"}
+        own |= {"_training_fields", "_older_fields", "_C"}
+        sources = [p for p in (ROOT / "ctrainer").rglob("*.py*") if p.stem not in own]
+        sources += (ROOT / "csrc" / "binding").glob("*.c")
+        text = "\n".join(p.read_text() for p in sources if p.suffix in (".py", ".c"))
+        # Read where they are normalized, or what they say is what is done anyway.
+        at_home = {"enable_jit_checkpoint", "accelerator_config"}
+        at_home |= {"half_precision_backend", "fp16_backend"}
+        pattern = r"(args|self)\.{0}\b|str_{0}\b|[\"']{0}[\"']"
+        unread = [
+            name
+            for name in {*table.HONOURED, *table.LIMITED} - at_home
+            if not re.search(pattern.format(name), text)
+        ]
+        assert sorted(unread) == []
+
     def test_document_is_current(self) -> None:
         spec = importlib.util.spec_from_file_location(
             "make_arguments", ROOT / "docs" / "make_arguments.py"
@@ -437,6 +458,22 @@ class TestObject:
     def test_numbers_out_of_range_are_named(self, name, value, tmp_path) -> None:
         with pytest.raises(ValueError, match=f"{name} must be .*not {value}"):
             TrainingArguments(tmp_path, **{name: value})
+
+    def test_a_jit_checkpoint_is_one_on_a_signal(self, tmp_path) -> None:
+        given = {"enable_jit_checkpoint": True, "save_on_signal": False}
+        assert TrainingArguments(tmp_path, **given).save_on_signal
+
+    def test_log_level_is_set_unless_passive(self, tmp_path) -> None:
+        logger = logging.getLogger("ctrainer")
+        before, handlers = logger.level, list(logger.handlers)
+        try:
+            set_log_level(TrainingArguments(tmp_path))
+            assert logger.level == before
+            set_log_level(TrainingArguments(tmp_path, log_level="error"))
+            assert logger.level == logging.ERROR
+        finally:
+            logger.setLevel(before)
+            logger.handlers[:] = handlers
 
     def test_enumerations_equal_their_words(self) -> None:
         assert SchedulerType("cosine") == "cosine"
