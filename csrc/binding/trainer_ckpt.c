@@ -85,6 +85,18 @@ end(PyObject *op)
     return result;
 }
 
+/* Without args.async_save the loop goes on once the folder is on the disk. */
+static int
+wait_unless_async(PyObject *op)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int async_save;
+    if (ctpy_field_bool(op, names->str_args, names->str_async_save, &async_save) < 0) {
+        return -1;
+    }
+    return async_save ? 0 : tell_writer(op, "wait");
+}
+
 typedef PyObject *save_fn(PyObject *op, PyObject *model, PyObject *trial);
 
 /* What `save` writes becomes one checkpoint, or nothing does. */
@@ -95,7 +107,7 @@ save_whole(PyObject *op, PyObject *model, PyObject *trial, save_fn *save)
         return NULL;
     }
     PyObject *answer = save(op, model, trial);
-    if (end(op) < 0) {
+    if (end(op) < 0 || wait_unless_async(op) < 0) {
         Py_CLEAR(answer);
     }
     return answer;
