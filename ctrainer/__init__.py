@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from ctrainer.plotting import plot
     from ctrainer.progress import ProgressCallback
+    from ctrainer.seq2seq import Seq2SeqTrainer
     from ctrainer.trainer import Trainer
     from ctrainer.trainer_state import TrainerControl, TrainerState
     from ctrainer.trainer_utils import EvalPrediction, set_seed
@@ -29,6 +30,7 @@ _HOMES = {
     "EvalPrediction": "trainer_utils",
     "PrinterCallback": "callbacks",
     "ProgressCallback": "progress",
+    "Seq2SeqTrainer": "seq2seq",
     "Seq2SeqTrainingArguments": "training_args",
     "Trainer": "trainer",
     "TrainerCallback": "callbacks",
@@ -46,6 +48,7 @@ __all__ = [
     "EvalPrediction",
     "PrinterCallback",
     "ProgressCallback",
+    "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "Trainer",
     "TrainerCallback",
