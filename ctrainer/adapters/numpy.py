@@ -173,9 +173,8 @@ def leave_mixed_precision(model: Any) -> None:
     """There is nothing to leave."""
 
 
-def cast_model(model: Any, args: Any) -> Any:
-    """Full-precision evaluation is all there is; prepare_args has refused others."""
-    return model
+def cast_model(model: Any, dtype: str, device: Any) -> NoReturn:
+    _refuse(f"evaluation in {dtype}")
 
 
 def compile_model(model: Any, args: Any) -> NoReturn:
