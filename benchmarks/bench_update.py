@@ -1,98 +1,147 @@
-"""clip + AdamW + zero against torch's fused AdamW, and against the memory's speed.
+"""Clip, AdamW and zeroed gradients: ours against torch's, and against the memory.
 
-One thread, CPU time of the process, in alternation. Prints JSON lines.
+All take turns in one process, on tensors of the same shapes; times are medians, of CPU
+time where one thread works, so that other processes disturb less. The comparison with
+the speed of memory is benchmarks/kernels.c. Prints JSON lines.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
-
-os.environ["CTRAINER_NUM_THREADS"] = "1"
+from typing import Any
 
 import torch
+from torch.nn import Parameter
+from torch.optim.adamw import adamw
 
-from ctrainer.optim import AdamW
+from ctrainer import _C, optim
 
-# Gradients stay zero after the first update, so the moments shrink by beta1 a step;
-# some hundred steps later they would be subnormal, and slow for everyone.
-ROUNDS = 15
-WARM_UP = 2
-
-HIDDEN, INNER, LAYERS = 384, 1536, 6
 Shapes = list[tuple[int, ...]]
+Step = Callable[[], Any]
+
+# The 103 parameters of sentence-transformers/all-MiniLM-L6-v2.
+MINILM_LAYER: Shapes = [*[(384, 384), (384,)] * 4, *[(384,)] * 4]
+MINILM_LAYER += [(1536, 384), (1536,), (384, 1536), (384,)]
+MINILM: Shapes = [(30522, 384), (512, 384), (2, 384), (384,), (384,)]
+MINILM += [*MINILM_LAYER * 6, (384, 384), (384,)]
+CASES: dict[str, tuple[Shapes, float]] = {
+    "one tensor of 25M": ([(25_000_000,)], 1.5),
+    "MiniLM, 103 tensors": (MINILM, 1.5),
+    "1000 tensors of 1000": ([(1000,)] * 1000, 10.0),
+}
+MAX_NORM = 1.0
 
 
-def minilm() -> Shapes:
-    """The 103 parameters of sentence-transformers/all-MiniLM-L6-v2."""
-    norm: Shapes = [(HIDDEN,), (HIDDEN,)]
-    dense: Shapes = [(HIDDEN, HIDDEN), (HIDDEN,)]
-    layer = [*dense * 4, *norm, (INNER, HIDDEN), (INNER,), (HIDDEN, INNER), (HIDDEN,)]
-    embeddings: Shapes = [(30522, HIDDEN), (512, HIDDEN), (2, HIDDEN)]
-    return [*embeddings, *norm, *(layer + norm) * LAYERS, *dense]
+def parameters(shapes: Shapes) -> list[Parameter]:
+    """Parameters with gradients that clipping has something to do with."""
+    generator = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(s, generator=generator)) for s in shapes]
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+    return params
 
 
-def parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
-    torch.manual_seed(0)
-    made = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    for parameter in made:
-        parameter.grad = torch.randn_like(parameter)
-    return made
+def ours(params: list[Parameter]) -> Step:
+    opt = optim.AdamW(params, lr=1e-4)
+    return lambda: opt.step(max_norm=MAX_NORM, zero_grads=True)
 
 
-def ours(shapes: Shapes) -> Callable[[], object]:
-    optimizer = AdamW(parameters(shapes))
-    return lambda: optimizer.step(max_norm=1.0, zero_grads=True)
+def of_torch(params: list[Parameter], **options: Any) -> Step:
+    opt = torch.optim.AdamW(params, lr=1e-4, **options)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+
+    return step
 
 
-def fused(shapes: Shapes) -> Callable[[], object]:
-    clipped = parameters(shapes)
-    optimizer = torch.optim.AdamW(clipped, fused=True)
+def tuned(params: list[Parameter]) -> Step:
+    """torch's kernels without its conveniences: the norms in one call, clipping as the
+    fused kernel's grad_scale, state kept here."""
+    grads = [p.grad for p in params if p.grad is not None]
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    counts = [torch.zeros(()) for _ in params]
 
-    def update() -> None:
-        torch.nn.utils.clip_grad_norm_(clipped, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+    def step() -> None:
+        with torch.no_grad():
+            norm = torch.stack(torch._foreach_norm(grads)).norm()
+            scale = torch.clamp((norm + 1e-6) / MAX_NORM, min=1.0)
+            adamw(
+                params, grads, *moments, [], counts, fused=True, grad_scale=scale,
+                amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-4, weight_decay=0.01,
+                eps=1e-8, maximize=False,
+            )  # fmt: skip
+            torch._foreach_zero_(grads)
 
-    return update
+    return step
 
 
-def milliseconds(update: Callable[[], object], repeats: int) -> float:
-    start = time.process_time()
-    for _ in range(repeats):
-        update()
-    return (time.process_time() - start) / repeats * 1e3
+CONTESTANTS: dict[str, Callable[[list[Parameter]], Step]] = {
+    "ctrainer": ours,
+    "torch fused": lambda params: of_torch(params, fused=True),
+    "torch foreach": lambda params: of_torch(params, foreach=True),
+    "torch tuned": tuned,
+}
 
 
-def compare(name: str, shapes: Shapes, repeats: int, goal: float) -> None:
-    updates = ours(shapes), fused(shapes)
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(WARM_UP + ROUNDS):
-        for update, taken in zip(updates, times, strict=True):
-            taken.append(milliseconds(update, repeats))
-    mine, theirs = (statistics.median(taken[WARM_UP:]) for taken in times)
-    fields = {
-        "benchmark": "update",
-        "name": f"clip + AdamW + zero, {name}",
-        "unit": "ms",
-        "peer": "torch fused",
-        "ours": mine,
-        "theirs": theirs,
-        "ratio": theirs / mine,
-        "goal": goal,
-    }
-    print(json.dumps(fields), flush=True)
+def seconds(step: Step, clock: Callable[[], float]) -> float:
+    start = clock()
+    step()
+    return clock() - start
+
+
+def measure(shapes: Shapes, threads: int, rounds: int) -> dict[str, list[float]]:
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    steps = {name: make(parameters(shapes)) for name, make in CONTESTANTS.items()}
+    for step in steps.values():
+        step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(seconds(step, clock))
+    return times
+
+
+def report(case: str, threads: int, goal: float, times: dict[str, list[float]]) -> None:
+    """One line for each peer: the ratio of the medians is peer over ctrainer."""
+    median = {name: statistics.median(values) for name, values in times.items()}
+    for peer in list(median)[1:]:
+        fields = {
+            "benchmark": "update",
+            "name": f"clip + AdamW + zero, {case}, {threads} thread{'s'[: threads - 1]}",
+            "peer": peer,
+            "ours": median["ctrainer"] * 1e3,
+            "theirs": median[peer] * 1e3,
+            "unit": "ms",
+            "ratio": median[peer] / median["ctrainer"],
+        }
+        if threads == 1 and peer == "torch fused":
+            fields["goal"] = goal
+        print(json.dumps(fields), flush=True)
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    compare("one tensor of 25M", [(25_000_000,)], 1, 1.5)
-    compare("MiniLM, 103 tensors", minilm(), 1, 1.5)
-    compare("1000 tensors of 1000", [(1000,)] * 1000, 10, 10.0)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options = parser.parse_args()
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        _C.set_num_threads(threads)
+        for case, (shapes, goal) in CASES.items():
+            times = measure(shapes, threads, options.rounds)
+            report(case, threads, goal, times)
     subprocess.run(["make", "-s", "build/bench_kernels"], check=True)
-    subprocess.run(["build/bench_kernels", "--json"], check=True)
+    environment = {**os.environ, "CTRAINER_NUM_THREADS": "1"}
+    subprocess.run(["build/bench_kernels", "--json"], check=True, env=environment)
 
 
 if __name__ == "__main__":

@@ -74,33 +74,42 @@ ctpy_span_check(const ct_span *span, int contiguous)
 
 /* ---- errors ---------------------------------------------------------------------- */
 
-/* Which attribute of the object the message quotes, and how it reads. */
-static const struct {
-    PyObject **type;
+/* How a problem reads: the exception, which attribute of the object it quotes, and
+ * the sentence, with %U for the place and %S for the attribute. */
+typedef struct message {
+    PyObject *type;
     const char *attribute, *format;
-} messages[] = {
-    [CTPY_PROBLEM_ADDRESS] =
-        {&PyExc_ValueError, "layout",
-                                "torch gives no address for %U, whose layout is %S; expected a "
-         "dense tensor in the CPU's memory: convert a sparse one with "
-         ".to_dense(), allocate a meta one with .to_empty(device='cpu')" },
-    [CTPY_PROBLEM_DEVICE] =
-        {&PyExc_ValueError, "device",
-                                "%U is on device %S; expected cpu: move it with .cpu(), or use "
-         "torch.optim with fused=True on that device"                    },
-    [CTPY_PROBLEM_DTYPE] =
-        {&PyExc_TypeError,  "dtype",
-                                "%U has dtype %S; expected float32, float64, bfloat16, float16, "
-         "int64, int32, int16, int8, uint8 or bool, in native byte order"},
-    [CTPY_PROBLEM_STRIDES] =
-        {&PyExc_ValueError, "shape",
-                                "%U of shape %S is not contiguous and aligned: copy it with "
-         ".contiguous(), an array with numpy.ascontiguousarray()"        },
-    [CTPY_PROBLEM_STORAGE] =
-        {&PyExc_ValueError, "shape",
-                                "%U of shape %S has no memory: its storage was released; fill "
-         "it again before it is used"                                    },
-};
+} message;
+
+static message
+message_of(ctpy_problem what)
+{
+    switch (what) {
+    case CTPY_PROBLEM_DEVICE:
+        return (message){PyExc_ValueError, "device",
+                         "%U is on device %S; expected cpu: move it with .cpu(), or "
+                         "use torch.optim with fused=True on that device"};
+    case CTPY_PROBLEM_DTYPE:
+        return (message){PyExc_TypeError, "dtype",
+                         "%U has dtype %S; expected float32, float64, bfloat16, "
+                         "float16, int64, int32, int16, int8, uint8 or bool, in native "
+                         "byte order"};
+    case CTPY_PROBLEM_STRIDES:
+        return (message){PyExc_ValueError, "shape",
+                         "%U of shape %S is not contiguous and aligned: copy it with "
+                         ".contiguous(), an array with numpy.ascontiguousarray()"};
+    case CTPY_PROBLEM_STORAGE:
+        return (message){PyExc_ValueError, "shape",
+                         "%U of shape %S has no memory: its storage was released; fill "
+                         "it again before it is used"};
+    default:
+        return (message){PyExc_ValueError, "layout",
+                         "torch gives no address for %U, whose layout is %S; expected "
+                         "a dense tensor in the CPU's memory: convert a sparse one "
+                         "with .to_dense(), allocate a meta one with "
+                         ".to_empty(device='cpu')"};
+    }
+}
 
 static int
 raise_type(const ctpy_state *state, PyObject *op, PyObject *text)
@@ -133,15 +142,16 @@ raise_problem(ctpy_state *state, PyObject *op, const ctpy_place *place,
         }
         PyErr_Clear(); /* torch's own text is a page of C++ frames */
     }
+    const message how = message_of(what);
     PyObject *text = ctpy_place_text(place), *value = NULL;
     if (text != NULL && what == CTPY_PROBLEM_TYPE) {
         (void)raise_type(state, op, text);
     }
     else if (text != NULL) {
-        value = PyObject_GetAttrString(op, messages[what].attribute);
+        value = PyObject_GetAttrString(op, how.attribute);
     }
     if (value != NULL) {
-        PyErr_Format(*messages[what].type, messages[what].format, text, value);
+        PyErr_Format(how.type, how.format, text, value);
     }
     Py_XDECREF(value);
     Py_XDECREF(text);

@@ -103,8 +103,7 @@ optim_sync_state(OptimEngine *self, PyObject *face)
 static int
 make_state(OptimEngine *self, PyObject *face, optim_slot *slot)
 {
-    PyObject *made =
-        ctpy_call_hook(face, self->state->str__new_state, &slot->param, 1);
+    PyObject *made = ctpy_call_hook(face, self->state->str__new_state, &slot->param, 1);
     if (made != NULL && !PyDict_Check(made)) {
         PyErr_Format(PyExc_TypeError, "_new_state() returned a %.200s; expected a dict",
                      Py_TYPE(made)->tp_name);

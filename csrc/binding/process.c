@@ -39,9 +39,10 @@ ctpy_set_num_threads(PyObject *Py_UNUSED(module), PyObject *arg)
     if (n == -1 && PyErr_Occurred()) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS status = ct_pool_set_threads(n < 0 ? 0 : (size_t)n, &err);
-    Py_END_ALLOW_THREADS if (status != CT_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_pool_set_threads(n < 0 ? 0 : (size_t)n, &err);
+    Py_END_ALLOW_THREADS
+    if (status != CT_OK) {
         return ctpy_raise(&err);
     }
     Py_RETURN_NONE;

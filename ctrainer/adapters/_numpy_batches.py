@@ -89,13 +89,10 @@ class DataLoader:
     def batches(self, skip: int) -> Iterator[Any]:
         """Batches from number `skip` on; what comes before is not read where examples
         have an index."""
-        if self.sampler is None:
-            examples: Iterator[Any] = itertools.islice(
-                self.dataset, skip * self.batch_size, None
-            )
-        else:
-            order = itertools.islice(self.sampler, skip * self.batch_size, None)
-            examples = (self.dataset[i] for i in order)
+        source = self.dataset if self.sampler is None else self.sampler
+        examples: Iterator[Any] = itertools.islice(source, skip * self.batch_size, None)
+        if self.sampler is not None:
+            examples = map(self.dataset.__getitem__, examples)
         while batch := list(itertools.islice(examples, self.batch_size)):
             if len(batch) == self.batch_size or not self.drop_last:
                 yield self.collate_fn(batch)

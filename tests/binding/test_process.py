@@ -1,0 +1,110 @@
+"""Threads, instruction set and allocator settings of the process."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctrainer import _C
+from ctrainer.adapters.numpy import AdamW, Parameter
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    threads, isa = _C.get_num_threads(), _C.cpu_isa()
+    yield
+    _C.set_num_threads(threads)
+    _C.set_cpu_isa(isa)
+
+
+def updated() -> bytes:
+    draw = np.random.default_rng(0).standard_normal
+    params = [Parameter(draw(n).astype(np.float32)) for n in (7, 150_000, 33)]
+    for parameter in params:
+        parameter.grad = draw(parameter.data.shape).astype(np.float32)
+    opt = AdamW(params)
+    for _ in range(3):
+        opt.step(max_norm=1.0)
+    return b"".join(p.data.tobytes() for p in params)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    results = set()
+    for threads in (1, 2, 5):
+        _C.set_num_threads(threads)
+        assert _C.get_num_threads() == threads
+        results.add(updated())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("isa", ["v3", "v4"])
+def test_results_do_not_depend_on_the_instruction_set(isa: str) -> None:
+    _C.set_cpu_isa("base")
+    expected = updated()
+    try:
+        _C.set_cpu_isa(isa)
+    except ValueError:
+        pytest.skip(f"this processor lacks {isa}")
+    assert _C.cpu_isa() == isa
+    assert updated() == expected
+
+
+@pytest.mark.parametrize("n", [0, -1, 257, 2**70])
+def test_bad_number_of_threads_keeps_the_old(n: int) -> None:
+    before = _C.get_num_threads()
+    with pytest.raises((ValueError, OverflowError)):
+        _C.set_num_threads(n)
+    assert _C.get_num_threads() == before
+
+
+@pytest.mark.parametrize("value", ["a", None, 1.5])
+def test_number_of_threads_is_an_integer(value: Any) -> None:
+    with pytest.raises(TypeError):
+        _C.set_num_threads(value)
+
+
+def test_unknown_instruction_set_is_named() -> None:
+    with pytest.raises(ValueError, match="'mmx'"):
+        _C.set_cpu_isa("mmx")
+    with pytest.raises(TypeError):
+        _C.set_cpu_isa(3)  # type: ignore[arg-type]
+
+
+def faults(setting: str, environment: dict[str, str]) -> tuple[bool, int]:
+    """Whether tuning was applied, and page faults of 20 blocks of 16 MiB in turn."""
+    code = f"""
+import resource
+import numpy as np
+from ctrainer import _C
+applied = {setting}
+np.ones(1 << 22, np.float32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    np.ones(1 << 22, np.float32)
+print(applied, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    applied, count = done.stdout.split()
+    return applied == "True", int(count)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
+def test_tuned_allocator_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    applied, tuned = faults("_C.malloc_tune(True)", dict(os.environ))
+    if not applied:
+        pytest.skip("not glibc")
+    _, plain = faults("_C.malloc_tune(False)", dict(os.environ))
+    assert tuned < plain / 2
+    kept = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    assert faults("_C.malloc_tune(True)", kept)[0] is False
