@@ -133,6 +133,7 @@ step_on_metric(PyObject *op, PyObject *metrics, const ctpy_state *names)
     PyObject *key = metric_key(op, names), *scheduler = NULL, *answer = NULL;
     PyObject *value = key == NULL ? NULL : PyObject_GetItem(metrics, key);
     if (value == NULL && key != NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
+        PyErr_Clear();
         PyObject *had = PySequence_List(metrics);
         PyErr_Format(PyExc_KeyError,
                      "the learning rate depends on the metric %R (from "

@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,14 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 def make(
     folder: Path, cls: type = ctrainer.Trainer, n: int = 10, **options: Any
 ) -> Any:
-    names = ("callbacks", "compute_metrics", "model", "eval_dataset", "data_collator")
+    names = (
+        "optimizers",
+        "callbacks",
+        "compute_metrics",
+        "model",
+        "eval_dataset",
+        "data_collator",
+    )
     own = {k: options.pop(k) for k in names if k in options}
     own.setdefault("eval_dataset", Data(n))
     model = own.pop("model", None) or Model()
@@ -405,3 +414,74 @@ def test_no_leaks(tmp_path: Path) -> None:
     # torch and NumPy fill caches now and then; what leaks does so in every window.
     assert min(growth() for _ in range(8)) < 60
     assert (sys.getrefcount(trainer), sys.getrefcount(trainer.model)) == counts
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_cuts_an_evaluation_within_training_short(
+    number: int, tmp_path: Path
+) -> None:
+    batches = 0
+
+    class Interrupt(TrainerCallback):
+        def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+            nonlocal batches
+            batches += 1
+            if batches == 2:
+                os.kill(os.getpid(), number)
+
+    def on_term(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, on_term)
+    try:
+        trainer = make(
+            tmp_path,
+            n=100,
+            callbacks=[Interrupt()],
+            max_steps=3,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="no",
+        )
+        trainer.train_dataset = Data(40)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert batches == 2
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
+def plateau_trainer(folder: Path, metric: str) -> Any:
+    """Halves the rate at each evaluation that does not lower eval_constant."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0
+    )
+    trainer = make(
+        folder,
+        model=model,
+        optimizers=(optimizer, schedule),
+        compute_metrics=lambda p: {metric: 1.0},
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=3,
+        save_strategy="no",
+        metric_for_best_model="constant",
+        greater_is_better=False,
+    )
+    trainer.train_dataset = Data(40)
+    return trainer
+
+
+def test_learning_rate_follows_the_metric(tmp_path: Path) -> None:
+    trainer = plateau_trainer(tmp_path, "constant")
+    trainer.train()
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.25e-3
+
+
+def test_metric_that_the_learning_rate_needs_is_named(tmp_path: Path) -> None:
+    trainer = plateau_trainer(tmp_path, "other")
+    with pytest.raises(KeyError, match=r"eval_constant.*eval_other"):
+        trainer.train()

@@ -299,3 +299,53 @@ def test_stream_of_unknown_length(tmp_path: Path) -> None:
     b = make(transformers, classifier(), tmp_path, stream, compute_metrics=summary)
     assert_close(a.evaluate(), b.evaluate())
     assert_same(a.predict(stream).predictions, b.predict(stream).predictions)
+
+
+def test_evaluation_within_training_is_the_same(tmp_path: Path) -> None:
+    logs = []
+    for library, folder in ((ctrainer, "a"), (transformers, "b")):
+        trainer = make(
+            library,
+            classifier(),
+            tmp_path / folder,
+            with_class(rows(22)),
+            compute_metrics=summary,
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="no",
+            optim="sgd",
+            max_grad_norm=0.0,
+        )
+        trainer.train_dataset = with_class(rows(32, 7))
+        trainer.train()
+        logs.append([e for e in trainer.state.log_history if "eval_loss" in e])
+    assert [e["step"] for e in logs[0]] == [2, 4]
+    for a, b in zip(*logs, strict=True):
+        assert a["eval_loss"] == pytest.approx(b["eval_loss"], rel=1e-5)
+        assert a["eval_sums"] == pytest.approx(b["eval_sums"], rel=1e-5)
+
+
+def test_best_metric_of_several_data_sets(tmp_path: Path) -> None:
+    best = []
+    for library, folder in ((ctrainer, "a"), (transformers, "b")):
+        trainer = make(
+            library,
+            classifier(),
+            tmp_path / folder,
+            {"one": with_class(rows(8, 1)), "two": with_class(rows(8, 2))},
+            max_steps=4,
+            eval_strategy="steps",
+            save_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            learning_rate=0.05,
+            optim="sgd",
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_two_loss",
+        )
+        trainer.train_dataset = with_class(rows(32, 7))
+        trainer.train()
+        best.append((trainer.state.best_metric, trainer.state.best_global_step))
+    assert best[0][0] == pytest.approx(best[1][0], rel=1e-5)
+    assert best[0][1] == best[1][1]
