@@ -125,7 +125,8 @@ def derive(args: TrainingArguments) -> None:
         args.do_eval = True
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
-    if args.metric_for_best_model is None and args.load_best_model_at_end:
+    wants_best = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+    if args.metric_for_best_model is None and wants_best:
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")

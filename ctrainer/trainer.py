@@ -184,7 +184,7 @@ class Trainer(RunMixin):
         args = self.args
         display = PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
         reporters = reporting_callbacks(args.report_to, args.logging_dir)
-        defaults = [*DEFAULT_CALLBACKS, *reporters, display]
+        defaults: list[Any] = [*DEFAULT_CALLBACKS, *reporters, display]
         if args.torch_empty_cache_steps:
             empty, every = self._adapter.empty_cache, args.torch_empty_cache_steps
             defaults.append(EmptyCacheCallback(empty, every))

@@ -258,6 +258,11 @@ def adopt(args: Any) -> Any:
         _argument_checks.require_arguments(args)
         _argument_checks.complete(args, TrainingArguments)
     _argument_table.check(args, TrainingArguments._default_of)
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise ValueError(
+            "save_strategy='best' needs metric_for_best_model, which is None; set it, "
+            'for example to "loss"'
+        )
     return args
 
 

@@ -98,7 +98,11 @@ class TestAgainstTransformers:
             {"eval_strategy": "steps"},
             {"eval_strategy": "steps", "eval_steps": 0.25, "logging_steps": 0.5},
             {"logging_steps": 10.0, "save_steps": 20.0, "save_strategy": "steps"},
-            {"load_best_model_at_end": True, "save_strategy": "best"},
+            {
+                "load_best_model_at_end": True,
+                "save_strategy": "best",
+                "eval_strategy": "steps",
+            },
             {
                 "load_best_model_at_end": True,
                 "eval_strategy": "epoch",
