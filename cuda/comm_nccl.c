@@ -24,7 +24,7 @@ enum {
     NCCL_IN_PROGRESS = 7
 };
 
-static struct {
+typedef struct nccl_functions {
     nccl_result (*get_version)(int *version);
     nccl_result (*get_id)(nccl_id *id);
     nccl_result (*init_rank)(nccl_handle *comm, int world_size, nccl_id id, int rank);
@@ -40,8 +40,25 @@ static struct {
                                   int op, nccl_handle comm, cudaStream_t stream);
     nccl_result (*broadcast)(const void *in, void *out, size_t n, int dtype, int root,
                              nccl_handle comm, cudaStream_t stream);
-} nccl;
+} nccl_functions;
 
+static const ct_dynlib_spec library = {"libnccl.so.2", "nvidia/nccl/lib",
+                                       "nvidia-nccl-cu13>=2.27,<3"};
+static const ct_dynlib_symbol symbols[] = {
+    {"ncclGetVersion",        offsetof(nccl_functions, get_version)   },
+    {"ncclGetUniqueId",       offsetof(nccl_functions, get_id)        },
+    {"ncclCommInitRank",      offsetof(nccl_functions, init_rank)     },
+    {"ncclCommDestroy",       offsetof(nccl_functions, destroy)       },
+    {"ncclCommAbort",         offsetof(nccl_functions, abort)         },
+    {"ncclCommGetAsyncError", offsetof(nccl_functions, async_error)   },
+    {"ncclGetErrorString",    offsetof(nccl_functions, error_string)  },
+    {"ncclAllReduce",         offsetof(nccl_functions, all_reduce)    },
+    {"ncclAllGather",         offsetof(nccl_functions, all_gather)    },
+    {"ncclReduceScatter",     offsetof(nccl_functions, reduce_scatter)},
+    {"ncclBroadcast",         offsetof(nccl_functions, broadcast)     },
+};
+
+static nccl_functions nccl;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool loaded;
 
@@ -55,26 +72,11 @@ typedef struct nccl_comm {
 static ct_status
 load(ct_error *err)
 {
-    static const ct_dynlib_spec spec = {"libnccl.so.2", "nvidia/nccl/lib",
-                                        "nvidia-nccl-cu13>=2.27,<3"};
-    const ct_dynlib_symbol symbols[] = {
-        {"ncclGetVersion",        &nccl.get_version   },
-        {"ncclGetUniqueId",       &nccl.get_id        },
-        {"ncclCommInitRank",      &nccl.init_rank     },
-        {"ncclCommDestroy",       &nccl.destroy       },
-        {"ncclCommAbort",         &nccl.abort         },
-        {"ncclCommGetAsyncError", &nccl.async_error   },
-        {"ncclGetErrorString",    &nccl.error_string  },
-        {"ncclAllReduce",         &nccl.all_reduce    },
-        {"ncclAllGather",         &nccl.all_gather    },
-        {"ncclReduceScatter",     &nccl.reduce_scatter},
-        {"ncclBroadcast",         &nccl.broadcast     },
-    };
     ct_status status = CT_OK;
     (void)pthread_mutex_lock(&lock);
     if (!loaded) {
-        status =
-            ct_dynlib_load(&spec, symbols, sizeof symbols / sizeof symbols[0], err);
+        status = ct_dynlib_load(&library, symbols, sizeof symbols / sizeof symbols[0],
+                                &nccl, err);
         loaded = status == CT_OK;
     }
     (void)pthread_mutex_unlock(&lock);

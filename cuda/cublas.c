@@ -15,25 +15,40 @@ enum {
     CUBLAS_OP_T = 1
 };
 
-#define CUBLAS_GEMM(name, real)                                                        \
-    cublas_status (*name)(cublas_handle, int trans_a, int trans_b, int64_t m,          \
-                          int64_t n, int64_t k, const real *alpha, const real *a,      \
-                          int64_t lda, const real *b, int64_t ldb, const real *beta,   \
-                          real *c, int64_t ldc)
+typedef cublas_status
+sgemm_fn(cublas_handle handle, int trans_a, int trans_b, int64_t m, int64_t n,
+         int64_t k, const float *alpha, const float *a, int64_t lda, const float *b,
+         int64_t ldb, const float *beta, float *c, int64_t ldc);
+typedef cublas_status
+dgemm_fn(cublas_handle handle, int trans_a, int trans_b, int64_t m, int64_t n,
+         int64_t k, const double *alpha, const double *a, int64_t lda, const double *b,
+         int64_t ldb, const double *beta, double *c, int64_t ldc);
 
-static struct {
+typedef struct cublas_functions {
     cublas_status (*create)(cublas_handle *handle);
     cublas_status (*set_stream)(cublas_handle handle, cudaStream_t stream);
     cublas_status (*get_property)(int property, int *value);
     const char *(*status_name)(cublas_status status);
-    CUBLAS_GEMM(sgemm, float);
-    CUBLAS_GEMM(dgemm, double);
-} cublas;
+    sgemm_fn *sgemm;
+    dgemm_fn *dgemm;
+} cublas_functions;
+
+static const ct_dynlib_spec library = {"libcublas.so.13", "nvidia/cu13/lib",
+                                       "nvidia-cublas>=13,<14"};
+static const ct_dynlib_symbol symbols[] = {
+    {"cublasCreate_v2",     offsetof(cublas_functions, create)      },
+    {"cublasSetStream_v2",  offsetof(cublas_functions, set_stream)  },
+    {"cublasGetProperty",   offsetof(cublas_functions, get_property)},
+    {"cublasGetStatusName", offsetof(cublas_functions, status_name) },
+    {"cublasSgemm_v2_64",   offsetof(cublas_functions, sgemm)       },
+    {"cublasDgemm_v2_64",   offsetof(cublas_functions, dgemm)       },
+};
 
 enum {
     MAX_DEVICES = 64
 };
 
+static cublas_functions cublas;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool loaded;
 static cublas_handle handles[MAX_DEVICES];
@@ -41,21 +56,11 @@ static cublas_handle handles[MAX_DEVICES];
 static ct_status
 load(ct_error *err)
 {
-    static const ct_dynlib_spec spec = {"libcublas.so.13", "nvidia/cu13/lib",
-                                        "nvidia-cublas>=13,<14"};
-    const ct_dynlib_symbol symbols[] = {
-        {"cublasCreate_v2",     &cublas.create      },
-        {"cublasSetStream_v2",  &cublas.set_stream  },
-        {"cublasGetProperty",   &cublas.get_property},
-        {"cublasGetStatusName", &cublas.status_name },
-        {"cublasSgemm_v2_64",   &cublas.sgemm       },
-        {"cublasDgemm_v2_64",   &cublas.dgemm       },
-    };
     if (loaded) {
         return CT_OK;
     }
-    ct_status status =
-        ct_dynlib_load(&spec, symbols, sizeof symbols / sizeof symbols[0], err);
+    ct_status status = ct_dynlib_load(&library, symbols,
+                                      sizeof symbols / sizeof symbols[0], &cublas, err);
     loaded = status == CT_OK;
     return status;
 }

@@ -66,26 +66,15 @@ open_library(const ct_dynlib_spec *spec)
 }
 
 /* POSIX lets an object pointer hold a function's address; ISO C has no cast for it. */
-static int
-resolve(void *library, const ct_dynlib_symbol *symbol)
-{
-    void *address = dlsym(library, symbol->name);
-    memcpy(symbol->slot, &address, sizeof address);
-    return address != NULL;
-}
-
 static void
-forget(const ct_dynlib_symbol *symbols, size_t n)
+set(void *table, const ct_dynlib_symbol *symbol, const void *address)
 {
-    void *nowhere = NULL;
-    for (size_t i = 0; i < n; i++) {
-        memcpy(symbols[i].slot, &nowhere, sizeof nowhere);
-    }
+    memcpy((char *)table + symbol->offset, (const void *)&address, sizeof address);
 }
 
 ct_status
 ct_dynlib_load(const ct_dynlib_spec *spec, const ct_dynlib_symbol *symbols, size_t n,
-               ct_error *err)
+               void *table, ct_error *err)
 {
     void *library = open_library(spec);
     if (library == NULL) {
@@ -98,8 +87,12 @@ ct_dynlib_load(const ct_dynlib_spec *spec, const ct_dynlib_symbol *symbols, size
                        why == NULL ? "no reason given" : why, spec->install);
     }
     for (size_t i = 0; i < n; i++) {
-        if (!resolve(library, &symbols[i])) {
-            forget(symbols, n);
+        const void *address = dlsym(library, symbols[i].name);
+        set(table, &symbols[i], address);
+        if (address == NULL) {
+            for (size_t k = 0; k < i; k++) {
+                set(table, &symbols[k], NULL);
+            }
             (void)dlclose(library);
             return ct_fail(err, CT_EDEVICE,
                            "%s has no function %s: it is too old; update it with: "

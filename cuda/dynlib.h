@@ -20,10 +20,10 @@ typedef struct ct_dynlib_spec {
     const char *install; /* what to tell pip: "nvidia-cublas>=13,<14" */
 } ct_dynlib_spec;
 
-/* Where a symbol's address goes. */
+/* A function of the library, and where its address goes. */
 typedef struct ct_dynlib_symbol {
     const char *name;
-    void *slot; /* of a function pointer */
+    size_t offset; /* of the function pointer in the caller's table */
 } ct_dynlib_symbol;
 
 /* Replaces the folders below which wheels are looked for; the strings are copied.
@@ -31,11 +31,12 @@ typedef struct ct_dynlib_symbol {
 CT_NODISCARD ct_status ct_dynlib_set_path(const char *const *folders, size_t n,
                                           ct_error *err);
 
-/* Opens the library and fills in all symbols, or none. CT_EDEVICE says where it was
- * looked for and what to install. The library stays loaded. */
+/* Opens the library and fills in the function pointers of table, all of them or none.
+ * CT_EDEVICE says where it was looked for and what to install. The library stays
+ * loaded. */
 CT_NODISCARD ct_status ct_dynlib_load(const ct_dynlib_spec *spec,
                                       const ct_dynlib_symbol *symbols, size_t n,
-                                      ct_error *err);
+                                      void *table, ct_error *err);
 
 #ifdef __cplusplus
 }

@@ -173,7 +173,8 @@ lengths(size_t n_small)
     return all;
 }
 
-/* Runs the test with the threads of the emulation in both orders; on a GPU, twice. */
+/* Runs the test with the threads of the emulation in both orders, once with all the
+ * blocks that a launch asks for and once with few; on a GPU, twice. */
 template <typename Test>
 static inline void
 in_both_orders(Test test)
@@ -182,6 +183,7 @@ in_both_orders(Test test)
 #ifdef CT_EMUL
         emul::reset();
         emul::descending = descending != 0;
+        emul::most_blocks = descending != 0 ? 3 : 0;
 #endif
         test();
     }

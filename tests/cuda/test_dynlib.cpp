@@ -19,7 +19,7 @@ test_a_missing_library_is_explained()
     const char *folders[] = {"/nowhere", "/nowhere/either", ""};
     ct_error err;
     CHECK(ct_dynlib_set_path(folders, 3, &err) == CT_OK);
-    CHECK(ct_dynlib_load(&spec, NULL, 0, &err) == CT_EDEVICE);
+    CHECK(ct_dynlib_load(&spec, NULL, 0, NULL, &err) == CT_EDEVICE);
     CHECK(has(err.message, "libct_absent.so.1"));
     CHECK(has(err.message, "nvidia/absent/lib of 3 folders of sys.path"));
     CHECK(has(err.message, "pip install 'absent>=1'"));
@@ -29,21 +29,20 @@ static void
 test_a_missing_function_clears_what_was_found()
 {
     const ct_dynlib_spec spec = {"libm.so.6", "none", "libm"};
-    double (*cosine)(double) = NULL;
-    double (*absent)(double) = NULL;
-    const ct_dynlib_symbol good[] = {
-        {"cos", &cosine}
-    };
-    const ct_dynlib_symbol bad[] = {
-        {"cos",        &cosine},
-        {"ct_no_such", &absent}
+    struct {
+        double (*cosine)(double);
+        double (*absent)(double);
+    } table = {};
+    const ct_dynlib_symbol symbols[] = {
+        {"cos",        0             },
+        {"ct_no_such", sizeof(void *)}
     };
     ct_error err;
-    CHECK(ct_dynlib_load(&spec, good, 1, &err) == CT_OK);
-    CHECK(cosine(0.0) == 1.0);
-    CHECK(ct_dynlib_load(&spec, bad, 2, &err) == CT_EDEVICE);
+    CHECK(ct_dynlib_load(&spec, symbols, 1, &table, &err) == CT_OK);
+    CHECK(table.cosine(0.0) == 1.0);
+    CHECK(ct_dynlib_load(&spec, symbols, 2, &table, &err) == CT_EDEVICE);
     CHECK(has(err.message, "libm.so.6 has no function ct_no_such"));
-    CHECK(cosine == NULL && absent == NULL);
+    CHECK(table.cosine == NULL && table.absent == NULL);
 }
 
 static void

@@ -1,8 +1,9 @@
 /* The emulated launch, and what tests may ask of it.
  *
- * Threads of a block are fibres that run one at a time, in ascending or descending
- * order, up to a barrier or a shuffle; blocks follow each other. A result that depends
- * on that order is a race on a GPU. */
+ * Threads of a block are fibres that run one at a time: a warp as far as it can, up to
+ * a barrier, then the next, first to last or last to first; blocks follow each other
+ * in the same order. A result that depends on the order, or on the number of blocks,
+ * is a race on a GPU. */
 #ifndef CT_EMUL_H
 #define CT_EMUL_H
 
@@ -32,11 +33,12 @@ struct record {
 };
 
 extern record seen;
-extern bool descending;    /* threads and blocks run last to first */
-extern size_t fail_launch; /* the n-th launch from now on is refused; 0: none */
-extern size_t fail_malloc; /* likewise for cudaMalloc */
-extern size_t busy;        /* so many times cudaStreamQuery says not yet */
-extern int n_devices;      /* what cudaGetDeviceCount says */
+extern bool descending;      /* threads and blocks run last to first */
+extern unsigned most_blocks; /* a launch gets no more than that; 0: what it asks */
+extern size_t fail_launch;   /* the n-th launch from now on is refused; 0: none */
+extern size_t fail_malloc;   /* likewise for cudaMalloc */
+extern size_t busy;          /* so many times cudaStreamQuery says not yet */
+extern int n_devices;        /* what cudaGetDeviceCount says */
 
 void reset();
 

@@ -15,6 +15,7 @@ namespace emul {
 place here;
 record seen;
 bool descending;
+unsigned most_blocks;
 size_t fail_launch;
 
 namespace {
@@ -123,61 +124,67 @@ count(state at, unsigned begin, unsigned end)
     return n;
 }
 
-/* A warp whose lanes have all come to a shuffle exchanges and goes on. */
+/* Lanes that have all come to a shuffle exchange and go on. */
 bool
-release_warps()
+exchange(unsigned first, unsigned end)
 {
-    bool any = false;
-    for (unsigned first = 0; first < n_fibres; first += warp_size) {
-        const unsigned end =
-            first + warp_size < n_fibres ? first + warp_size : n_fibres;
-        if (count(state::at_shuffle, first, end) != end - first) {
-            continue;
-        }
-        uint64_t sent[warp_size];
-        for (unsigned i = first; i < end; i++) {
-            sent[i - first] = fibres[i].bits;
-        }
-        for (unsigned i = first; i < end; i++) {
-            const unsigned from = i + fibres[i].delta;
-            fibres[i].bits = sent[from < end ? from - first : i - first];
-            fibres[i].at = state::ready;
-        }
-        any = true;
-    }
-    return any;
-}
-
-bool
-release_barrier()
-{
-    if (count(state::at_barrier, 0, n_fibres) != n_fibres) {
+    if (count(state::at_shuffle, first, end) != end - first) {
         return false;
     }
-    for (unsigned i = 0; i < n_fibres; i++) {
+    uint64_t sent[warp_size];
+    for (unsigned i = first; i < end; i++) {
+        sent[i - first] = fibres[i].bits;
+    }
+    for (unsigned i = first; i < end; i++) {
+        const unsigned from = i + fibres[i].delta;
+        fibres[i].bits = sent[from < end ? from - first : i - first];
         fibres[i].at = state::ready;
     }
     return true;
 }
 
+/* A warp runs as far as it can: what it may do before the others, it does. */
+void
+run_warp(unsigned first, unsigned end)
+{
+    do {
+        for (unsigned k = first; k < end; k++) {
+            const unsigned i = descending ? first + end - 1 - k : k;
+            if (fibres[i].at == state::ready) {
+                enter(i);
+            }
+        }
+    } while (exchange(first, end));
+}
+
+void
+release_barrier()
+{
+    if (count(state::at_barrier, 0, n_fibres) != n_fibres) {
+        die("threads wait at a barrier or a shuffle that others never reach");
+    }
+    for (unsigned i = 0; i < n_fibres; i++) {
+        fibres[i].at = state::ready;
+    }
+}
+
 void
 run_block()
 {
+    const unsigned n_warps = (n_fibres + warp_size - 1) / warp_size;
     for (unsigned i = 0; i < n_fibres; i++) {
         prepare(i);
     }
-    while (count(state::ended, 0, n_fibres) < n_fibres) {
-        bool moved = false;
-        for (unsigned k = 0; k < n_fibres; k++) {
-            const unsigned i = descending ? n_fibres - 1 - k : k;
-            if (fibres[i].at == state::ready) {
-                enter(i);
-                moved = true;
-            }
+    for (;;) {
+        for (unsigned k = 0; k < n_warps; k++) {
+            const unsigned first = (descending ? n_warps - 1 - k : k) * warp_size;
+            const unsigned end = first + warp_size;
+            run_warp(first, end < n_fibres ? end : n_fibres);
         }
-        if (!moved && !release_warps() && !release_barrier()) {
-            die("threads wait at a barrier or a shuffle that others never reach");
+        if (count(state::ended, 0, n_fibres) == n_fibres) {
+            return;
         }
+        release_barrier();
     }
 }
 
@@ -197,6 +204,7 @@ launch(unsigned grid, unsigned block, cudaStream_t stream,
         set_last_error(cudaErrorLaunchOutOfResources);
         return;
     }
+    grid = most_blocks > 0 && most_blocks < grid ? most_blocks : grid;
     body = &kernel;
     n_fibres = block;
     here.block_dim.x = block;

@@ -36,6 +36,7 @@ reset()
     seen = {};
     fail_launch = fail_malloc = 0;
     descending = false;
+    most_blocks = 0;
     last_error = cudaSuccess;
 }
 
