@@ -7,91 +7,19 @@
 #include "comm_nccl.h"
 
 #include "core/ct_alloc.h"
-#include "dynlib.h"
+#include "nccl.h"
 #include "status.h"
 
-#include <pthread.h>
 #include <sched.h>
 #include <string.h>
 
-/* The part of nccl.h that is used; the numbers are NCCL's ABI. */
-typedef struct ncclComm *nccl_handle;
-typedef int nccl_result; /* 0 is success */
-typedef struct nccl_id {
-    char bytes[CT_COMM_ID_BYTES];
-} nccl_id;
-enum {
-    NCCL_IN_PROGRESS = 7
-};
-
-typedef struct nccl_functions {
-    nccl_result (*get_version)(int *version);
-    nccl_result (*get_id)(nccl_id *id);
-    nccl_result (*init_rank)(nccl_handle *comm, int world_size, nccl_id id, int rank);
-    nccl_result (*destroy)(nccl_handle comm);
-    nccl_result (*abort)(nccl_handle comm);
-    nccl_result (*async_error)(nccl_handle comm, nccl_result *result);
-    const char *(*error_string)(nccl_result result);
-    nccl_result (*all_reduce)(const void *in, void *out, size_t n, int dtype, int op,
-                              nccl_handle comm, cudaStream_t stream);
-    nccl_result (*all_gather)(const void *in, void *out, size_t n, int dtype,
-                              nccl_handle comm, cudaStream_t stream);
-    nccl_result (*reduce_scatter)(const void *in, void *out, size_t n, int dtype,
-                                  int op, nccl_handle comm, cudaStream_t stream);
-    nccl_result (*broadcast)(const void *in, void *out, size_t n, int dtype, int root,
-                             nccl_handle comm, cudaStream_t stream);
-} nccl_functions;
-
-static const ct_dynlib_spec library = {"libnccl.so.2", "nvidia/nccl/lib",
-                                       "nvidia-nccl-cu13>=2.27,<3"};
-static const ct_dynlib_symbol symbols[] = {
-    {"ncclGetVersion",        offsetof(nccl_functions, get_version)   },
-    {"ncclGetUniqueId",       offsetof(nccl_functions, get_id)        },
-    {"ncclCommInitRank",      offsetof(nccl_functions, init_rank)     },
-    {"ncclCommDestroy",       offsetof(nccl_functions, destroy)       },
-    {"ncclCommAbort",         offsetof(nccl_functions, abort)         },
-    {"ncclCommGetAsyncError", offsetof(nccl_functions, async_error)   },
-    {"ncclGetErrorString",    offsetof(nccl_functions, error_string)  },
-    {"ncclAllReduce",         offsetof(nccl_functions, all_reduce)    },
-    {"ncclAllGather",         offsetof(nccl_functions, all_gather)    },
-    {"ncclReduceScatter",     offsetof(nccl_functions, reduce_scatter)},
-    {"ncclBroadcast",         offsetof(nccl_functions, broadcast)     },
-};
-
-static nccl_functions nccl;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static bool loaded;
-
 typedef struct nccl_comm {
-    ct_comm base;       /* first: a ct_comm * of ours is a nccl_comm * */
-    nccl_handle handle; /* NULL after an error */
+    ct_comm base; /* first: a ct_comm * of ours is a nccl_comm * */
+    const ct_nccl *nccl;
+    ct_nccl_handle handle; /* NULL after an error */
     cudaStream_t stream;
     float *token; /* one element of the device's memory, for barrier */
 } nccl_comm;
-
-static ct_status
-load(ct_error *err)
-{
-    ct_status status = CT_OK;
-    (void)pthread_mutex_lock(&lock);
-    if (!loaded) {
-        status = ct_dynlib_load(&library, symbols, sizeof symbols / sizeof symbols[0],
-                                &nccl, err);
-        loaded = status == CT_OK;
-    }
-    (void)pthread_mutex_unlock(&lock);
-    return status;
-}
-
-static ct_status
-check(nccl_result result, const char *what, ct_error *err)
-{
-    if (result == 0) {
-        return CT_OK;
-    }
-    return ct_fail(err, CT_ECOMM, "cannot %s: NCCL says %s", what,
-                   nccl.error_string(result));
-}
 
 static ct_status
 dtype_of(const ct_span *span, const char *what, int *dtype, ct_error *err)
@@ -148,7 +76,7 @@ op_of(ct_reduce_op op)
 static ct_status
 give_up(nccl_comm *comm, ct_status status)
 {
-    (void)nccl.abort(comm->handle);
+    (void)comm->nccl->abort(comm->handle);
     comm->handle = NULL;
     return status;
 }
@@ -164,12 +92,13 @@ wait_for(nccl_comm *comm, const char *what, ct_error *err)
         ct_status status = busy == cudaErrorNotReady
                                ? CT_OK
                                : ct_cuda_check(busy, "wait for the stream", err);
-        nccl_result result = 0;
+        ct_nccl_result result = 0;
         if (status == CT_OK) {
-            status = check(nccl.async_error(comm->handle, &result), what, err);
+            status = ct_nccl_check(comm->nccl->async_error(comm->handle, &result), what,
+                                   err);
         }
-        if (status == CT_OK && result != NCCL_IN_PROGRESS) {
-            status = check(result, what, err);
+        if (status == CT_OK && result != CT_NCCL_IN_PROGRESS) {
+            status = ct_nccl_check(result, what, err);
         }
         if (status != CT_OK) {
             return give_up(comm, status);
@@ -191,9 +120,9 @@ begin(const nccl_comm *comm, const ct_span *span, const char *what, int *dtype,
 }
 
 static ct_status
-end(nccl_comm *comm, nccl_result result, const char *what, ct_error *err)
+end(nccl_comm *comm, ct_nccl_result result, const char *what, ct_error *err)
 {
-    ct_status status = check(result, what, err);
+    ct_status status = ct_nccl_check(result, what, err);
     return status == CT_OK ? wait_for(comm, what, err) : give_up(comm, status);
 }
 
@@ -224,8 +153,8 @@ nccl_all_reduce(ct_comm *op, const ct_span *span, ct_reduce_op reduce, ct_error 
         return status;
     }
     return end(comm,
-               nccl.all_reduce(span->data, span->data, span->n, dtype, op_of(reduce),
-                               comm->handle, comm->stream),
+               comm->nccl->all_reduce(span->data, span->data, span->n, dtype,
+                                      op_of(reduce), comm->handle, comm->stream),
                "all_reduce", err);
 }
 
@@ -241,10 +170,10 @@ nccl_all_gather(ct_comm *op, const ct_span *out, const ct_span *in, ct_error *er
     if (status != CT_OK || in->n == 0) {
         return status;
     }
-    return end(
-        comm,
-        nccl.all_gather(in->data, out->data, in->n, dtype, comm->handle, comm->stream),
-        "all_gather", err);
+    return end(comm,
+               comm->nccl->all_gather(in->data, out->data, in->n, dtype, comm->handle,
+                                      comm->stream),
+               "all_gather", err);
 }
 
 static ct_status
@@ -261,8 +190,8 @@ nccl_reduce_scatter(ct_comm *op, const ct_span *out, const ct_span *in,
         return status;
     }
     return end(comm,
-               nccl.reduce_scatter(in->data, out->data, out->n, dtype, op_of(reduce),
-                                   comm->handle, comm->stream),
+               comm->nccl->reduce_scatter(in->data, out->data, out->n, dtype,
+                                          op_of(reduce), comm->handle, comm->stream),
                "reduce_scatter", err);
 }
 
@@ -280,8 +209,8 @@ nccl_broadcast(ct_comm *op, const ct_span *span, int root, ct_error *err)
         return status;
     }
     return end(comm,
-               nccl.broadcast(span->data, span->data, span->n, dtype, root,
-                              comm->handle, comm->stream),
+               comm->nccl->broadcast(span->data, span->data, span->n, dtype, root,
+                                     comm->handle, comm->stream),
                "broadcast", err);
 }
 
@@ -299,7 +228,7 @@ nccl_free(ct_comm *op)
 {
     nccl_comm *comm = (nccl_comm *)op;
     if (comm->handle != NULL) {
-        (void)nccl.destroy(comm->handle);
+        (void)comm->nccl->destroy(comm->handle);
     }
     (void)cudaFree(comm->token);
     ct_free(comm);
@@ -316,21 +245,13 @@ static const ct_comm_ops nccl_ops = {
 };
 
 ct_status
-ct_nccl_version(int *version, ct_error *err)
-{
-    ct_status status = load(err);
-    return status == CT_OK
-               ? check(nccl.get_version(version), "ask for its version", err)
-               : status;
-}
-
-ct_status
 ct_nccl_id(char id[CT_COMM_ID_BYTES], ct_error *err)
 {
-    nccl_id made;
-    ct_status status = load(err);
+    const ct_nccl *nccl = NULL;
+    ct_nccl_group_id made;
+    ct_status status = ct_nccl_borrow(&nccl, err);
     if (status == CT_OK) {
-        status = check(nccl.get_id(&made), "make a group's id", err);
+        status = ct_nccl_check(nccl->get_id(&made), "make a group's id", err);
     }
     if (status == CT_OK) {
         memcpy(id, made.bytes, sizeof made.bytes);
@@ -342,7 +263,7 @@ ct_nccl_id(char id[CT_COMM_ID_BYTES], ct_error *err)
 static ct_status
 connect_ranks(nccl_comm *comm, const char id[CT_COMM_ID_BYTES], ct_error *err)
 {
-    nccl_id same;
+    ct_nccl_group_id same;
     memcpy(same.bytes, id, sizeof same.bytes);
     ct_status status = ct_cuda_check(
         cudaMalloc((void **)&comm->token, sizeof *comm->token), "get memory", err);
@@ -351,9 +272,10 @@ connect_ranks(nccl_comm *comm, const char id[CT_COMM_ID_BYTES], ct_error *err)
             cudaMemsetAsync(comm->token, 0, sizeof *comm->token, comm->stream),
             "clear memory", err);
     }
-    return status == CT_OK ? check(nccl.init_rank(&comm->handle, comm->base.world_size,
-                                                  same, comm->base.rank),
-                                   "join the group", err)
+    return status == CT_OK ? ct_nccl_check(comm->nccl->init_rank(&comm->handle,
+                                                                 comm->base.world_size,
+                                                                 same, comm->base.rank),
+                                           "join the group", err)
                            : status;
 }
 
@@ -366,7 +288,8 @@ ct_nccl_join(const char id[CT_COMM_ID_BYTES], int rank, int world_size, void *st
                        "rank must be in [0, world_size), got %d of a world_size of %d",
                        rank, world_size);
     }
-    ct_status status = load(err);
+    const ct_nccl *nccl = NULL;
+    ct_status status = ct_nccl_borrow(&nccl, err);
     if (status != CT_OK) {
         return status;
     }
@@ -375,6 +298,7 @@ ct_nccl_join(const char id[CT_COMM_ID_BYTES], int rank, int world_size, void *st
         return ct_fail(err, CT_ENOMEM, "no memory for a communicator");
     }
     made->base = (ct_comm){.ops = &nccl_ops, .rank = rank, .world_size = world_size};
+    made->nccl = nccl;
     made->stream = stream;
     status = connect_ranks(made, id, err);
     if (status != CT_OK) {

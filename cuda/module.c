@@ -5,10 +5,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "comm_nccl.h"
 #include "cublas.h"
 #include "dynlib.h"
 #include "kernels.h"
-#include "comm_nccl.h"
+#include "nccl.h"
 #include "status.h"
 
 static const ct_plugin plugin = {

@@ -4,6 +4,7 @@
 
 #include "../../cuda/comm_nccl.h"
 #include "../../cuda/dynlib.h"
+#include "../../cuda/nccl.h"
 
 #include <dlfcn.h>
 #include <functional>

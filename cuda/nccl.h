@@ -1,0 +1,57 @@
+/* NCCL's functions, loaded at first use. */
+#ifndef CT_CUDA_NCCL_H
+#define CT_CUDA_NCCL_H
+
+#include "core/ct_plugin.h"
+
+#include <cuda_runtime_api.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The part of nccl.h that is used; the numbers are NCCL's ABI. */
+typedef struct ncclComm *ct_nccl_handle;
+typedef int ct_nccl_result; /* 0 is success */
+typedef struct ct_nccl_group_id {
+    char bytes[CT_COMM_ID_BYTES];
+} ct_nccl_group_id;
+enum {
+    CT_NCCL_IN_PROGRESS = 7
+};
+
+typedef struct ct_nccl {
+    ct_nccl_result (*get_version)(int *version);
+    ct_nccl_result (*get_id)(ct_nccl_group_id *id);
+    ct_nccl_result (*init_rank)(ct_nccl_handle *comm, int world_size,
+                                ct_nccl_group_id id, int rank);
+    ct_nccl_result (*destroy)(ct_nccl_handle comm);
+    ct_nccl_result (*abort)(ct_nccl_handle comm);
+    ct_nccl_result (*async_error)(ct_nccl_handle comm, ct_nccl_result *result);
+    const char *(*error_string)(ct_nccl_result result);
+    ct_nccl_result (*all_reduce)(const void *in, void *out, size_t n, int dtype, int op,
+                                 ct_nccl_handle comm, cudaStream_t stream);
+    ct_nccl_result (*all_gather)(const void *in, void *out, size_t n, int dtype,
+                                 ct_nccl_handle comm, cudaStream_t stream);
+    ct_nccl_result (*reduce_scatter)(const void *in, void *out, size_t n, int dtype,
+                                     int op, ct_nccl_handle comm, cudaStream_t stream);
+    ct_nccl_result (*broadcast)(const void *in, void *out, size_t n, int dtype,
+                                int root, ct_nccl_handle comm, cudaStream_t stream);
+} ct_nccl;
+
+/* The functions, the same for the whole process. CT_EDEVICE when NCCL cannot be found.
+ */
+CT_NODISCARD ct_status ct_nccl_borrow(const ct_nccl **nccl, ct_error *err);
+
+/* CT_ECOMM, with NCCL's word for it, unless result is success. */
+CT_NODISCARD ct_status ct_nccl_check(ct_nccl_result result, const char *what,
+                                     ct_error *err);
+
+/* The version, 10000 * major + 100 * minor + patch. */
+CT_NODISCARD ct_status ct_nccl_version(int *version, ct_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
