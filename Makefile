@@ -61,8 +61,8 @@ bench: $(INSTALLED) ext
 
 lint: $(INSTALLED) ext
 	$(VENV)/bin/clang-format -n --Werror $(FORMATTED)
-	printf '%s\n' $(CORE) $(BINDING) | xargs -P $(JOBS) -n 1 sh -c '$(VENV)/bin/clang-tidy --quiet "$$@" -- \
-	    -std=c11 -Icsrc $(PYINC) 2>/dev/null' tidy
+	printf '%s\n' $(CORE) $(BINDING) $(wildcard cuda/*.c) | xargs -P $(JOBS) -n 1 sh -c '$(VENV)/bin/clang-tidy --quiet "$$@" -- \
+	    -std=c11 -Icsrc -isystem tests/cuda/emul $(PYINC) 2>/dev/null' tidy
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest ctrainer._C
