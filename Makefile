@@ -33,7 +33,7 @@ CORE := $(wildcard csrc/core/*.c csrc/cpu/*.c)
 BINDING := $(wildcard csrc/binding/*.c)
 HEADERS := $(wildcard csrc/*/*.h csrc/*/*.def)
 TESTS := $(patsubst tests/core/%.c,$(BUILD)/%,$(wildcard tests/core/test_*.c))
-FORMATTED := $(wildcard csrc/*/*.[hc] cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] \
+FORMATTED := $(wildcard csrc/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] \
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
