@@ -318,7 +318,7 @@ def _overridden(trainer: TrainerBase, name: str) -> bool:
     )
 
 
-def _loss_of_history(state: TrainerState) -> dict[str, float]:
+def _loss_of_history(state: TrainerState) -> dict[str, Any]:
     """The sums of a run that transformers saved, as far as its logs tell: each has the
     mean loss of the steps since the one before."""
     total, last = 0.0, 0

@@ -21,20 +21,6 @@ ctpy_path_from(PyObject *op)
     return PyUnicode_FSConverter(op, (void *)&bytes) ? bytes : NULL;
 }
 
-/* The shape of one value, borrowed from it or a new reference in *owned. */
-static PyObject *
-shape_of(PyObject *value, PyObject **owned)
-{
-    PyObject *shape = PyTuple_Check(value) ? Py_NewRef(PyTuple_GET_ITEM(value, 2))
-                                           : PyObject_GetAttrString(value, "shape");
-    if (shape != NULL && !PyTuple_Check(shape)) {
-        PyErr_SetString(PyExc_TypeError, "a tensor's shape must be a tuple");
-        Py_CLEAR(shape);
-    }
-    *owned = shape;
-    return shape;
-}
-
 static int
 check_value(PyObject *name, PyObject *value)
 {
@@ -53,15 +39,33 @@ check_value(PyObject *name, PyObject *value)
     return 0;
 }
 
+/* The shape of one value as a tuple; NULL with an exception that names it. */
+static PyObject *
+shape_of(PyObject *name, PyObject *value)
+{
+    PyObject *shape = PyTuple_Check(value) ? Py_NewRef(PyTuple_GET_ITEM(value, 2))
+                                           : PyObject_GetAttrString(value, "shape");
+    if (shape != NULL && PyTuple_Check(shape)) {
+        return shape;
+    }
+    if (shape != NULL || PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Format(PyExc_TypeError,
+                     "tensor '%U': expected a tensor or an array, got %.100s", name,
+                     Py_TYPE(value)->tp_name);
+    }
+    Py_XDECREF(shape);
+    return NULL;
+}
+
 /* Number of extents of all shapes, so that their memory is taken once. */
 static Py_ssize_t
 count_extents(PyObject *items)
 {
     Py_ssize_t n = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
-        PyObject *pair = PyList_GET_ITEM(items, i), *shape;
-        if (check_value(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) < 0 ||
-            shape_of(PyTuple_GET_ITEM(pair, 1), &shape) == NULL) {
+        PyObject *pair = PyList_GET_ITEM(items, i), *name = PyTuple_GET_ITEM(pair, 0);
+        PyObject *value = PyTuple_GET_ITEM(pair, 1), *shape = NULL;
+        if (check_value(name, value) < 0 || (shape = shape_of(name, value)) == NULL) {
             return -1;
         }
         n += PyTuple_GET_SIZE(shape);
@@ -71,10 +75,10 @@ count_extents(PyObject *items)
 }
 
 static int
-fill_shape(PyObject *value, uint64_t *extents, ct_st_entry *entry)
+fill_shape(PyObject *pair, uint64_t *extents, ct_st_entry *entry)
 {
-    PyObject *shape;
-    if (shape_of(value, &shape) == NULL) {
+    PyObject *shape = shape_of(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1));
+    if (shape == NULL) {
         return -1;
     }
     entry->ndim = (size_t)PyTuple_GET_SIZE(shape);
@@ -109,7 +113,7 @@ fill_entry(ctpy_state *state, PyObject *pair, int writable, uint64_t *extents,
     entry->bytes = span.n * ct_dtype_size(span.dtype);
     entry->tag =
         raw ? PyUnicode_AsUTF8(PyTuple_GET_ITEM(value, 1)) : ct_dtype_tag(span.dtype);
-    return entry->tag == NULL ? -1 : fill_shape(value, extents, entry);
+    return entry->tag == NULL ? -1 : fill_shape(pair, extents, entry);
 }
 
 static int
