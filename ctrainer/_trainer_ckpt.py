@@ -214,9 +214,6 @@ class CheckpointMixin(TrainerBase):
             self.state.best_global_step = self.state.global_step
         return True
 
-    def _saves_best_only(self) -> bool:
-        return str(self.args.save_strategy) == "best"
-
     # Loading
 
     def _last_checkpoint(self) -> str | None:

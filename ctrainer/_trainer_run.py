@@ -233,16 +233,18 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         """Batches of the epoch from number `skip` on.
 
         The generators' states at the beginning of the epoch are kept for checkpoints:
-        a resumed run starts the epoch with them, so that its order is the same, and
-        then takes those of the moment of saving.
+        a run resumed in its middle starts the epoch with them, so that its order is
+        the same, and then takes those of the moment of saving. One resumed between two
+        epochs starts with those.
         """
-        began = self._resume_state.get("epoch_rng") if checkpoint else None
+        began = self._resume_state.get("epoch_rng") if checkpoint and skip else None
         if began is not None:
             self._adapter.set_rng_state(began)
         else:
+            self._load_rng_state(None if skip else checkpoint)
             self._resume_state["epoch_rng"] = self._adapter.rng_state()
         iterator = self._adapter.epoch_iterator(loader, epoch, skip)
-        if checkpoint is not None:
+        if skip:
             self._load_rng_state(checkpoint)
         return iterator
 

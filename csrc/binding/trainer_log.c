@@ -221,12 +221,15 @@ save_when_due(PyObject *op, PyObject *model, PyObject *trial)
         return PyErr_Occurred() ? -1 : 0;
     }
     PyObject *answer = ctpy_save_checkpoint(op, model, trial);
+    if (answer == NULL) {
+        return -1;
+    }
     PyObject *handler = PyObject_GetAttr(op, names->str_callback_handler);
     listened = handler == NULL
                    ? -1
                    : ctpy_callbacks_listens(names, handler, names->str_on_save);
     Py_XDECREF(handler);
-    if (answer != NULL && note_saved_step(op) < 0) {
+    if (note_saved_step(op) < 0) {
         Py_CLEAR(answer);
     }
     if (answer != NULL && listened > 0) {

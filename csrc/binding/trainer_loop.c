@@ -204,7 +204,11 @@ static int
 run_epochs(PyObject *op, ctpy_run *run, const plan *p, PyObject *loader)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    int stop = 0;
+    int64_t step;
+    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
+        return -1;
+    }
+    int stop = step >= p->max_steps; /* resumed at its end: nothing is left to do */
     run->micro_step = p->first_step;
     for (run->epoch = p->first_epoch; !stop && run->epoch < p->epochs; run->epoch++) {
         if (ctpy_set_int64(op, names->str__epoch, run->epoch) < 0 ||

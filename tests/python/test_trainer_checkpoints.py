@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: what hooks find, what rotation keeps, what a kill leaves."""
+"""Checkpoints of a Trainer: what hooks find, rotation keeps and a kill leaves."""
 
 import json
 import os
