@@ -1,0 +1,129 @@
+"""Lifetime and failed allocations of _C.CallbackHandler, DefaultFlow and Ticker."""
+
+import gc
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ctrainer._C import CallbackHandler, DefaultFlow, Ticker
+
+ARGS = SimpleNamespace(
+    logging_strategy="steps",
+    eval_strategy="steps",
+    save_strategy="epoch",
+    logging_first_step=True,
+    eval_delay=0,
+)
+STATE = SimpleNamespace(
+    global_step=1, max_steps=1, epoch=1.0, logging_steps=1, eval_steps=2, save_steps=3
+)
+
+
+class Flow(DefaultFlow):
+    pass
+
+
+class Clock(Ticker):
+    def on_step_tick(self, args, state, control, **kwargs):
+        return control
+
+
+class Narrow:
+    def on_log(self, args, state, control, logs, tokenizer=None):
+        return None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Nothing."""
+
+
+def exercise() -> SimpleNamespace:
+    handler = CallbackHandler([Flow(), Clock(0.0), Narrow()], 1, 2, 3, 4)
+    control = SimpleNamespace(should_training_stop=False)
+    handler.on_log(ARGS, STATE, control, {"loss": 1.0}, model=5)
+    handler.on_epoch_end(ARGS, STATE, control)
+    handler.on_step_end(ARGS, STATE, control)
+    handler.call_event("on_step_end", ARGS, STATE, control, extra=handler)
+    return control
+
+
+def test_no_reference_is_kept() -> None:
+    kinds = (CallbackHandler, DefaultFlow, Ticker, Flow, Clock, Narrow)
+
+    def measure() -> tuple[list[int], int]:
+        gc.collect()
+        return [sys.getrefcount(kind) for kind in kinds], sys.getallocatedblocks()
+
+    exercise()
+    counts, blocks = measure()
+    for _ in range(1000):
+        exercise()
+    counts_after, blocks_after = measure()
+    assert counts_after == counts
+    assert abs(blocks_after - blocks) < 500  # the interpreter's own noise; a leak: 1000
+
+
+def test_survives_every_failed_allocation() -> None:
+    testcapi = pytest.importorskip("_testcapi")
+    exercise()  # imports what it needs
+    control = None
+    for start in range(1, 400):
+        testcapi.set_nomemory(start)
+        try:
+            control = exercise()
+        except MemoryError:
+            pass
+        finally:
+            testcapi.remove_mem_hooks()
+        if control is not None:
+            break
+    assert control is not None
+    assert control.should_log
+    assert control.should_evaluate
+    assert control.should_training_stop
+
+
+def test_init_twice_leaves_the_second() -> None:
+    handler = CallbackHandler([Narrow()], 1, 2, 3, 4)
+    handler.train_dataloader = "old"
+    handler.__init__([], "model", None, None, None)
+    assert (handler.callbacks, handler.model, handler.train_dataloader) == (
+        [],
+        "model",
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda: CallbackHandler(1, 2, 3, 4, 5), lambda: CallbackHandler([])]
+)
+def test_wrong_arguments_are_type_errors(wrong) -> None:
+    with pytest.raises(TypeError):
+        wrong()
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end"])
+def test_flow_wants_three_values(event: str) -> None:
+    with pytest.raises(TypeError, match="takes args, state and control, not 1"):
+        getattr(Flow(), event)(1)
+
+
+def test_event_wants_three_values() -> None:
+    handler = CallbackHandler([], 1, 2, 3, 4)
+    for given in [(), (1, 2), (1, 2, 3, 4)]:
+        with pytest.raises(TypeError, match="on_save takes args, state and control"):
+            handler.on_save(*given)
+    with pytest.raises(TypeError, match="takes the event's name"):
+        handler.call_event(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("value", ["five", None])
+def test_state_that_is_no_number(value) -> None:
+    state = SimpleNamespace(**{**vars(STATE), "global_step": value})
+    if value is None:  # counts as 0, as before the first step
+        state.max_steps = 9
+        control = SimpleNamespace()
+        assert Flow().on_step_end(ARGS, state, control) is control
+        return
+    with pytest.raises(TypeError, match="must be real number, not str"):
+        Flow().on_step_end(ARGS, state, SimpleNamespace())
