@@ -36,10 +36,16 @@ def accepts_loss_kwargs(model: Any) -> bool:
     )
 
 
+def _class_forward(cls: type) -> Callable[..., Any] | None:
+    """forward of a class of torch's, __call__ of any other."""
+    called = (vars(c)["__call__"] for c in cls.__mro__ if "__call__" in vars(c))
+    return getattr(cls, "forward", None) or next(called, None)
+
+
 def label_names(cls: type) -> list[str]:
     """The labels that forward of the model class `cls` takes. Source: transformers,
     utils/generic.py, find_labels."""
-    forward = getattr(cls, "forward", None)
+    forward = _class_forward(cls)
     if forward is None:
         return []
     names = list(inspect.signature(forward).parameters)
@@ -50,7 +56,7 @@ def label_names(cls: type) -> list[str]:
 
 def can_return_loss(cls: type) -> bool:
     """Has forward of the model class `cls` a parameter return_loss=True?"""
-    forward = getattr(cls, "forward", None)
+    forward = _class_forward(cls)
     if forward is None:
         return False
     found = inspect.signature(forward).parameters.get("return_loss")

@@ -61,8 +61,9 @@ class Loss(float):
     def backward(self) -> None:
         self.pull(self.scale)
 
-    def detach(self) -> float:
-        return float(self)
+    def detach(self) -> np.float64:
+        """The value alone, as a NumPy number."""
+        return np.float64(self)
 
     def __mul__(self, factor: float) -> Loss:
         return Loss(float(self) * factor, self.pull, self.scale * factor)

@@ -91,7 +91,7 @@ def test_scaled_loss_scales_its_gradients() -> None:
         assert scaled == pytest.approx(value)
         scaled.backward()
     assert pulled == pytest.approx([0.5, 0.25, 2 / 3])
-    assert type(loss.detach()) is float
+    assert type(loss.detach()) is np.float64
 
 
 def test_accumulated_gradient_does_not_alias_its_input() -> None:
