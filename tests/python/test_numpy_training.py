@@ -1,0 +1,175 @@
+"""The trainer on a NumPy model: no torch in the process, the same loop."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctrainer import Trainer, TrainingArguments
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_numpy.py"
+
+
+@pytest.fixture(scope="module")
+def digits() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("digits_numpy", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def data(digits: ModuleType) -> Any:
+    draw = np.random.default_rng(0)
+    pixels = draw.standard_normal((160, 64)).astype(np.float32)
+    return digits.examples(pixels, pixels[:, :10].argmax(axis=1))
+
+
+def trainer(
+    digits: ModuleType, data: Any, folder: Path, cls: type = Trainer, **options: Any
+) -> Trainer:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 16,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    args = TrainingArguments(**{**settings, **options})
+    made: Trainer = cls(
+        model=digits.MLP(64, 16, 10),
+        args=args,
+        train_dataset=data,
+        eval_dataset=data[:32],
+        compute_metrics=lambda p: {
+            "right": (p.predictions.argmax(1) == p.label_ids).mean()
+        },
+    )
+    return made
+
+
+def weights(made: Trainer) -> list[bytes]:
+    return [p.data.tobytes() for p in made.model.parameters()]
+
+
+def test_the_example_reaches_its_accuracy_without_torch(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--output", str(tmp_path)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])},
+    )
+    found = re.search(r"test accuracy ([\d.]+) %.*torch imported: (\w+)", done.stdout)
+    assert found is not None
+    assert float(found[1]) >= 96
+    assert found[2] == "False"
+
+
+def test_loss_falls_and_evaluation_agrees(
+    digits: ModuleType, data: Any, tmp_path: Path
+) -> None:
+    made = trainer(digits, data, tmp_path, num_train_epochs=20, learning_rate=1e-2)
+    before = made.evaluate()
+    made.train()
+    after = made.evaluate()
+    assert after["eval_loss"] < before["eval_loss"] / 2
+    batch = made.data_collator(data[:32])
+    outputs = made.model(**batch)
+    assert after["eval_loss"] == pytest.approx(float(outputs["loss"]), rel=1e-5)
+    right = outputs["logits"].argmax(1) == batch["labels"]
+    assert after["eval_right"] == right.mean()
+    assert made.predict(data[:32]).predictions.shape == (32, 10)
+
+
+def test_accumulated_micro_batches_equal_one_batch(
+    digits: ModuleType, data: Any, tmp_path: Path
+) -> None:
+    whole = trainer(digits, data, tmp_path)
+    parts = trainer(
+        digits, data, tmp_path,
+        per_device_train_batch_size=4, gradient_accumulation_steps=4,
+    )  # fmt: skip
+    assert whole.train().global_step == parts.train().global_step == 20
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        np.testing.assert_allclose(a.data, b.data, atol=2e-5)
+
+
+def test_resumed_run_is_bit_identical(
+    digits: ModuleType, data: Any, tmp_path: Path
+) -> None:
+    options = {"save_strategy": "steps", "save_steps": 7, "max_steps": 18}
+    whole = trainer(digits, data, tmp_path, **options)
+    result = whole.train()
+    resumed = trainer(digits, data, tmp_path, **options)
+    again = resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert weights(resumed) == weights(whole)
+    assert again.training_loss == result.training_loss
+
+
+def test_checkpoint_of_another_model_changes_nothing(
+    digits: ModuleType, data: Any, tmp_path: Path
+) -> None:
+    made = trainer(digits, data, tmp_path)
+    made.save_model(str(tmp_path / "model"))
+    other = trainer(digits, data, tmp_path)
+    other.model = digits.MLP(64, 8, 10)
+    before = weights(other)
+    with pytest.raises(ValueError, match="w1"):
+        other._load_from_checkpoint(str(tmp_path / "model"))
+    assert weights(other) == before
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        made._load_from_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "hook", ["compute_loss", "training_step", "log", "_save", "_save_rng_state"]
+)
+def test_exception_of_a_hook_arrives(
+    hook: str, digits: ModuleType, data: Any, tmp_path: Path
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise LookupError(hook)
+
+    cls = type("Failing", (Trainer,), {hook: fail})
+    made = trainer(
+        digits, data, tmp_path, cls, save_strategy="steps", save_steps=2,
+        logging_steps=2,
+    )  # fmt: skip
+    with pytest.raises(LookupError, match=hook):
+        made.train()
+
+
+def test_gradient_that_is_not_finite_is_skipped(
+    digits: ModuleType, data: Any, tmp_path: Path
+) -> None:
+    bad = [dict(example) for example in data]
+    bad[3]["pixels"] = np.full(64, np.nan, np.float32)
+    made = trainer(digits, bad, tmp_path, num_train_epochs=1)
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        result = made.train()
+    assert result.global_step == 10
+    assert result.metrics["nonfinite_steps"] == 1
+    assert all(np.isfinite(p.data).all() for p in made.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("bf16", True), ("label_smoothing_factor", 0.1), ("torch_compile", True)],
+)
+def test_options_that_need_torch_are_refused(
+    option: str, value: Any, digits: ModuleType, data: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"{option}.*needs a torch model"):
+        trainer(digits, data, tmp_path, **{option: value})
