@@ -120,7 +120,7 @@ ctpy_container(PyObject *type, PyObject *keys, PyObject *items)
 }
 
 static PyObject *
-map_children(PyObject *op, ctpy_kind kind, ctpy_map_fn *fn, void *arg)
+map_children(PyObject *op, ctpy_kind kind, ctpy_map_fn *fn, const ctpy_state *state)
 {
     PyObject *result = NULL, *keys = NULL, *mapped = NULL;
     PyObject *children = ctpy_children(op, kind, &keys);
@@ -129,7 +129,7 @@ map_children(PyObject *op, ctpy_kind kind, ctpy_map_fn *fn, void *arg)
         goto done;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(children); i++) {
-        PyObject *item = ctpy_nested_map(PyTuple_GET_ITEM(children, i), fn, arg);
+        PyObject *item = ctpy_nested_map(PyTuple_GET_ITEM(children, i), fn, state);
         if (item == NULL) {
             goto done;
         }
@@ -144,7 +144,7 @@ done:
 }
 
 PyObject *
-ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, void *arg)
+ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, const ctpy_state *state)
 {
     PyObject *result = NULL;
     const int kind = ctpy_kind_of(op);
@@ -152,13 +152,13 @@ ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, void *arg)
         return NULL;
     }
     if (kind == CTPY_LEAF) {
-        result = fn(op, arg);
+        result = fn(op, state);
     }
     else if (kind == CTPY_NONE) {
         result = Py_NewRef(op);
     }
     else {
-        result = map_children(op, (ctpy_kind)kind, fn, arg);
+        result = map_children(op, (ctpy_kind)kind, fn, state);
     }
     Py_LeaveRecursiveCall();
     return result;
@@ -215,9 +215,8 @@ ctpy_batch_size(PyObject *op, const ctpy_state *state)
 }
 
 static PyObject *
-detach_leaf(PyObject *leaf, void *arg)
+detach_leaf(PyObject *leaf, const ctpy_state *state)
 {
-    const ctpy_state *state = arg;
     const int tensor = ctpy_is_tensor(leaf);
     if (tensor <= 0) {
         return tensor < 0 ? NULL : Py_NewRef(leaf);
@@ -228,7 +227,7 @@ detach_leaf(PyObject *leaf, void *arg)
 PyObject *
 ctpy_detach_all(PyObject *op, const ctpy_state *state)
 {
-    return ctpy_nested_map(op, detach_leaf, (void *)(uintptr_t)state);
+    return ctpy_nested_map(op, detach_leaf, state);
 }
 
 static int
@@ -270,17 +269,17 @@ done:
 }
 
 static PyObject *
-numpify_leaf(PyObject *leaf, void *arg)
+numpify_leaf(PyObject *leaf, const ctpy_state *state)
 {
     const int tensor = ctpy_is_tensor(leaf);
     if (tensor <= 0) {
         return tensor < 0 ? NULL : Py_NewRef(leaf);
     }
-    return ctpy_tensor_array(leaf, arg);
+    return ctpy_tensor_array(leaf, state);
 }
 
 PyObject *
 ctpy_numpify_all(PyObject *op, const ctpy_state *state)
 {
-    return ctpy_nested_map(op, numpify_leaf, (void *)(uintptr_t)state);
+    return ctpy_nested_map(op, numpify_leaf, state);
 }

@@ -26,8 +26,8 @@ PyObject *ctpy_children(PyObject *op, ctpy_kind kind, PyObject **keys);
 PyObject *ctpy_container(PyObject *type, PyObject *keys, PyObject *items);
 
 /* Maps fn over the leaves, keeping the structure. None stays None. */
-typedef PyObject *ctpy_map_fn(PyObject *leaf, void *arg);
-PyObject *ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, void *arg);
+typedef PyObject *ctpy_map_fn(PyObject *leaf, const ctpy_state *state);
+PyObject *ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, const ctpy_state *state);
 
 /* Length of the first dimension of the first tensor or array in op; -1 when there is
  * none, -2 with an exception. */

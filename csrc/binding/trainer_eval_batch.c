@@ -159,7 +159,9 @@ run_batch(ctpy_eval_loop *loop, PyObject *inputs, int is_last, const ctpy_state 
         (kept[2] = kept_inputs(loop, inputs, names)) == NULL) {
         goto done;
     }
-    memcpy(batch.values, kept, sizeof kept);
+    for (int kind = 0; kind < CTPY_EVAL_LOSSES; kind++) {
+        batch.values[kind] = kept[kind];
+    }
     batch.loss = PyTuple_GET_ITEM(answer, 0);
     result = keep_batch(loop, &batch, inputs, is_last, names);
 done:

@@ -234,33 +234,38 @@ set_eval_dataloader(const ctpy_eval_loop *loop, const ctpy_state *names)
 }
 
 static int
+run_wrapped(ctpy_eval_loop *loop, PyObject *adapter, PyObject *description,
+            Py_ssize_t n_rows, const ctpy_state *names)
+{
+    if (cast_model(loop, adapter, names) < 0 || tell(loop, description, n_rows) < 0 ||
+        set_eval_dataloader(loop, names) < 0 ||
+        ctpy_eval_drop_past(loop->op, names) < 0 ||
+        set_mode(loop, names->str_eval, names) < 0 || ctpy_eval_run(loop, names) < 0) {
+        return -1;
+    }
+    if (loop->n_batches == 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "%S got no batch: the dataset is empty, or smaller than a batch "
+                     "with dataloader_drop_last",
+                     description);
+        return -1;
+    }
+    return 0;
+}
+
+static int
 run(ctpy_eval_loop *loop, PyObject *description, PyObject *loss_only,
     const ctpy_state *names)
 {
     PyObject *adapter = PyObject_GetAttr(loop->op, names->str__adapter);
     const Py_ssize_t n_rows = dataset_length(loop->loader, names);
     int result = -1;
-    if (adapter == NULL || read_settings(loop, loss_only, names) < 0 ||
-        ctpy_eval_store_init(&loop->store, loop->op, loop->args, n_rows) < 0 ||
-        (loop->model = wrapped_model(loop->op, names)) == NULL ||
-        cast_model(loop, adapter, names) < 0 || tell(loop, description, n_rows) < 0 ||
-        set_eval_dataloader(loop, names) < 0 ||
-        ctpy_eval_drop_past(loop->op, names) < 0) {
-        goto done;
+    if (adapter != NULL && read_settings(loop, loss_only, names) == 0 &&
+        ctpy_eval_store_init(&loop->store, loop->op, loop->args, n_rows) == 0 &&
+        (loop->model = wrapped_model(loop->op, names)) != NULL) {
+        result = run_wrapped(loop, adapter, description, n_rows, names);
+        result = leave_eval_mode(loop, adapter, names) < 0 ? -1 : result;
     }
-    result = set_mode(loop, names->str_eval, names);
-    if (result == 0) {
-        result = ctpy_eval_run(loop, names);
-    }
-    result = leave_eval_mode(loop, adapter, names) < 0 ? -1 : result;
-    if (result == 0 && loop->n_batches == 0) {
-        PyErr_Format(PyExc_ValueError,
-                     "%S got no batch: the dataset is empty, or smaller than a batch "
-                     "with dataloader_drop_last",
-                     description);
-        result = -1;
-    }
-done:
     Py_XDECREF(adapter);
     return result;
 }

@@ -157,10 +157,13 @@ ct_region_to_file(ct_region *region, const char *folder, ct_error *err)
         return fail_io(err, "cannot make a temporary file", folder);
     }
     ct_status status = extend_file(file.fd, bytes, folder, err);
-    if (status == CT_OK && (file.data = map_pages(&file, bytes)) == NULL) {
-        status = fail_io(err, "cannot map a temporary file", folder);
+    if (status == CT_OK) {
+        file.data = map_pages(&file, bytes);
+        status = file.data != NULL
+                     ? CT_OK
+                     : fail_io(err, "cannot map a temporary file", folder);
     }
-    if (status != CT_OK) {
+    if (file.data == NULL) {
         (void)close(file.fd);
         return status;
     }
