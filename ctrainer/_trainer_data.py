@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from ctrainer._hooks import takes_positional
 from ctrainer._trainer_base import TrainerBase
 from ctrainer.trainer_utils import has_length
 
@@ -81,7 +82,7 @@ class DataMixin(TrainerBase):
             dataset,
             self.args,
             training=is_training,
-            sampler=sampler_fn(dataset) if indexed and sampler_fn else None,
+            sampler=_sampler(sampler_fn, dataset) if indexed and sampler_fn else None,
             batch_size=batch_size,
             collate_fn=collator,
         )
@@ -212,6 +213,11 @@ class ColumnFilter:
                 ", ".join(unused),
                 self.model_name,
             )
+
+
+def _sampler(hook: Callable[..., Any], dataset: Any) -> Any:
+    """_get_train_sampler took no data set before transformers 4.50."""
+    return hook(dataset) if takes_positional(hook, 1) else hook()
 
 
 def _is_datasets(dataset: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -40,6 +41,12 @@ class ExtraMixin(TrainerBase):
         from accelerate import Accelerator
 
         self.accelerator = Accelerator(cpu=self._inputs_stay)
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> contextlib.AbstractContextManager[Any]:
+        """No context: under mixed precision the model's own forward autocasts."""
+        return contextlib.nullcontext()
 
     @property
     def tokenizer(self) -> Any:
@@ -180,21 +187,30 @@ class ExtraMixin(TrainerBase):
         """Save the model and upload output_dir, without its checkpoints, to the Hub.
 
         Returns what huggingface_hub.upload_folder returns. Raises ImportError without
-        huggingface_hub, and ValueError without hub_model_id.
+        huggingface_hub.
         """
+        import huggingface_hub
+
+        self.save_model(_internal_call=True)
+        self.init_hf_repo(token)
+        assert self.hub_model_id is not None
+        self.create_model_card(**kwargs)
+        token = token or getattr(self.args, "hub_token", None)
+        options: dict[str, Any] = {"run_as_future": not blocking}
+        return huggingface_hub.upload_folder(
+            repo_id=self.hub_model_id, folder_path=self.args.output_dir, token=token,
+            commit_message=commit_message, revision=revision,
+            ignore_patterns=["_*", "checkpoint-*", ".*"], **options,
+        )  # fmt: skip
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Make the repository on the Hub that hub_model_id, or else the name of
+        output_dir, tells; set hub_model_id to its full name."""
         import huggingface_hub
 
         repo = self.hub_model_id or getattr(self.args, "hub_model_id", None)
         if not repo:
             repo = os.path.basename(os.path.abspath(self.args.output_dir))
-        self.save_model(_internal_call=True)
         token = token or getattr(self.args, "hub_token", None)
         url = huggingface_hub.create_repo(repo, token=token, exist_ok=True)
         self.hub_model_id = url.repo_id
-        self.create_model_card(**kwargs)
-        options: dict[str, Any] = {"run_as_future": not blocking}
-        return huggingface_hub.upload_folder(
-            repo_id=url.repo_id, folder_path=self.args.output_dir, token=token,
-            commit_message=commit_message, revision=revision,
-            ignore_patterns=["_*", "checkpoint-*", ".*"], **options,
-        )  # fmt: skip

@@ -193,7 +193,7 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         return epoch, skipped * self.args.gradient_accumulation_steps
 
     def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, checkpoint: str | None
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
         """Optimizer, schedule and the wrapped model; the checkpoint's state of them."""
         if self._created_lr_scheduler:
@@ -202,9 +202,9 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
         self._loss_scaler = _C.LossScaler() if self.args.fp16 else None
-        if checkpoint is not None:
-            self._load_optimizer_and_scheduler(checkpoint)
-            self._load_scaler(checkpoint)
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            self._load_scaler(resume_from_checkpoint)
         self._schedule_on_metric = self._adapter.is_metric_scheduler(self.lr_scheduler)
         self._stray_parameters = self._adapter.stray_parameters(
             self.model, self.optimizer

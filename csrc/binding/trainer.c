@@ -4,7 +4,10 @@
 static PyObject *
 Trainer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kw))
 {
-    PyObject *op = type->tp_alloc(type, 0);
+    PyObject *none = PyTuple_New(0);
+    /* object's own refuses a class with abstract methods. */
+    PyObject *op = none == NULL ? NULL : PyBaseObject_Type.tp_new(type, none, NULL);
+    Py_XDECREF(none);
     if (op != NULL) {
         Trainer *self = (Trainer *)op;
         self->grad_norm = Py_NAN;
@@ -29,6 +32,7 @@ Trainer_traverse(PyObject *op, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(((Trainer *)op)->signatures);
+    Py_VISIT(((Trainer *)op)->device_loss);
     Py_VISIT(((Trainer *)op)->writer);
     return 0;
 }
@@ -37,6 +41,7 @@ static int
 Trainer_clear(PyObject *op)
 {
     Py_CLEAR(((Trainer *)op)->signatures);
+    Py_CLEAR(((Trainer *)op)->device_loss);
     Py_CLEAR(((Trainer *)op)->writer);
     return 0;
 }

@@ -18,7 +18,6 @@ typedef struct Trainer {
     PyObject *signatures; /* dict: function -> what keywords it accepts; never NULL */
     PyObject
         *device_loss; /* losses that are not in host memory, summed there; or NULL */
-    PyObject *item_count; /* the count passed to this update's hooks, or NULL */
     PyObject *writer;     /* CheckpointWriter, or NULL before the first save */
     double share;         /* of the current micro-batch in its update; 0 outside one */
     /* The running sums of one logging window and of the run, in double. */

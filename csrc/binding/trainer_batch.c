@@ -230,8 +230,9 @@ ctpy_next_batches(PyObject *op, ctpy_run *run, PyObject *iterator, PyObject **ba
         PyLong_FromLongLong(left < run->accumulation ? left : run->accumulation);
     if (n != NULL && (args = PyObject_GetAttr(op, names->str_args)) != NULL &&
         (device = PyObject_GetAttr(args, names->str_device)) != NULL) {
-        PyObject *stack[] = {op, iterator, n, device};
-        pair = PyObject_VectorcallMethod(names->str_get_batch_samples, stack, 4, NULL);
+        PyObject *stack[] = {iterator, n, device};
+        pair = ctpy_call_adapted(op, names->str_get_batch_samples, stack, 2,
+                                 names->kw_device);
     }
     Py_XDECREF(device);
     Py_XDECREF(args);

@@ -266,7 +266,8 @@ Trainer__maybe_log_save_evaluate(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_RETURN_NONE;
 }
 
-/* The hook with the arguments of its signature; an override is called at every step. */
+/* An override is called at every step. All but the sum go by name: releases differ in
+ * what they pass and in which order. */
 static int
 call_hook(PyObject *op, ctpy_run *run, PyObject *learning_rate)
 {
@@ -275,8 +276,12 @@ call_hook(PyObject *op, ctpy_run *run, PyObject *learning_rate)
     PyObject *loss = PyFloat_FromDouble(self->window_loss);
     PyObject *norm = PyFloat_FromDouble(self->grad_norm);
     PyObject *epoch = PyLong_FromLongLong(run->epoch);
+    PyObject *keys =
+        PyTuple_Pack(7, names->str_grad_norm, names->str_model, names->str_trial,
+                     names->str_epoch, names->str_ignore_keys_for_eval,
+                     names->str_start_time, names->str_learning_rate);
     PyObject *answer = NULL;
-    if (loss != NULL && norm != NULL && epoch != NULL) {
+    if (loss != NULL && norm != NULL && epoch != NULL && keys != NULL) {
         PyObject *stack[] = {loss,
                              norm,
                              run->model,
@@ -285,9 +290,10 @@ call_hook(PyObject *op, ctpy_run *run, PyObject *learning_rate)
                              run->ignore_keys,
                              run->start_time,
                              learning_rate};
-        answer = ctpy_call_adapted(op, names->str__maybe_log_save_evaluate, stack, 7,
-                                   names->kw_learning_rate);
+        answer =
+            ctpy_call_adapted(op, names->str__maybe_log_save_evaluate, stack, 1, keys);
     }
+    Py_XDECREF(keys);
     Py_XDECREF(epoch);
     Py_XDECREF(norm);
     Py_XDECREF(loss);

@@ -327,8 +327,8 @@ end_train_steal(PyObject *op, ctpy_signals *saved, PyObject *output)
 }
 
 const char Trainer_train_doc[] =
-    "train($self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None,\n"
-    "      **kwargs)\n--\n\n"
+    "train($self, resume_from_checkpoint=None, trial=None,\n"
+    "      ignore_keys_for_eval=None)\n--\n\n"
     "Train the model and return TrainOutput(global_step, training_loss, metrics).\n\n"
     "resume_from_checkpoint is a folder, or True for the newest whole checkpoint in\n"
     "args.output_dir. The run goes on in the middle of the epoch with the same losses\n"

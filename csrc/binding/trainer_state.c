@@ -130,17 +130,20 @@ Trainer__get_learning_rate(PyObject *op, PyObject *Py_UNUSED(unused))
 }
 
 const char Trainer_floating_point_ops_doc[] =
-    "floating_point_ops($self, inputs, /)\n--\n\n"
+    "floating_point_ops($self, inputs)\n--\n\n"
     "Return the estimated operations of forward and backward on inputs: 6 times the\n"
     "tokens times the parameters without embeddings; 0 for a model that cannot say.";
 
 PyObject *
-Trainer_floating_point_ops(PyObject *op, PyObject *inputs)
+Trainer_floating_point_ops(PyObject *op, PyObject *args, PyObject *kwargs)
 {
+    static char *keywords[] = {"inputs", NULL};
     ctpy_state *names = ctpy_state_borrow(op);
     double factor, n = 0.0;
-    PyObject *main_input = NULL, *tokens = NULL;
-    if (ctpy_get_double(op, names->str__flos_per_token, &factor) < 0) {
+    PyObject *inputs, *main_input = NULL, *tokens = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:floating_point_ops", keywords,
+                                     &inputs) ||
+        ctpy_get_double(op, names->str__flos_per_token, &factor) < 0) {
         return NULL;
     }
     if (factor != 0.0 &&
