@@ -154,6 +154,7 @@ def build_trainer(name: str, options, encoder: Encoder, train, held_out):
         save_total_limit=2,
         dataloader_drop_last=True,
         remove_unused_columns=False,
+        disable_tqdm=False,
         report_to="none",
         seed=0,
     )
