@@ -240,6 +240,7 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
         if self.mode == "live" and state.is_world_process_zero and metrics:
             self.line.finish(evaluation_line(state.global_step, metrics))
         self._draw(state)
+        self._close_frame(state)
 
     def on_predict(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
@@ -247,6 +248,7 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
         self._end_prediction()
         if self.mode == "live" and state.is_world_process_zero and not self.training:
             self.line.clear()
+        self._close_frame(state)
 
     def on_log(
         self,
@@ -275,6 +277,7 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
         self.meter.progress.eta_seconds = None
         self._draw(state)
         self.training = False
+        self._close_frame(state)
         if not state.is_world_process_zero or self.mode in ("json", "notebook"):
             return
         if self.mode == "live":
@@ -310,6 +313,13 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
             self.handle = display(frame, display_id=True)
         else:
             self.handle.update(frame)
+
+    def _close_frame(self, state: Any) -> None:
+        """In a notebook, what comes after training goes to the cell that runs then."""
+        if self.mode == "notebook" and not self.training and self.handle is not None:
+            self.history = state.log_history
+            self._show()
+            self.handle = None
 
     def _write(self, logs: Mapping[str, Any], step: int) -> None:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -126,7 +126,7 @@ def svg(series: Mapping[str, Points]) -> str:
 
 
 def _numbers(p: Progress) -> str:
-    parts = [f"{p.step}/{p.total}" if p.total else f"{p.step}"]
+    parts = [f"{p.step}/{p.total}" if p.total else f"step {p.step}"]
     if p.evaluating is not None:
         done, of = p.evaluating
         parts.append(f"evaluating {done}/{of}" if of else f"evaluating {done}")
@@ -161,14 +161,14 @@ def page(
 ) -> str:
     """The whole frame: progress and numbers, curves, evaluations, warnings."""
     done, of = p.evaluating if p.evaluating is not None else (p.step, p.total)
-    value = f"value='{done}' max='{of}' " if of else ""
+    size = "style='width:240px;height:14px;vertical-align:middle'"
+    drawn = f"<progress value='{done}' max='{of}' {size}></progress>" if of else ""
     notes = "".join(
         f"<div style='{_MONO};color:#a15c00'>⚠ {escape(note)}</div>"
         for note in warnings
     )
     return (
-        f"<div><progress {value}style='width:240px;height:14px;vertical-align:middle'>"
-        f"</progress> <span style='{_MONO}'>{_numbers(p)}</span></div>"
+        f"<div>{drawn} <span style='{_MONO}'>{_numbers(p)}</span></div>"
         "<div style='display:flex;flex-wrap:wrap;gap:16px;align-items:center'>"
         f"{svg(curves(history))}{_table(history)}</div>{notes}"
     )

@@ -111,7 +111,9 @@ _LEFT_OF_BAR = ("title", "count", "percent")
 
 def _parts(p: Progress, ascii_only: bool) -> dict[str, str]:
     """Texts from left to right, by their name in _RANKS."""
-    parts = {"title": TITLE, "count": f"{p.step}/{p.total}" if p.total else f"{p.step}"}
+    parts = {"title": TITLE}
+    if p.step or p.total:
+        parts["count"] = f"{p.step}/{p.total}" if p.total else f"{p.step}"
     if p.evaluating is not None:
         done, of = p.evaluating
         return parts | {"percent": f"eval {done}/{of}" if of else f"eval {done}"}

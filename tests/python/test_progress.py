@@ -100,6 +100,7 @@ class TestLiveLine:
         assert render(a_run(evaluating=(12, 40)), 40) == line
         line = "ctrainer 140/200 eval 12"
         assert render(a_run(evaluating=(12, None)), 40) == line
+        assert render(Progress(evaluating=(1, 4)), 26) == "ctrainer eval 1/4 ━━──────"
 
     def test_ascii_and_color(self) -> None:
         line = render(a_run(), 110, ascii_only=True)
@@ -396,7 +397,8 @@ NOTEBOOK = """\
 import sys
 sys.path[:0] = [{root!r}, {here!r}]
 from display_run import Run
-Run(0.02, 0.01).train()
+run = Run(0.02, 0.01)
+run.train()
 """
 
 
@@ -408,7 +410,8 @@ class TestNotebook:
         nbformat = pytest.importorskip("nbformat")
         pytest.importorskip("ipykernel")
         source = NOTEBOOK.format(root=str(HERE.parents[1]), here=str(HERE))
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+        cells = [nbformat.v4.new_code_cell(x) for x in (source, "run.evaluate(0.5)")]
+        notebook = nbformat.v4.new_notebook(cells=cells)
         client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3")
         client.execute()
         outputs = notebook.cells[0].outputs
@@ -417,6 +420,11 @@ class TestNotebook:
         assert "30/30" in page
         assert page.count("<polyline") == 2
         assert "updates affected: 2" in page
+        # What is evaluated later shows in its own cell, and not as still under way.
+        outputs = notebook.cells[1].outputs
+        assert [o.output_type for o in outputs] == ["display_data"]
+        assert ">0.600<" in outputs[0].data["text/html"]
+        assert "evaluating" not in outputs[0].data["text/html"]
 
 
 class TestPlot:
