@@ -16,7 +16,7 @@
 #define __launch_bounds__(...)
 #define __shared__ static /* blocks run one after another */
 
-struct uint4 {
+struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
 
