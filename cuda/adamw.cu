@@ -31,23 +31,35 @@ apply(const ct_adamw_coef_f64 *c, double grad, double *param, double *m, double 
     ct_adamw_apply_f64(c, grad, param, m, v);
 }
 
+/* A thread asks for several elements before it works on the first: 16 bytes of each
+ * array, or the memory would wait for the arithmetic. */
 template <typename Element>
 __device__ static void
 update(const adamw_operand &operand, const ct_cuda_range &range, bool zero_grads)
 {
     typedef typename ct_tag<Element>::real real;
+    const unsigned ahead = 16 / sizeof(real);
+    const size_t step = blockDim.x;
     const auto c = rounded(&operand.constants, real());
     Element *grads = (Element *)operand.grad, *params = (Element *)operand.param;
     Element *ms = (Element *)operand.m, *vs = (Element *)operand.v;
 
-    for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
-        real param = ct_load(params[i]), m = ct_load(ms[i]), v = ct_load(vs[i]);
-        apply(&c, ct_load(grads[i]), &param, &m, &v);
-        ct_store(param, &params[i]);
-        ct_store(m, &ms[i]);
-        ct_store(v, &vs[i]);
-        if (zero_grads) {
-            grads[i] = Element();
+    for (size_t i = range.begin + threadIdx.x; i < range.end; i += ahead * step) {
+        real grad[ahead] = {}, param[ahead] = {}, m[ahead] = {}, v[ahead] = {};
+        for (unsigned k = 0; k < ahead && i + k * step < range.end; k++) {
+            grad[k] = ct_load(grads[i + k * step]);
+            param[k] = ct_load(params[i + k * step]);
+            m[k] = ct_load(ms[i + k * step]);
+            v[k] = ct_load(vs[i + k * step]);
+        }
+        for (unsigned k = 0; k < ahead && i + k * step < range.end; k++) {
+            apply(&c, grad[k], &param[k], &m[k], &v[k]);
+            ct_store(param[k], &params[i + k * step]);
+            ct_store(m[k], &ms[i + k * step]);
+            ct_store(v[k], &vs[i + k * step]);
+            if (zero_grads) {
+                grads[i + k * step] = Element();
+            }
         }
     }
 }
