@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-import sys
 from functools import update_wrapper
 from importlib import import_module
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,11 @@ def patch_transformers() -> None:
     keeps it, and is named in a warning. May be called again.
     """
     for place, name, home in _PLACES:
-        module = import_module(place)
         ours = getattr(import_module(home), name)
-        if getattr(module, name) is not ours:
-            _originals[place, name] = getattr(module, name)
+        original = getattr(import_module(place), name)
+        if original is not ours:
+            _originals[place, name] = original
+        for module in _copies(place):
             setattr(module, name, ours)
     late = _holders(set(_originals.values()))
     if late:
@@ -46,8 +47,17 @@ def patch_transformers() -> None:
 def unpatch_transformers() -> None:
     """Give transformers its own classes back."""
     for (place, name), original in _originals.items():
-        setattr(sys.modules[place], name, original)
+        for module in _copies(place):
+            setattr(module, name, original)
     _originals.clear()
+
+
+def _copies(name: str) -> list[ModuleType]:
+    """Every module object called `name`: transformers puts a new one into sys.modules
+    while it loads, and a script may hold the old."""
+    import_module(name)
+    modules = (m for m in gc.get_objects() if isinstance(m, ModuleType))
+    return [m for m in modules if m.__name__ == name]
 
 
 def _holders(classes: set[type]) -> list[str]:
