@@ -27,14 +27,18 @@ typedef struct optim_slot {
     Py_ssize_t index; /* in its group */
 } optim_slot;
 
+/* An entry of the face's state when slots[].state was set: compared, never used. */
+typedef struct optim_entry {
+    const PyObject *key, *value;
+} optim_entry;
+
 typedef struct OptimEngine {
     PyObject_HEAD
     ctpy_state *state; /* the module's, which the type keeps alive */
     ct_optim *core;
     optim_slot *slots; /* as many as core has parameters, in the same order */
     size_t n_slots, slots_capacity;
-    PyObject **known; /* keys and values of the face's state when slots[].state was set;
-                         compared, never used */
+    optim_entry *known;
     size_t n_known, known_capacity;
     int busy;      /* > 0: a pass or a plan is under way; nothing may be changed */
     bool measured; /* the last update knew the norm of its gradients */

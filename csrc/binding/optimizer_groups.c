@@ -59,9 +59,12 @@ read_flag(PyObject *group, PyObject *key)
 static int
 refuse_options(ctpy_state *state, PyObject *group, size_t g)
 {
-    PyObject *const options[] = {state->str_amsgrad, state->str_capturable,
-                                 state->str_differentiable};
-    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+    enum {
+        OPTIONS = 3
+    };
+    PyObject *const options[OPTIONS] = {state->str_amsgrad, state->str_capturable,
+                                        state->str_differentiable};
+    for (size_t i = 0; i < OPTIONS; i++) {
         int set = read_flag(group, options[i]);
         if (set > 0) {
             PyErr_Format(PyExc_ValueError,

@@ -17,14 +17,14 @@ state_changed(const OptimEngine *self, PyObject *state)
     Py_ssize_t position = 0;
     PyObject *key, *value;
     size_t i = 0;
-    if ((size_t)PyDict_GET_SIZE(state) * 2 != self->n_known) {
+    if ((size_t)PyDict_GET_SIZE(state) != self->n_known) {
         return true;
     }
     while (PyDict_Next(state, &position, &key, &value)) {
-        if (self->known[i] != key || self->known[i + 1] != value) {
+        if (self->known[i].key != key || self->known[i].value != value) {
             return true;
         }
-        i += 2;
+        i++;
     }
     return false;
 }
@@ -33,7 +33,7 @@ static int
 remember_state(OptimEngine *self, PyObject *state)
 {
     ct_error err;
-    size_t n = (size_t)PyDict_GET_SIZE(state) * 2;
+    size_t n = (size_t)PyDict_GET_SIZE(state);
     void *block = self->known;
     if (ct_grow(&block, &self->known_capacity, n, sizeof *self->known, &err) != CT_OK) {
         return ctpy_raise_int(&err);
@@ -43,8 +43,7 @@ remember_state(OptimEngine *self, PyObject *state)
     Py_ssize_t position = 0;
     PyObject *key, *value;
     while (PyDict_Next(state, &position, &key, &value)) {
-        self->known[self->n_known++] = key;
-        self->known[self->n_known++] = value;
+        self->known[self->n_known++] = (optim_entry){key, value};
     }
     return 0;
 }
