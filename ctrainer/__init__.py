@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         PrinterCallback,
         TrainerCallback,
     )
+    from ctrainer.enums import IntervalStrategy, SchedulerType
     from ctrainer.plotting import plot
     from ctrainer.progress import ProgressCallback
     from ctrainer.seq2seq import Seq2SeqTrainer
@@ -28,8 +29,10 @@ _HOMES = {
     "DefaultFlowCallback": "callbacks",
     "EarlyStoppingCallback": "callbacks",
     "EvalPrediction": "trainer_utils",
+    "IntervalStrategy": "enums",
     "PrinterCallback": "callbacks",
     "ProgressCallback": "progress",
+    "SchedulerType": "enums",
     "Seq2SeqTrainer": "seq2seq",
     "Seq2SeqTrainingArguments": "training_args",
     "Trainer": "trainer",
@@ -46,8 +49,10 @@ __all__ = [
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "EvalPrediction",
+    "IntervalStrategy",
     "PrinterCallback",
     "ProgressCallback",
+    "SchedulerType",
     "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "Trainer",

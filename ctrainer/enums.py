@@ -18,6 +18,9 @@ class IntervalStrategy(_Words):
     EPOCH = "epoch"
 
 
+EvaluationStrategy = IntervalStrategy  # its name before transformers 4.6
+
+
 class SaveStrategy(_Words):
     """When a checkpoint is taken; BEST: when the metric is the best so far."""
 

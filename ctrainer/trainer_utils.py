@@ -19,12 +19,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ctrainer.enums import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
+from ctrainer.enums import (
+    EvaluationStrategy,
+    HubStrategy,
+    IntervalStrategy,
+    SaveStrategy,
+    SchedulerType,
+)
 
 __all__ = [
     "PREFIX_CHECKPOINT_DIR",
     "EvalLoopOutput",
     "EvalPrediction",
+    "EvaluationStrategy",
     "HubStrategy",
     "IntervalStrategy",
     "PredictionOutput",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ctrainer import _argument_table as table
-from ctrainer._older_fields import ALIASES, default_of
+from ctrainer._older_fields import ALIASES, OlderFields, default_of
 from ctrainer.training_args import (
     IntervalStrategy,
     OptimizerNames,
@@ -285,7 +285,56 @@ class TestTable:
         assert module.PAGE.read_text() == module.page()
 
 
+# Fields of transformers 4.5.1 and 4.57.6 that 5.17 has no more, with their defaults.
+OLDER_FIELDS = {
+    "_n_gpu": -1,
+    "adafactor": False,
+    "evaluation_strategy": "no",
+    "fp16_backend": "auto",
+    "fp16_opt_level": "O1",
+    "fsdp_min_num_params": 0,
+    "fsdp_transformer_layer_cls_to_wrap": None,
+    "group_by_length": False,
+    "half_precision_backend": "auto",
+    "include_inputs_for_metrics": False,
+    "include_tokens_per_second": False,
+    "jit_mode_eval": False,
+    "logging_dir": None,  # a folder in output_dir, which is where it still is
+    "mp_parameters": "",
+    "no_cuda": False,
+    "overwrite_output_dir": False,
+    "past_index": -1,
+    "per_gpu_eval_batch_size": None,
+    "per_gpu_train_batch_size": None,
+    "push_to_hub_model_id": None,
+    "push_to_hub_organization": None,
+    "push_to_hub_token": None,
+    "ray_scope": "last",
+    "save_safetensors": True,
+    "sharded_ddp": "",
+    "torchdynamo": None,
+    "tpu_metrics_debug": False,
+    "tpu_num_cores": None,
+    "use_legacy_prediction_loop": False,
+    "use_mps_device": False,
+    "warmup_ratio": 0.0,
+}
+
+
 class TestOldNames:
+    def test_fields_of_older_releases_are_there_with_their_defaults(self, hf) -> None:
+        theirs = {f.name for f in dataclasses.fields(hf.TrainingArguments)}
+        older = {f.name for f in dataclasses.fields(OlderFields)} - theirs
+        assert {name: default_of(TrainingArguments, name) for name in older} == (
+            OLDER_FIELDS
+        )
+
+    def test_each_default_of_an_older_release_is_accepted(self, tmp_path) -> None:
+        given = {k: v for k, v in OLDER_FIELDS.items() if k != "_n_gpu"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert TrainingArguments(tmp_path, **given)
+
     def test_each_alias_is_tried(self) -> None:
         assert set(OLD_VALUES) | {"adafactor"} == set(ALIASES)
 
