@@ -301,9 +301,7 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         """`model` as it is run: compiled, under mixed precision, where args say so."""
         if model is not self.model:
             return model
-        full_eval = self.args.bf16_full_eval or self.args.fp16_full_eval
-        if training or not (full_eval or self.is_in_train):
-            self._adapter.enter_mixed_precision(model, self.args)
+        self._adapter.enter_mixed_precision(model, self.args)
         if training and self.args.torch_compile:
             return self._adapter.compile_model(model, self.args)
         return model

@@ -141,8 +141,7 @@ cast_model(const ctpy_eval_loop *loop, PyObject *adapter, const ctpy_state *name
     return answer == NULL ? -1 : 0;
 }
 
-/* op.name() where op has such a method: modules have modes, and so have the optimizers
- * that keep averaged weights. */
+/* op.name() where op has it: modules have modes, and so have some optimizers. */
 static int
 call_if_there(PyObject *op, PyObject *name)
 {
@@ -202,14 +201,13 @@ tell(const ctpy_eval_loop *loop, PyObject *description, Py_ssize_t n_rows)
 {
     PyObject *logging = PyImport_ImportModule("logging"), *logger = NULL, *text = NULL;
     PyObject *answer = NULL;
-    text =
-        n_rows < 0
-            ? PyUnicode_FromFormat("***** Running %S *****\n  Num examples: Unknown\n"
-                                   "  Batch size = %zd",
-                                   description, loop->default_rows)
-            : PyUnicode_FromFormat("***** Running %S *****\n  Num examples = %zd\n"
-                                   "  Batch size = %zd",
-                                   description, n_rows, loop->default_rows);
+    char count[32] = ": Unknown";
+    if (n_rows >= 0) {
+        (void)snprintf(count, sizeof count, " = %zd", n_rows);
+    }
+    text = PyUnicode_FromFormat("***** Running %S *****\n  Num examples%s\n"
+                                "  Batch size = %zd",
+                                description, count, loop->default_rows);
     if (logging != NULL && text != NULL &&
         (logger = PyObject_CallMethod(logging, "getLogger", "s", "ctrainer.trainer")) !=
             NULL) {

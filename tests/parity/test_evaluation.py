@@ -183,13 +183,16 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-def assert_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Equal keys and numbers; transformers takes its mean of losses in float32."""
+def assert_close(
+    ours: dict[str, Any], theirs: dict[str, Any], rel: float = 3e-7
+) -> None:
+    """Equal keys and numbers; transformers takes its mean of losses in float32, or in
+    float16 where these are."""
     ours, theirs = metrics_of(ours), metrics_of(theirs)
     assert set(ours) == set(theirs)
     for key, value in theirs.items():
         assert type(ours[key]) is type(value)
-        assert ours[key] == pytest.approx(value, rel=3e-7), key
+        assert ours[key] == pytest.approx(value, rel=rel), key
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -219,7 +222,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"prediction_loss_only": True},
     {"batch": 1},
     {"batch": 64},
+    {"bf16": True},
     {"bf16_full_eval": True},
+    {"fp16_full_eval": True},
+    {"bf16": True, "bf16_full_eval": True},
     {"dataloader_drop_last": True},
     {"label_names": ["labels", "attention_mask"]},
     {"label_smoothing_factor": 0.1},
@@ -232,11 +238,12 @@ def test_every_option_does_the_same(
     case: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     ours, theirs, data = both(case, tmp_path, compute_metrics=summary, **options)
-    assert_close(ours.evaluate(), theirs.evaluate())
+    rel = 2**-11 if "fp16_full_eval" in options else 3e-7
+    assert_close(ours.evaluate(), theirs.evaluate(), rel)
     a, b = ours.predict(data), theirs.predict(data)
     assert_same(a.predictions, b.predictions)
     assert_same(a.label_ids, b.label_ids)
-    assert_close(a.metrics, b.metrics)
+    assert_close(a.metrics, b.metrics, rel)
 
 
 def test_ignored_keys_and_preprocessing_are_the_same(tmp_path: Path) -> None:
@@ -282,6 +289,30 @@ def test_one_of_several_data_sets_by_name(tmp_path: Path) -> None:
     a = make(ctrainer, classifier(), tmp_path, data).evaluate("long")
     b = make(transformers, classifier(), tmp_path, data).evaluate("long")
     assert_close(a, b)
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    examples = [{**e, "text": "unused"} for e in with_class(rows(11))]
+    data = datasets.Dataset.from_list(examples)
+    a = make(ctrainer, classifier(), tmp_path, data, compute_metrics=summary)
+    b = make(transformers, classifier(), tmp_path, data, compute_metrics=summary)
+    assert_close(a.evaluate(), b.evaluate())
+    assert_same(a.predict(data).predictions, b.predict(data).predictions)
+
+
+def test_model_without_labels_may_return_a_loss(tmp_path: Path) -> None:
+    class Contrast(Plain):
+        def forward(  # type: ignore[override]
+            self, input_ids: Any, attention_mask: Any, return_loss: bool = True
+        ) -> Any:
+            outputs = super().forward(input_ids, attention_mask)
+            return {"loss": outputs["logits"].square().mean(), **outputs}
+
+    a = make(ctrainer, Contrast(True), tmp_path, rows(10), compute_metrics=summary)
+    b = make(transformers, Contrast(True), tmp_path, rows(10), compute_metrics=summary)
+    assert a.can_return_loss
+    assert_close(a.evaluate(), b.evaluate())
 
 
 class Stream(torch.utils.data.IterableDataset):
