@@ -1,15 +1,6 @@
 /* ctrainer._C.CheckpointWriter: the Python face of core/ct_writer.h. */
+#include "binding/checkpoint.h"
 #include "binding/ckpt_tensors.h"
-#include "core/ct_alloc.h"
-#include "core/ct_writer.h"
-
-#include <stdbool.h>
-
-typedef struct CheckpointWriter {
-    PyObject_HEAD
-    ct_writer *core; /* never NULL */
-    bool busy;       /* a thread is in the core without the GIL */
-} CheckpointWriter;
 
 static PyObject *
 CheckpointWriter_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
@@ -36,9 +27,8 @@ CheckpointWriter_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* Claims the core for the calling thread; the GIL may be released until leave(). */
-static ct_writer *
-enter(PyObject *op)
+ct_writer *
+ctpy_writer_enter(PyObject *op)
 {
     CheckpointWriter *self = (CheckpointWriter *)op;
     bool busy;
@@ -54,9 +44,8 @@ enter(PyObject *op)
     return self->core;
 }
 
-/* Ends what enter() began; None, or NULL with the exception of a failed call. */
-static PyObject *
-leave(PyObject *op, ct_status status, const ct_error *err)
+PyObject *
+ctpy_writer_leave(PyObject *op, ct_status status, const ct_error *err)
 {
     CTPY_LOCK(op);
     ((CheckpointWriter *)op)->busy = false;
@@ -80,7 +69,7 @@ CheckpointWriter_begin(PyObject *op, PyObject *arg)
     ct_error err = {0};
     ct_status status;
     PyObject *path = ctpy_path_from(arg), *answer;
-    ct_writer *core = path == NULL ? NULL : enter(op);
+    ct_writer *core = path == NULL ? NULL : ctpy_writer_enter(op);
     if (core == NULL) {
         Py_XDECREF(path);
         return NULL;
@@ -90,7 +79,7 @@ CheckpointWriter_begin(PyObject *op, PyObject *arg)
     Py_END_ALLOW_THREADS
     const char *folder = status == CT_OK ? ct_writer_folder_borrow(core) : NULL;
     PyObject *text = folder == NULL ? NULL : PyUnicode_DecodeFSDefault(folder);
-    answer = leave(op, status, &err);
+    answer = ctpy_writer_leave(op, status, &err);
     Py_DECREF(path);
     if (answer == NULL || text == NULL) {
         Py_XDECREF(answer);
@@ -101,137 +90,6 @@ CheckpointWriter_begin(PyObject *op, PyObject *arg)
     return text;
 }
 
-/* Hands a plan over and returns None, or NULL with an exception. */
-static PyObject *
-add_plan_steal(PyObject *op, PyObject *name, ct_plan *plan, int snapshot)
-{
-    ct_error err = {0};
-    ct_writer *core = NULL;
-    PyObject *path = ctpy_path_from(name);
-    ct_status status =
-        path == NULL ? CT_EHOST : ct_plan_set_name(plan, PyBytes_AS_STRING(path), &err);
-    Py_XDECREF(path);
-    if (status != CT_OK || (core = enter(op)) == NULL) {
-        ct_plan_fini(plan);
-        return status == CT_OK || path == NULL ? NULL : ctpy_raise(&err);
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_writer_add(core, plan, snapshot != 0, &err);
-    Py_END_ALLOW_THREADS
-    return leave(op, status, &err);
-}
-
-PyDoc_STRVAR(
-    add_safetensors_doc,
-    "add_safetensors($self, name, tensors, metadata=None, *, snapshot=True)\n--\n\n"
-    "Add a safetensors file of a dict of named tensors or arrays.\n\n"
-    "They must be contiguous and on the CPU. A value may also be (uint8 array of its\n"
-    "bytes, dtype such as 'F8_E4M3', shape). With snapshot they are copied, and may\n"
-    "change once this returns; without it the file is written before it returns.");
-
-static PyObject *
-CheckpointWriter_add_safetensors(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"name", "tensors", "metadata", "snapshot", NULL};
-    PyObject *name, *dict, *metadata = Py_None, *answer = NULL, *none = NULL;
-    int snapshot = 1;
-    size_t n = 0;
-    ct_st_pair *pairs = NULL;
-    ctpy_tensors tensors = {0};
-    ct_plan plan = {0};
-    ct_error err;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O$p:add_safetensors", names,
-                                     &name, &dict, &metadata, &snapshot)) {
-        return NULL;
-    }
-    if (metadata == Py_None && (metadata = none = PyDict_New()) == NULL) {
-        return NULL;
-    }
-    if (!PyDict_Check(metadata)) {
-        PyErr_SetString(PyExc_TypeError, "metadata must be a dict or None");
-        goto done;
-    }
-    if (ctpy_tensors_from(ctpy_state_borrow(op), dict, 0, &tensors) < 0 ||
-        (pairs = ctpy_pairs_from(metadata, &n)) == NULL) {
-        goto done;
-    }
-    if (ct_st_plan(&plan, tensors.entries, tensors.n, pairs, n, &err) != CT_OK) {
-        ct_plan_fini(&plan);
-        (void)ctpy_raise(&err);
-        goto done;
-    }
-    answer = add_plan_steal(op, name, &plan, snapshot);
-done:
-    ct_free(pairs);
-    ctpy_tensors_fini(&tensors);
-    Py_XDECREF(none);
-    return answer;
-}
-
-PyDoc_STRVAR(
-    add_archive_doc,
-    "add_archive($self, name, records, *, snapshot=True)\n--\n\n"
-    "Add an archive as torch.save lays it out, of (record name, data) pairs.\n\n"
-    "data is bytes, or a contiguous tensor or array on the CPU.");
-
-static PyObject *
-CheckpointWriter_add_archive(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"name", "records", "snapshot", NULL};
-    PyObject *name, *given, *answer = NULL, *list = NULL;
-    int snapshot = 1;
-    ct_zip_record *records = NULL;
-    ct_plan plan = {0};
-    ct_error err;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$p:add_archive", names, &name,
-                                     &given, &snapshot) ||
-        (list = PySequence_List(given)) == NULL) {
-        return NULL;
-    }
-    size_t n = (size_t)PyList_GET_SIZE(list);
-    records = ctpy_records_from(ctpy_state_borrow(op), list);
-    if (records == NULL) {
-        goto done;
-    }
-    if (ct_zip_plan(&plan, records, n, &err) != CT_OK) {
-        ct_plan_fini(&plan);
-        (void)ctpy_raise(&err);
-        goto done;
-    }
-    answer = add_plan_steal(op, name, &plan, snapshot);
-done:
-    ct_free(records);
-    Py_DECREF(list);
-    return answer;
-}
-
-PyDoc_STRVAR(add_bytes_doc, "add_bytes($self, name, data, /)\n--\n\n"
-                            "Add a file of these bytes.");
-
-static PyObject *
-CheckpointWriter_add_bytes(PyObject *op, PyObject *args)
-{
-    PyObject *name;
-    Py_buffer view;
-    ct_buf buf = {0};
-    ct_plan plan = {0};
-    ct_error err;
-    if (!PyArg_ParseTuple(args, "Oy*:add_bytes", &name, &view)) {
-        return NULL;
-    }
-    ct_status status = ct_buf_add(&buf, view.buf, (size_t)view.len, &err);
-    PyBuffer_Release(&view);
-    if (status == CT_OK) {
-        status = ct_plan_add_buf(&plan, &buf, &err);
-    }
-    if (status != CT_OK) {
-        ct_buf_fini(&buf);
-        ct_plan_fini(&plan);
-        return ctpy_raise(&err);
-    }
-    return add_plan_steal(op, name, &plan, 1);
-}
-
 typedef ct_status step_fn(ct_writer *writer, ct_error *err);
 
 /* Calls one core function without the GIL. */
@@ -240,14 +98,14 @@ run_step(PyObject *op, step_fn *step)
 {
     ct_error err = {0};
     ct_status status;
-    ct_writer *core = enter(op);
+    ct_writer *core = ctpy_writer_enter(op);
     if (core == NULL) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
     status = step(core, &err);
     Py_END_ALLOW_THREADS
-    return leave(op, status, &err);
+    return ctpy_writer_leave(op, status, &err);
 }
 
 PyDoc_STRVAR(flush_doc, "flush($self, /)\n--\n\n"
@@ -268,11 +126,11 @@ CheckpointWriter_remove_after(PyObject *op, PyObject *arg)
 {
     ct_error err;
     PyObject *path = ctpy_path_from(arg);
-    ct_writer *core = path == NULL ? NULL : enter(op);
+    ct_writer *core = path == NULL ? NULL : ctpy_writer_enter(op);
     PyObject *answer = NULL;
     if (core != NULL) {
         ct_status status = ct_writer_remove_after(core, PyBytes_AS_STRING(path), &err);
-        answer = leave(op, status, &err);
+        answer = ctpy_writer_leave(op, status, &err);
     }
     Py_XDECREF(path);
     return answer;
@@ -286,7 +144,7 @@ commit_and_wait(ct_writer *writer, ct_error *err)
 }
 
 PyDoc_STRVAR(
-    commit_doc,
+    CheckpointWriter_commit_doc,
     "commit($self, wait=False)\n--\n\n"
     "End the save: a thread of C writes it, synchronises it and renames it.\n\n"
     "With wait, returns when it is in place, raising OSError if it failed;\n"
@@ -370,13 +228,14 @@ CheckpointWriter_get_snapshot_bytes(PyObject *op, void *Py_UNUSED(closure))
 
 #define WITH_KEYWORDS(name)                                                            \
     #name, (PyCFunction)(void (*)(void))CheckpointWriter_##name,                       \
-        METH_VARARGS | METH_KEYWORDS, name##_doc
+        METH_VARARGS | METH_KEYWORDS, CheckpointWriter_##name##_doc
 
 static PyMethodDef CheckpointWriter_methods[] = {
     {"begin", CheckpointWriter_begin, METH_O, begin_doc},
     {WITH_KEYWORDS(add_safetensors)},
     {WITH_KEYWORDS(add_archive)},
-    {"add_bytes", CheckpointWriter_add_bytes, METH_VARARGS, add_bytes_doc},
+    {"add_bytes", CheckpointWriter_add_bytes, METH_VARARGS,
+     CheckpointWriter_add_bytes_doc},
     {"flush", CheckpointWriter_flush, METH_NOARGS, flush_doc},
     {WITH_KEYWORDS(commit)},
     {"wait", CheckpointWriter_wait, METH_NOARGS, wait_doc},

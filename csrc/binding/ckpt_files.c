@@ -189,7 +189,7 @@ match(PyObject *path, const ct_st_file *file, const ctpy_tensors *tensors, load 
         if (check_fit(path, stored, entry) < 0) {
             return -1;
         }
-        l->targets[stored - all] = (void *)(uintptr_t)entry->data;
+        l->targets[stored - all] = (void *)entry->data;
         l->wanted[stored - all] = true;
     }
     return 0;

@@ -161,19 +161,20 @@ copy_all(ct_plan *plan, unsigned char *const *targets, portion *portions)
 ct_status
 ct_arena_copy(ct_arena *arena, ct_plan *plan, ct_error *err)
 {
-    ct_status status = CT_OK;
+    ct_status status;
     portion *portions = ct_calloc(count_portions(plan) + 1, sizeof *portions);
-    unsigned char **targets = ct_calloc(plan->n_pieces + 1, sizeof *targets);
-    if (portions == NULL || targets == NULL) {
-        status = ct_fail(err, CT_ENOMEM, "no memory for a snapshot of %s", plan->name);
+    unsigned char **targets =
+        (unsigned char **)ct_calloc(plan->n_pieces + 1, sizeof(unsigned char *));
+    if (portions != NULL && targets != NULL) {
+        status = take_targets(arena, plan, targets, err);
+        if (status == CT_OK) {
+            copy_all(plan, targets, portions);
+        }
     }
     else {
-        status = take_targets(arena, plan, targets, err);
+        status = ct_fail(err, CT_ENOMEM, "no memory for a snapshot of %s", plan->name);
     }
-    if (status == CT_OK) {
-        copy_all(plan, targets, portions);
-    }
-    ct_free(targets);
+    ct_free((void *)targets);
     ct_free(portions);
     return status;
 }

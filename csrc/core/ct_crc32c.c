@@ -10,7 +10,10 @@
 
 /* Bytes of each of the three streams: long enough to hide the cost of joining them,
  * short enough for all three to stay in the first-level cache. */
-#define STREAM_BYTES 4096u
+enum {
+    STREAM_BYTES = 4096,
+    STREAMED_BYTES = 3 * STREAM_BYTES
+};
 
 /* Constants, worked out at first use. shift[s][k][b] moves byte k of a checksum past
  * s + 1 streams of bytes. */
@@ -100,7 +103,7 @@ run_streams(uint32_t crc, const unsigned char *p)
     for (size_t i = 0; i < STREAM_BYTES; i += 8) {
         a = __builtin_ia32_crc32di(a, load64(p + i));
         b = __builtin_ia32_crc32di(b, load64(p + STREAM_BYTES + i));
-        c = __builtin_ia32_crc32di(c, load64(p + 2 * STREAM_BYTES + i));
+        c = __builtin_ia32_crc32di(c, load64(p + STREAMED_BYTES - STREAM_BYTES + i));
     }
     return move_past(shift[1], (uint32_t)a) ^ move_past(shift[0], (uint32_t)b) ^
            (uint32_t)c;
@@ -110,7 +113,7 @@ __attribute__((target("sse4.2"))) static uint32_t
 run_instruction(uint32_t crc, const unsigned char *p, size_t n)
 {
     crc = ~crc;
-    for (; n >= 3 * STREAM_BYTES; n -= 3 * STREAM_BYTES, p += 3 * STREAM_BYTES) {
+    for (; n >= STREAMED_BYTES; n -= STREAMED_BYTES, p += STREAMED_BYTES) {
         crc = run_streams(crc, p);
     }
     for (; n >= 8; n -= 8, p += 8) {

@@ -34,12 +34,10 @@ ct_fail_io(ct_error *err, int os_error, const char *doing, const char *path)
 char *
 ct_path_join(const char *folder, const char *name)
 {
-    size_t n = strlen(folder), m = strlen(name), slash = n > 0;
-    char *path = ct_alloc(n + slash + m + 1);
+    size_t n = strlen(folder) + strlen(name) + 2;
+    char *path = ct_alloc(n);
     if (path != NULL) {
-        memcpy(path, folder, n);
-        memset(path + n, '/', slash);
-        memcpy(path + n + slash, name, m + 1);
+        (void)snprintf(path, n, "%s%s%s", folder, *folder == '\0' ? "" : "/", name);
     }
     return path;
 }
@@ -89,7 +87,7 @@ write_pieces(int fd, const ct_piece *pieces, size_t n)
         int k = 0;
         for (; k < PIECES_AT_ONCE && at < n; at++) {
             if (pieces[at].n > 0) {
-                v[k].iov_base = (void *)(uintptr_t)pieces[at].data; /* writev's type */
+                v[k].iov_base = (void *)pieces[at].data; /* writev's type */
                 v[k++].iov_len = pieces[at].n;
             }
         }

@@ -46,7 +46,10 @@ static char
 peek(ct_json *json)
 {
     skip_space(json);
-    return json->at < json->end ? *json->at : '\0';
+    if (json->at == json->end) {
+        return '\0';
+    }
+    return *json->at;
 }
 
 ct_status

@@ -107,25 +107,33 @@ ct_manifest_write(ct_manifest *manifest, const char *folder, ct_error *err)
     return status;
 }
 
+/* The value of a lower-case hexadecimal digit, or -1. */
+static int
+hex_digit(char c)
+{
+    if (c >= '0' && c <= '9') {
+        return c - '0';
+    }
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
 static ct_status
 read_crc(ct_json *json, uint32_t *crc, ct_error *err)
 {
     ct_text text;
     uint32_t value = 0;
+    bool valid = true;
     ct_status status = ct_json_string(json, &text, err);
     if (status != CT_OK) {
         return status;
     }
     for (size_t i = 0; i < text.n; i++) {
-        static const char digits[] = "0123456789abcdef";
-        const char *found = memchr(digits, text.data[i], 16);
-        if (found == NULL || text.n != CRC_DIGITS) {
-            return ct_json_fail(json, "expected a crc32c of 8 digits", err);
-        }
-        value = value * 16 + (uint32_t)(found - digits);
+        int digit = hex_digit(text.data[i]);
+        valid = valid && digit >= 0;
+        value = value * 16 + (uint32_t)digit;
     }
     *crc = value;
-    return text.n == CRC_DIGITS
+    return valid && text.n == CRC_DIGITS
                ? CT_OK
                : ct_json_fail(json, "expected a crc32c of 8 digits", err);
 }

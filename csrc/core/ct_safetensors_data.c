@@ -35,16 +35,16 @@ static int
 compare_to_name(const void *key, const void *item)
 {
     const ct_text *name = key;
-    const ct_st_tensor *const *tensor = item;
-    return ct_text_compare(*name, (*tensor)->name);
+    const ct_st_name *entry = item;
+    return ct_text_compare(*name, entry->name);
 }
 
 const ct_st_tensor *
 ct_st_find_borrow(const ct_st_file *file, ct_text name)
 {
-    ct_st_tensor **found = bsearch(&name, file->by_name, file->n_tensors,
-                                   sizeof(ct_st_tensor *), compare_to_name);
-    return found == NULL ? NULL : *found;
+    const ct_st_name *found = bsearch(&name, file->by_name, file->n_tensors,
+                                      sizeof(ct_st_name), compare_to_name);
+    return found == NULL ? NULL : &file->tensors[found->index];
 }
 
 /* The checksum that the file carries; false if it has none. */

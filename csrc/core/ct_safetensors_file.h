@@ -4,6 +4,12 @@
 
 #include "core/ct_safetensors.h"
 
+/* An entry of the index of names. */
+typedef struct ct_st_name {
+    ct_text name;
+    size_t index; /* into tensors */
+} ct_st_name;
+
 /* tensors is in the order of the data, by_name in the order of the names. Every text
  * points into header, every shape into extents. */
 struct ct_st_file {
@@ -15,7 +21,7 @@ struct ct_st_file {
     size_t n_tensors, tensors_capacity;
     uint64_t *extents;
     size_t n_extents, extents_capacity;
-    ct_st_tensor **by_name;
+    ct_st_name *by_name;
     ct_st_pair *metadata;
     size_t n_metadata, metadata_capacity;
 };

@@ -204,8 +204,8 @@ compare_begins(const void *left, const void *right)
 static int
 compare_names(const void *left, const void *right)
 {
-    const ct_st_tensor *const *a = left, *const *b = right;
-    return ct_text_compare((*a)->name, (*b)->name);
+    const ct_st_name *a = left, *b = right;
+    return ct_text_compare(a->name, b->name);
 }
 
 static ct_status
@@ -265,17 +265,19 @@ static ct_status
 index_names(ct_st_file *file, ct_error *err)
 {
     size_t n = file->n_tensors;
-    file->by_name = ct_calloc(n + 1, sizeof(ct_st_tensor *));
-    if (file->by_name == NULL) {
+    ct_st_name *names = ct_calloc(n + 1, sizeof *names);
+    if (names == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to read %s", file->path);
     }
+    file->by_name = names;
     for (size_t i = 0; i < n; i++) {
-        file->by_name[i] = &file->tensors[i];
+        names[i] = (ct_st_name){file->tensors[i].name, i};
     }
-    qsort(file->by_name, n, sizeof(ct_st_tensor *), compare_names);
+    qsort(names, n, sizeof *names, compare_names);
     for (size_t i = 1; i < n; i++) {
-        if (compare_names(&file->by_name[i - 1], &file->by_name[i]) == 0) {
-            return fail_tensor(file, file->by_name[i], "is there twice", err);
+        if (ct_text_compare(names[i - 1].name, names[i].name) == 0) {
+            return fail_tensor(file, &file->tensors[names[i].index], "is there twice",
+                               err);
         }
     }
     return CT_OK;

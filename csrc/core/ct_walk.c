@@ -10,7 +10,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Deeper than any checkpoint, shallow enough for the stack. */
+/* Deeper than any checkpoint, shallow enough for the stack: the limit of the recursion
+ * below. */
 enum {
     MAX_DEPTH = 32
 };
@@ -38,6 +39,8 @@ ct_make_folders(const char *path, ct_error *err)
     ct_free(copy);
     return status;
 }
+
+/* NOLINTBEGIN(misc-no-recursion): folders nest, at most MAX_DEPTH deep */
 
 typedef struct walk {
     const char *root;
@@ -146,6 +149,8 @@ empty_folder(int fd, int depth, const char *path, ct_error *err)
     (void)closedir(dir);
     return status;
 }
+
+/* NOLINTEND(misc-no-recursion) */
 
 ct_status
 ct_remove_tree(const char *folder, ct_error *err)

@@ -185,7 +185,7 @@ check_records(const archive *a, const unsigned char *directory, unsigned char *b
     size_t at = 0;
     ct_status status = CT_OK;
     for (uint64_t i = 0; i < a->n_records && status == CT_OK; i++) {
-        record r;
+        record r = {.crc = 0};
         status = parse_entry(a, directory, (size_t)a->directory_bytes, &at, &r, err);
         if (status == CT_OK) {
             status = check_record(a, &r, block, err);
@@ -207,14 +207,14 @@ check_archive(archive *a, ct_error *err)
     }
     directory = ct_alloc((size_t)a->directory_bytes + 1);
     block = ct_alloc(BLOCK_BYTES);
-    if (directory == NULL || block == NULL) {
-        status = ct_fail(err, CT_ENOMEM, "no memory to read %s", a->path);
+    if (directory != NULL && block != NULL) {
+        status = read_at(a, directory, (size_t)a->directory_bytes, a->directory, err);
+        if (status == CT_OK) {
+            status = check_records(a, directory, block, err);
+        }
     }
     else {
-        status = read_at(a, directory, (size_t)a->directory_bytes, a->directory, err);
-    }
-    if (status == CT_OK) {
-        status = check_records(a, directory, block, err);
+        status = ct_fail(err, CT_ENOMEM, "no memory to read %s", a->path);
     }
     ct_free(block);
     ct_free(directory);

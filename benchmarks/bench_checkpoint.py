@@ -1,0 +1,130 @@
+"""A checkpoint of 50M parameters with AdamW's state: how long training stands still.
+
+Against torch.save and torch.load of the same, in alternation in one process, medians.
+torch.save is not synchronised to the disk; ours is, after training has gone on. The
+first save of ours, which also maps the snapshot's memory, is told apart. Prints JSON
+lines.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ctrainer.adapters import _torch_checkpoint as files
+from ctrainer.checkpoint import CheckpointWriter, Sink, load_safetensors_into
+
+WIDTH, LAYERS = 1024, 48  # 50.4M parameters
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+class Bench:
+    """Saves and loads of one model, ours and torch's."""
+
+    def __init__(self, root: Path) -> None:
+        self.model, self.optimizer = make()
+        self.writer = CheckpointWriter()
+        self.ours, self.theirs = root / "ours" / "checkpoint-1", root / "theirs"
+        self.theirs.mkdir()
+
+    def save_ours(self) -> None:
+        folder = self.writer.begin(self.ours)
+        sink = Sink(folder, self.writer)
+        files.save_model(sink, self.model, None)
+        files.save_object(sink, "optimizer.pt", self.optimizer.state_dict())
+        self.writer.commit()
+
+    def save_theirs(self) -> None:
+        torch.save(self.model.state_dict(), self.theirs / "model.pt")
+        torch.save(self.optimizer.state_dict(), self.theirs / "optimizer.pt")
+
+    def load_weights_ours(self) -> None:
+        state = self.model.state_dict()
+        load_safetensors_into(self.ours / "model.safetensors", state)
+
+    def load_weights_theirs(self) -> None:
+        state = torch.load(self.theirs / "model.pt", weights_only=True)
+        self.model.load_state_dict(state)
+
+    def load_ours(self) -> None:
+        self.load_weights_ours()
+        self.optimizer.load_state_dict(
+            files.load_object(str(self.ours), "optimizer.pt")
+        )
+
+    def load_theirs(self) -> None:
+        self.load_weights_theirs()
+        state = torch.load(self.theirs / "optimizer.pt", weights_only=True)
+        self.optimizer.load_state_dict(state)
+
+
+def milliseconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def compare(
+    name: str, goal: float, rounds: int, ours: Any, theirs: Any, after: Any = None
+) -> None:
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for function, kept in zip((ours, theirs), times, strict=True):
+            kept.append(milliseconds(function))
+            if after is not None:
+                after()
+    mine, other = (statistics.median(kept) for kept in times)
+    print(
+        json.dumps({
+            "benchmark": name, "ours_ms": round(mine, 1), "torch_ms": round(other, 1),
+            "ratio": round(mine / other, 3), "goal": goal,
+        })
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", default=None, help="on the file system to measure")
+    options = parser.parse_args()
+    root = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        bench = Bench(root)
+        first = milliseconds(bench.save_ours)
+        whole = first + milliseconds(bench.writer.wait)
+        n = sum(p.numel() for p in bench.model.parameters())
+        record = {
+            "benchmark": "first save",
+            "parameters": n,
+            "stands_ms": round(first, 1),
+        }
+        print(json.dumps({**record, "on_disk_ms": round(whole, 1)}))
+        bench.save_theirs()
+        rounds, wait = options.rounds, bench.writer.wait
+        compare("save", 0.25, rounds, bench.save_ours, bench.save_theirs, wait)
+        weights = bench.load_weights_ours, bench.load_weights_theirs
+        compare("load weights", 1.0, rounds, *weights)
+        compare("load all", 1.0, rounds, bench.load_ours, bench.load_theirs)
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
