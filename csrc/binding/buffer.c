@@ -179,6 +179,20 @@ ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view
     return found == CTPY_PROBLEM_NONE ? 0 : raise_problem(state, op, place, found);
 }
 
+static int
+same_order(const ctpy_view *a, const ctpy_view *b)
+{
+    if (a->strides == NULL || b->strides == NULL) {
+        return a->strides == b->strides;
+    }
+    for (int i = 0; i < a->ndim; i++) {
+        if (a->shape[i] != 1 && a->strides[i] != b->strides[i]) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
 int
 ctpy_view_matches(const ctpy_view *a, const ctpy_view *b)
 {
@@ -189,7 +203,8 @@ ctpy_view_matches(const ctpy_view *a, const ctpy_view *b)
         return 1;
     }
     return a->ndim == b->ndim &&
-           memcmp(a->shape, b->shape, sizeof *a->shape * (size_t)a->ndim) == 0;
+           memcmp(a->shape, b->shape, sizeof *a->shape * (size_t)a->ndim) == 0 &&
+           same_order(a, b);
 }
 
 int
@@ -200,6 +215,9 @@ ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
     ctpy_view view;
     if (ctpy_view_of(state, op, &place, &view) < 0) {
         return -1;
+    }
+    if (view.strides != NULL) {
+        return raise_problem(state, op, &place, CTPY_PROBLEM_STRIDES);
     }
     if (writable && view.readonly) {
         PyErr_Format(PyExc_ValueError,

@@ -7,12 +7,15 @@
 
 struct ctpy_dlpack_api;
 
-/* Contiguous host memory of a tensor or array, borrowed from it. shape is NULL where
- * only the number of elements is known (torch before 2.10). */
+/* Host memory of a tensor or array without gaps, borrowed from it. shape is NULL where
+ * only the number of elements is known (torch before 2.10); strides, in elements, is
+ * NULL where the elements lie in C order, and not for a transposed or channels-last
+ * tensor, whose elements may be taken in the order of memory all the same where every
+ * operand has the same strides. */
 typedef struct ctpy_view {
     ct_span span;
     int ndim;
-    const int64_t *shape;
+    const int64_t *shape, *strides;
     int readonly;
 } ctpy_view;
 
@@ -28,7 +31,7 @@ typedef struct ctpy_place {
 int
 ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view *view);
 
-/* 1 when both have the same dtype and shape, as far as the shapes are known. */
+/* 1 when both have the same dtype, shape and order, as far as the shapes are known. */
 int ctpy_view_matches(const ctpy_view *a, const ctpy_view *b);
 
 /* "param_groups[0]['params'][3].grad" as a new string. */

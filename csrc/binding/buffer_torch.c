@@ -73,6 +73,24 @@ is_contiguous(int ndim, const int64_t *shape, const int64_t *strides, size_t *n)
     return contiguous || expected == 0;
 }
 
+/* Do the n elements fill their memory without gaps or overlaps, in whatever order? */
+static int
+is_dense(int ndim, const int64_t *shape, const int64_t *strides, size_t n)
+{
+    int64_t expected = 1;
+    while ((size_t)expected < n) {
+        int i = 0;
+        while (i < ndim && (shape[i] == 1 || strides[i] != expected)) {
+            i++;
+        }
+        if (i == ndim) {
+            return 0;
+        }
+        expected *= shape[i];
+    }
+    return (size_t)expected == n;
+}
+
 ctpy_problem
 ctpy_view_exchange(const ctpy_dlpack_api *api, PyObject *op, ctpy_view *view)
 {
@@ -89,8 +107,10 @@ ctpy_view_exchange(const ctpy_dlpack_api *api, PyObject *op, ctpy_view *view)
         .span = {(char *)t.data + t.byte_offset, n, dtype_from_dlpack(&t)},
         .ndim = t.ndim,
         .shape = t.shape,
+        .strides = contiguous ? NULL : t.strides,
     };
-    return ctpy_span_check(&view->span, contiguous);
+    return ctpy_span_check(&view->span,
+                           contiguous || is_dense(t.ndim, t.shape, t.strides, n));
 }
 
 /* 1 when str(op.name) is expected, 0 when not, -1 with an exception. */

@@ -228,17 +228,35 @@ optim_plan_grads(OptimEngine *self)
 /* ---- operands: parameters and state of every slot with a gradient -----------------
  */
 
+/* n integers as a tuple; () where there are none to show. */
+static PyObject *
+tuple_of(const int64_t *values, int n)
+{
+    PyObject *tuple = PyTuple_New(values == NULL ? 0 : n);
+    for (int i = 0; tuple != NULL && values != NULL && i < n; i++) {
+        PyObject *value = PyLong_FromLongLong(values[i]);
+        if (value == NULL) {
+            Py_CLEAR(tuple);
+        }
+        else {
+            PyTuple_SET_ITEM(tuple, i, value);
+        }
+    }
+    return tuple;
+}
+
 static PyObject *
 describe(const ctpy_view *view)
 {
-    PyObject *shape = PyTuple_New(view->shape == NULL ? 0 : view->ndim);
-    for (int i = 0; shape != NULL && view->shape != NULL && i < view->ndim; i++) {
-        PyTuple_SET_ITEM(shape, i, PyLong_FromLongLong(view->shape[i]));
+    const char *dtype = ct_dtype_name(view->span.dtype);
+    PyObject *text = NULL, *shape = tuple_of(view->shape, view->ndim);
+    PyObject *strides = shape == NULL ? NULL : tuple_of(view->strides, view->ndim);
+    if (strides != NULL) {
+        text = view->strides == NULL ? PyUnicode_FromFormat("%s %R", dtype, shape)
+                                     : PyUnicode_FromFormat("%s %R with strides %R",
+                                                            dtype, shape, strides);
     }
-    PyObject *text =
-        shape == NULL || PyErr_Occurred()
-            ? NULL
-            : PyUnicode_FromFormat("%s %R", ct_dtype_name(view->span.dtype), shape);
+    Py_XDECREF(strides);
     Py_XDECREF(shape);
     return text;
 }

@@ -96,7 +96,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("grad", "error", "message"),
         [
-            (torch.ones(2, 3).t(), ValueError, r"\.grad of shape .*\.contiguous\(\)"),
+            (torch.ones(2, 3).t(), ValueError, r"with strides \(1, 3\); expected"),
             (torch.ones(1).expand(3, 2), ValueError, "not contiguous"),
             (torch.ones(3, 2).to_sparse(), ValueError, r"sparse.*\.to_dense\(\)"),
             (torch.ones(3, 2).to_mkldnn(), ValueError, r"to_dense\(\)"),
