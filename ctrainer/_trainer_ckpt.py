@@ -17,7 +17,7 @@ from ctrainer.checkpoint import (
     last_whole_checkpoint,
     to_json,
 )
-from ctrainer.trainer_state import ExportableState, TrainerState
+from ctrainer.trainer_state import TrainerState, is_exportable
 
 logger = logging.getLogger("ctrainer.trainer")
 
@@ -81,7 +81,7 @@ class CheckpointMixin(TrainerBase):
     def _save_trainer_state(self, output_dir: str) -> None:
         """Save trainer_state.json, and in a file of ours what it has no place for."""
         callbacks = [*self.callback_handler.callbacks, self.control]
-        stateful = [c for c in callbacks if isinstance(c, ExportableState)]
+        stateful = [c for c in callbacks if is_exportable(c)]
         self.state.stateful_callbacks = TrainerState(
             stateful_callbacks=stateful
         ).stateful_callbacks
@@ -293,7 +293,7 @@ class CheckpointMixin(TrainerBase):
         ]
         for callback in candidates:
             states = left.get(type(callback).__name__)
-            if states and isinstance(callback, ExportableState):
+            if states and is_exportable(callback):
                 _restore(callback, states.pop(0), full)
 
     def _load_best_model(self) -> None:

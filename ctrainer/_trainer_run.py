@@ -16,7 +16,7 @@ from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
 from ctrainer._trainer_optim import OptimMixin
 from ctrainer._trainer_search import SearchMixin
-from ctrainer.trainer_state import ExportableState, TrainerState
+from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import (
     TrainOutput,
     enable_full_determinism,
@@ -166,7 +166,7 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         stateful = [
             c
             for c in [*self.callback_handler.callbacks, self.control]
-            if isinstance(c, ExportableState) or callable(getattr(c, "state", None))
+            if is_exportable(c)
         ]
         self.state = TrainerState(stateful_callbacks=stateful)
         self.state.is_hyper_param_search = trial is not None

@@ -33,6 +33,14 @@ class ExportableState:
         return made
 
 
+def is_exportable(callback: Any) -> bool:
+    """Has it a state to keep, as an ExportableState of ours or transformers' has?"""
+    kind = type(callback)
+    return callable(getattr(kind, "state", None)) and callable(
+        getattr(kind, "from_state", None)
+    )
+
+
 @dataclass
 class TrainerControl(ExportableState):
     """Flags that callbacks raise and the loop acts on and lowers."""
@@ -148,10 +156,10 @@ def _export(callbacks: list[Any]) -> dict[str, Any]:
     """Class name to state; a list of states where a class occurs more than once."""
     exported: dict[str, Any] = {}
     for callback in callbacks:
-        if not callable(getattr(callback, "state", None)):
+        if not is_exportable(callback):
             raise TypeError(
                 f"{type(callback).__name__} is to be saved, so it must define state() "
-                "(see ExportableState)"
+                "and from_state() (see ExportableState)"
             )
         exported.setdefault(type(callback).__name__, []).append(callback.state())
     return {k: v[0] if len(v) == 1 else v for k, v in exported.items()}

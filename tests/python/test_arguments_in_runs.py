@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ctrainer  # noqa: E402
-from ctrainer.callbacks import EarlyStoppingCallback, TrainerCallback  # noqa: E402
+from ctrainer.callbacks import TrainerCallback  # noqa: E402
 
 
 class Model(torch.nn.Module):
@@ -145,7 +145,10 @@ def test_async_save_off_waits_for_the_folder(tmp_path) -> None:
     assert seen == [True] * 4
 
 
-def test_patience_outlives_a_resume(tmp_path) -> None:
+@pytest.mark.parametrize("package", ["ctrainer", "transformers"])
+def test_patience_outlives_a_resume(package, tmp_path) -> None:
+    stopping = pytest.importorskip(package).EarlyStoppingCallback
+
     class Worse(ctrainer.Trainer):
         """Evaluations that get worse and worse."""
 
@@ -157,8 +160,8 @@ def test_patience_outlives_a_resume(tmp_path) -> None:
             )
             return metrics
 
-    def trainer(max_steps: int) -> tuple[Worse, EarlyStoppingCallback]:
-        stopper = EarlyStoppingCallback(early_stopping_patience=4)
+    def trainer(max_steps: int):
+        stopper = stopping(early_stopping_patience=4)
         args = ctrainer.TrainingArguments(
             tmp_path,
             max_steps=max_steps,
