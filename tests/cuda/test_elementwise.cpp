@@ -144,10 +144,26 @@ static void
 test_copy_converts_as_the_cpu_does()
 {
     random_numbers numbers = {3};
-    const double special[] = {0.0,       -0.0,         INFINITY,     -INFINITY, 65504.0,
-                              65519.999, 65520.,       1e-40,        6e-8,      3e-8,
-                              5.9e-8,    1e39,         1e308,        1e-310,    3.38e38,
-                              3.4e38,    1 + 1. / 256, 1 + 3. / 2048};
+    const double special[] = {0.0,
+                              -0.0,
+                              INFINITY,
+                              -INFINITY,
+                              65504.0,
+                              65519.999,
+                              65520.,
+                              1e-40,
+                              6e-8,
+                              3e-8,
+                              5.9e-8,
+                              1e39,
+                              1e308,
+                              1e-310,
+                              3.38e38,
+                              3.4e38,
+                              1 + 1. / 256,
+                              1 + 3. / 2048,
+                              1 + 1. / 256 + 1e-12,
+                              1 + 1. / 2048 + 1e-12};
     std::vector<twin> arrays;
     std::vector<ct_span> to_host, to_device, from_host, from_device;
     arrays.reserve(256);
