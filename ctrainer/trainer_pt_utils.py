@@ -83,8 +83,8 @@ def nested_gather(tensors: Any, parallel_mode: Any, name: str | None = None) -> 
     """
     if getattr(parallel_mode, "value", parallel_mode) == "distributed":
         raise RuntimeError(
-            f"cannot gather {name or 'tensors'} from several ranks: this version trains "
-            "on one process"
+            f"cannot gather {name or 'tensors'} from several ranks: this version "
+            "trains on one process"
         )
     return tensors
 

@@ -1,0 +1,95 @@
+"""torch: parameter groups, optimizers and schedules."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def decay_parameter_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that weight decay applies to: no biases and nothing in a
+    normalisation layer, by type or by name. Source: transformers 5.17, trainer.py,
+    get_decay_parameter_names."""
+    names = []
+    for name, _ in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if not isinstance(owner, nn.LayerNorm) and not _NO_DECAY.search(name.lower()):
+            names.append(name)
+    return names
+
+
+def optimizer_groups(
+    model: nn.Module, decay: list[str], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two groups, with and without weight decay, of the parameters that train."""
+    chosen = set(decay)
+    groups: tuple[list[Any], list[Any]] = ([], [])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[name not in chosen].append(parameter)
+    return [
+        {"params": groups[0], "weight_decay": weight_decay},
+        {"params": groups[1], "weight_decay": 0.0},
+    ]
+
+
+def optimizer_class(
+    name: str, args: Any, model: nn.Module
+) -> tuple[Any, dict[str, Any]]:
+    """Class and keywords of the optimizer called `name`: ours, or torch's own where a
+    parameter is not in host memory."""
+    from ctrainer import optim
+
+    on_host = all(p.device.type == "cpu" for p in model.parameters())
+    source: Any = optim if on_host else torch.optim
+    kwargs: dict[str, Any] = {"lr": args.learning_rate}
+    if name == "sgd":
+        return source.SGD, kwargs
+    kwargs.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    if not on_host:
+        kwargs["fused"] = True
+    return source.AdamW, kwargs
+
+
+def make_scheduler(
+    name: str, optimizer: Any, warmup: int, total: int, options: dict[str, Any]
+) -> Any:
+    from ctrainer import optim
+
+    return optim.get_scheduler(name, optimizer, warmup, total, **options)
+
+
+def is_metric_scheduler(scheduler: Any) -> bool:
+    """Is it stepped with an evaluation's metric instead of once an update?"""
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def stray_parameters(model: nn.Module, optimizer: Any) -> bool:
+    """Has the model a parameter that trains and is not the optimizer's?"""
+    known = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    return any(p.requires_grad and id(p) not in known for p in model.parameters())
+
+
+def _grads(optimizer: Any) -> list[torch.Tensor]:
+    params = (p for g in optimizer.param_groups for p in g["params"])
+    return [p.grad for p in params if p.grad is not None]
+
+
+def grad_norm(optimizer: Any) -> float:
+    """L2 norm of the optimizer's gradients on their devices; waits for it."""
+    grads = _grads(optimizer)
+    norms = torch._foreach_norm(grads) if grads else []
+    total = [n.to(norms[0].device, torch.float64) for n in norms]
+    return torch.stack(total).norm().item() if total else 0.0
+
+
+def scale_grads(optimizer: Any, factor: float) -> None:
+    """Multiply the optimizer's gradients by `factor` in place."""
+    grads = _grads(optimizer)
+    if grads:
+        torch._foreach_mul_(grads, factor)
