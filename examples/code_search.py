@@ -143,7 +143,6 @@ def build_trainer(name: str, options, encoder: Encoder, train, held_out):
         eval_steps=max(1, options.steps // 4),
         save_steps=max(1, options.steps // 2),
         save_total_limit=2,
-        dataloader_drop_last=True,
         remove_unused_columns=False,
         disable_tqdm=False,
         report_to="none",
