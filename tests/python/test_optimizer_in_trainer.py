@@ -1,0 +1,152 @@
+"""How the trainer drives an optimizer: its engine where nobody looks, else step()."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ctrainer import Trainer, TrainingArguments, optim
+
+UPDATES = 6
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.mse_loss(self.layer(x).squeeze(-1), labels)}
+
+
+DATA = [
+    {"x": torch.tensor([i / 9, 1.0, -i / 5]), "labels": float(i % 3)} for i in range(24)
+]
+
+
+def run(folder: Path, optimizer: Any, scheduler: Any = None, **options: Any) -> Any:
+    model = optimizer.model
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=UPDATES,
+        per_device_train_batch_size=4,
+        max_grad_norm=0.5,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=DATA,
+        optimizers=(optimizer, scheduler),
+    )
+    trainer.train()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def make(cls: type[torch.optim.Optimizer] = optim.AdamW) -> Any:
+    model = Regression()
+    optimizer = cls(model.parameters(), lr=0.05)  # type: ignore[call-arg]
+    optimizer.model = model  # type: ignore[attr-defined]
+    return optimizer
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = run(tmp_path, make())
+    return found
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def close(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_torchs_own_optimizer_gives_the_same(
+    tmp_path: Path, expected: list[torch.Tensor]
+) -> None:
+    close(run(tmp_path, make(torch.optim.AdamW)), expected)
+
+
+def test_step_hooks_are_called(tmp_path: Path, expected: list[torch.Tensor]) -> None:
+    optimizer, calls = make(), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    close(run(tmp_path, optimizer), expected)
+    assert calls == ["before", "after"] * UPDATES
+
+
+def test_overridden_step_is_called(
+    tmp_path: Path, expected: list[torch.Tensor]
+) -> None:
+    class Counting(optim.AdamW):
+        steps = 0
+
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            return super().step(*args, **kwargs)
+
+    optimizer = make(Counting)
+    close(run(tmp_path, optimizer), expected)
+    assert optimizer.steps == UPDATES
+
+
+def test_step_replaced_on_the_instance_is_called(
+    tmp_path: Path, expected: list[torch.Tensor]
+) -> None:
+    optimizer, calls = make(), []
+    inner = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    optimizer.step = step
+    close(run(tmp_path, optimizer), expected)
+    assert len(calls) == UPDATES
+
+
+def test_torchs_scheduler_sees_the_steps(tmp_path: Path) -> None:
+    optimizer = make()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+        run(tmp_path, optimizer, scheduler)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.5**UPDATES)
+
+
+def test_state_is_where_torch_keeps_it(tmp_path: Path) -> None:
+    optimizer = make()
+    run(tmp_path, optimizer)
+    for param in optimizer.model.parameters():
+        assert optimizer.state[param]["step"].item() == UPDATES
+        assert param.grad is None
+
+
+def test_engine_and_step_agree_to_the_bit(
+    tmp_path: Path, expected: list[torch.Tensor]
+) -> None:
+    optimizer = make()
+    model = optimizer.model
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to="none")
+    trainer = Trainer(model=model, args=args, train_dataset=DATA)
+    sampler = trainer._get_train_sampler()
+    order = [i for _ in range(2) for i in sampler][: 4 * UPDATES]
+    rates = [0.05 * (1 - i / UPDATES) for i in range(UPDATES)]
+    for i, rate in enumerate(rates):
+        batch = trainer.data_collator([DATA[j] for j in order[4 * i : 4 * i + 4]])
+        model(**batch)["loss"].backward()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step(max_norm=0.5)
+        optimizer.zero_grad()
+    assert same([p.detach() for p in model.parameters()], expected)
