@@ -99,6 +99,32 @@ def test_dtypes_mix_across_parameters() -> None:
     assert [p.tolist() for p in params] == [[0.5] * 9] * 2
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_any_dense_order_of_memory_is_trained(name: str) -> None:
+    def make() -> list[Parameter]:
+        generator = torch.Generator().manual_seed(2)
+        image = torch.randn(2, 3, 4, 5, generator=generator)
+        matrix = torch.randn(6, 7, generator=generator)
+        ordered = image.to(memory_format=torch.channels_last)
+        return [Parameter(ordered), Parameter(matrix.t())]
+
+    options = {"lr": 0.1, **({"momentum": 0.9} if name == "SGD" else {})}
+    ours, theirs = make(), make()
+    opt = getattr(optim, name)(ours, **options)
+    ref = getattr(torch.optim, name)(theirs, **options)
+    for step in range(5):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = (a.detach() * (step + 1)).sin()  # keeps the order of a
+            b.grad = a.grad.clone()
+        opt.step()
+        ref.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == b.stride()
+        for key in opt.state[a]:
+            torch.testing.assert_close(opt.state[a][key], ref.state[b][key])
+
+
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_equals_torch(max_norm: float) -> None:
     ours, theirs = parameters(), parameters()
