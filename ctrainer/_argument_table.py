@@ -34,6 +34,7 @@ HONOURED = frozenset(
     dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
     label_names length_column_name skip_memory_metrics past_index logging_dir
     malloc_tuning async_save save_on_signal eval_loss_by_token eval_spill_bytes
+    use_legacy_prediction_loop
     predict_with_generate generation_max_length
     generation_num_beams generation_config
     """.split()
@@ -107,7 +108,6 @@ REFUSED = {
     "fsdp_min_num_params": "one process trains on one device; leave it unset",
     "fsdp_transformer_layer_cls_to_wrap": "one process trains on one device; leave it "
     "unset",
-    "use_legacy_prediction_loop": "override evaluation_loop instead of prediction_loop",
     "push_to_hub_organization": "write it into hub_model_id, as organization/name",
     "mp_parameters": "SageMaker's model parallelism is not supported",
     "sortish_sampler": "set train_sampling_strategy='group_by_length'",

@@ -164,7 +164,7 @@ count_items(const eval_step *s, const ctpy_state *names)
     return count;
 }
 
-/* A hook's loss without its graph, and as a scalar. */
+/* A hook's loss without its graph; of several elements, their mean. */
 static PyObject *
 bare_loss(PyObject *loss, const ctpy_state *names)
 {
@@ -172,12 +172,19 @@ bare_loss(PyObject *loss, const ctpy_state *names)
     if (tensor <= 0) {
         return tensor < 0 ? NULL : Py_NewRef(loss);
     }
-    PyObject *mean = NULL, *bare = PyObject_CallMethodNoArgs(loss, names->str_detach);
-    if (bare != NULL) {
-        mean = PyObject_CallMethodNoArgs(bare, names->str_mean);
-        Py_DECREF(bare);
+    PyObject *shape = NULL, *bare = PyObject_CallMethodNoArgs(loss, names->str_detach);
+    if (bare != NULL && (shape = PyObject_GetAttr(bare, names->str_shape)) != NULL) {
+        const Py_ssize_t ndim = PyObject_Size(shape);
+        Py_DECREF(shape);
+        if (ndim > 0) {
+            Py_SETREF(bare, PyObject_CallMethodNoArgs(bare, names->str_mean));
+        }
+        if (ndim >= 0) {
+            return bare;
+        }
     }
-    return mean;
+    Py_XDECREF(bare);
+    return NULL;
 }
 
 /* compute_loss(..., return_outputs=True): sets s->loss, returns the outputs. */

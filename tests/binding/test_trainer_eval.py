@@ -154,9 +154,8 @@ def test_prediction_loop_runs_where_args_ask_for_it(tmp_path: Path) -> None:
             output = super().prediction_loop(*args, **kwargs)
             return EvalLoopOutput(None, None, {"eval_mine": output.num_samples}, 1)
 
-    trainer = make(tmp_path, Old)
-    assert "eval_mine" not in trainer.evaluate()
-    trainer.args.__dict__["use_legacy_prediction_loop"] = True
+    assert "eval_mine" not in make(tmp_path, Old).evaluate()
+    trainer = make(tmp_path, Old, use_legacy_prediction_loop=True)
     assert trainer.evaluate()["eval_mine"] == 10
 
 
