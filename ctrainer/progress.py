@@ -31,7 +31,10 @@ from ctrainer.progress_text import (
 from ctrainer.trainer_utils import has_length
 
 MODES = ("live", "plain", "json", "notebook")
+_INTERVALS = {"live": 0.1, "notebook": 0.25}  # seconds between two frames, at least
+_DRAWING_SHARE = 20  # at most one part in 21 of the time is spent on frames
 _RATE_WINDOW_SECONDS = 15.0
+_MAX_LOSSES = 1024
 _SHOWN = {
     "loss",
     "grad_norm",
@@ -152,11 +155,13 @@ class Meter:
         """Measure anew after time that was not spent on training."""
         self.marks.clear()
 
-    def note(self, logs: Mapping[str, Any]) -> None:
-        """Take over the numbers of a log."""
+    def note(self, logs: Mapping[str, Any], step: int) -> None:
+        """Take over the numbers of a log. Of a long course every other loss goes."""
         p = self.progress
         if isinstance(logs.get("loss"), int | float):
-            p.losses.append((p.step, float(logs["loss"])))
+            p.losses.append((step, float(logs["loss"])))
+        if len(p.losses) > _MAX_LOSSES:
+            del p.losses[:-1:2]
         p.learning_rate = _finite(logs.get("learning_rate"), p.learning_rate)
         p.grad_norm = _finite(logs.get("grad_norm"), p.grad_norm)
 
@@ -185,14 +190,14 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
     def __init__(self, max_str_len: int = 100) -> None:
         self.max_str_len = max_str_len
         self.mode = choose_mode(sys.stderr)
-        intervals = {"live": 0.1, "notebook": 0.25}
-        super().__init__(intervals.get(self.mode, math.inf))
+        super().__init__(_INTERVALS.get(self.mode, math.inf))
         self.meter = Meter()
         self.line = Line(sys.stderr)
         self.training = False
         self.warnings: list[str] = []
         self.history: list[dict[str, Any]] = []
         self.handle: Any = None
+        self.next_draw = 0.0
 
     def __reduce__(self) -> Any:
         return type(self), (self.max_str_len,)
@@ -205,7 +210,7 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
         self.history = state.log_history
         self.handle = None
         self.meter.start(args, state)
-        self._draw(state)
+        self._draw(state, force=True)
 
     def on_step_tick(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.meter.move(args, state)
@@ -239,8 +244,8 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
         self._end_prediction()
         if self.mode == "live" and state.is_world_process_zero and metrics:
             self.line.finish(evaluation_line(state.global_step, metrics))
-        self._draw(state)
-        self._close_frame(state)
+        self._draw(state, force=True)
+        self._close_frame(state, always=True)
 
     def on_predict(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
@@ -261,21 +266,21 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero or not logs:
             return
         step = state.global_step
-        if self.training:
-            self.meter.move(args, state)
-        self.meter.note(logs)
+        self.meter.note(logs, step)
         self._note_nonfinite(logs, step)
         if self.mode in ("plain", "json"):
             self._write(self._shortened(logs), step)
         elif self.mode == "live" and not _is_evaluation(logs):
             self._finish_unusual(logs, step)
-        self._draw(state)
+        if self.training and self._may_draw():
+            self.meter.move(args, state)
+            self._draw(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training:
             self.meter.move(args, state)
         self.meter.progress.eta_seconds = None
-        self._draw(state)
+        self._draw(state, force=True)
         self.training = False
         self._close_frame(state)
         if not state.is_world_process_zero or self.mode in ("json", "notebook"):
@@ -294,14 +299,23 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
             ascii_only=line.ascii_only,
         )
 
-    def _draw(self, state: Any) -> None:
+    def _may_draw(self) -> bool:
+        return self.mode in _INTERVALS and time.monotonic() >= self.next_draw
+
+    def _draw(self, state: Any, *, force: bool = False) -> None:
+        """Show the progress, unless that was done a moment ago. A picture that takes
+        long to make is made less often: it must not slow the run down."""
         idle = not self.training and self.meter.progress.evaluating is None
-        if not state.is_world_process_zero or idle:
+        if not state.is_world_process_zero or idle or not (force or self._may_draw()):
             return
+        begun = time.monotonic()
         if self.mode == "live":
             self.line.draw(self.meter.progress)
         elif self.mode == "notebook":
             self._show()
+        ended = time.monotonic()
+        pause = max(self.interval, _DRAWING_SHARE * (ended - begun))
+        self.next_draw = ended + pause
 
     def _show(self) -> None:
         from IPython.display import HTML, display
@@ -314,9 +328,11 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
         else:
             self.handle.update(frame)
 
-    def _close_frame(self, state: Any) -> None:
+    def _close_frame(self, state: Any, *, always: bool = False) -> None:
         """In a notebook, what comes after training goes to the cell that runs then."""
-        if self.mode == "notebook" and not self.training and self.handle is not None:
+        if self.mode != "notebook" or self.training:
+            return
+        if always or self.handle is not None:
             self.history = state.log_history
             self._show()
             self.handle = None
@@ -371,4 +387,4 @@ class NotebookProgressCallback(ProgressCallback):
 
     def __init__(self, max_str_len: int = 100) -> None:
         super().__init__(max_str_len)
-        self.mode, self.interval = "notebook", 0.25
+        self.mode, self.interval = "notebook", _INTERVALS["notebook"]

@@ -1,5 +1,6 @@
 """The display: its text in gold, then on a terminal, in a pipe and in a notebook."""
 
+import io
 import json
 import os
 import pickle
@@ -12,12 +13,14 @@ import termios
 import time
 from fcntl import ioctl
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ctrainer import progress_html, progress_text
 from ctrainer.progress import ProgressCallback, choose_mode
 from ctrainer.progress_text import Progress, render
+from ctrainer.trainer_state import TrainerState
 
 HERE = Path(__file__).resolve().parent
 RUN = HERE / "display_run.py"
@@ -343,10 +346,9 @@ class TestTerminal:
         started = time.monotonic()
         text = on_terminal(80, "0.02", "0")
         seconds = time.monotonic() - started
-        # Beside the ticks: the 8 logs, the 2 evaluations and the first batch of each,
-        # the begin and the end are drawn when they come, some of them over a line that
-        # is finished.
-        assert text.count("\x1b[K") <= 10 * seconds + 20
+        # Beside the ticks: the begin, the end and the 2 evaluations are drawn when they
+        # come, and finished lines (2 evaluations, 2 logs, 1 at the end) clear theirs.
+        assert text.count("\x1b[K") <= 10 * seconds + 9
 
     def test_no_color(self) -> None:
         assert "\x1b[36m" in on_terminal(120, "0", "0")
@@ -367,6 +369,39 @@ def in_a_pipe(**changed: str) -> tuple[str, str]:
         env=environment(**changed),
     )
     return done.stdout, done.stderr
+
+
+class TestPace:
+    """Frames by the clock, whatever the number of logs."""
+
+    @staticmethod
+    def display(monkeypatch) -> tuple[ProgressCallback, io.StringIO]:
+        monkeypatch.setenv("CTRAINER_LOG", "live")
+        callback, stream = ProgressCallback(), io.StringIO()
+        callback.line.stream = stream
+        return callback, stream
+
+    def test_many_logs_are_few_frames(self, monkeypatch) -> None:
+        callback, stream = self.display(monkeypatch)
+        args = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=1)
+        state = TrainerState(max_steps=10**6)
+        started = time.monotonic()
+        callback.on_train_begin(args, state, None)
+        for step in range(3000):
+            state.global_step = step
+            callback.on_log(args, state, None, logs={"loss": 1.0})
+        seconds = time.monotonic() - started
+        assert stream.getvalue().count("\r") <= 2 + 10 * seconds
+        losses = callback.meter.progress.losses
+        assert len(losses) <= 1024
+        assert losses[-1] == (2999, 1.0)
+
+    def test_a_frame_that_takes_long_comes_seldom(self, monkeypatch) -> None:
+        callback, _ = self.display(monkeypatch)
+        monkeypatch.setattr(callback.line, "draw", lambda progress: time.sleep(0.05))
+        args = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=1)
+        callback.on_train_begin(args, TrainerState(max_steps=9), None)
+        assert callback.next_draw - time.monotonic() > 0.9
 
 
 class TestPipe:
