@@ -20,6 +20,7 @@ from ctrainer.callbacks import (
     TrainerControl,
     TrainerState,
 )
+from ctrainer.progress import ProgressCallback
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
@@ -343,6 +344,16 @@ class TestAddAndRemove:
         handler.add_callback(hf.ProgressCallback)
         assert handler.callback_list == "DefaultFlowCallback\nProgressCallback"
         assert isinstance(handler.callbacks[1], hf.ProgressCallback)
+
+    def test_notebook_display_of_transformers_finds_ours(self) -> None:
+        place = {"__module__": "transformers.utils.notebook"}
+        theirs = type("NotebookProgressCallback", (), place)
+        handler = handler_of(ProgressCallback())
+        assert isinstance(handler.pop_callback(theirs), ProgressCallback)
+        # Given by the user it takes the place of ours.
+        handler.add_callback(ProgressCallback)
+        handler.add_callback(theirs())
+        assert handler.callback_list == "DefaultFlowCallback\nNotebookProgressCallback"
 
     def test_duplicate_and_missing_flow_are_told(self, caplog) -> None:
         handler_of(DefaultFlowCallback())
