@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ctrainer import trainer_utils
+from ctrainer import integrations, trainer_utils
 from ctrainer._trainer_base import TrainerBase
 from ctrainer.trainer_utils import speed_metrics
 
@@ -38,9 +38,7 @@ class ExtraMixin(TrainerBase):
     def create_accelerator_and_postprocess(self) -> None:
         """Make self.accelerator: on the trainer's device, without mixed precision or
         accumulation of its own, which are ours."""
-        from accelerate import Accelerator
-
-        self.accelerator = Accelerator(cpu=self._inputs_stay)
+        self.accelerator = integrations.new_accelerator(cpu=self._inputs_stay)
 
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
@@ -163,18 +161,16 @@ class ExtraMixin(TrainerBase):
     ) -> None:
         """Write README.md with the run's facts into output_dir, through transformers'
         TrainingSummary. Raises ImportError without transformers."""
-        from transformers.modelcard import TrainingSummary
-
         if not self.is_world_process_zero():
             return
-        summary = TrainingSummary.from_trainer(  # type: ignore[no-untyped-call]
+        card = integrations.model_card(
             self, language=language, license=license, tags=tags, model_name=model_name,
             finetuned_from=finetuned_from, tasks=tasks, dataset_tags=dataset_tags,
             dataset=dataset, dataset_args=dataset_args,
         )  # fmt: skip
         path = os.path.join(self.args.output_dir, "README.md")
         with open(path, "w", encoding="utf-8") as file:
-            file.write(summary.to_model_card())
+            file.write(card)
 
     def push_to_hub(
         self,

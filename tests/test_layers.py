@@ -49,17 +49,10 @@ FLOORS = (
 POLICIES = FLOORS.index(set())
 
 # Python packages that one layer only may import, wherever the statement stands.
-# _trainer_extra.py hands over objects of other libraries that subclasses ask for.
 FRAMEWORKS = {
     "torch": ("adapters/", "comm/", "fsdp.py", "optim.py", "hf.py"),
-    "transformers": (
-        "adapters/",
-        "integrations/",
-        "_trainer_extra.py",
-        "hf.py",
-        "optim.py",
-    ),
-    "accelerate": ("adapters/", "integrations/", "_trainer_extra.py"),
+    "transformers": ("adapters/", "integrations/", "hf.py", "optim.py"),
+    "accelerate": ("adapters/", "integrations/"),
     "mpi4py": ("comm/",),
     "deepspeed": (),
     "fairseq": (),

@@ -1,4 +1,4 @@
-"""Trackers: transformers' integrations, driven as callbacks."""
+"""Objects of other packages: trackers, search backends, accelerators, model cards."""
 
 from __future__ import annotations
 
@@ -57,3 +57,24 @@ def search_backend(name: Any) -> tuple[Any, Any, Any]:
     backend: Any = ALL_HYPERPARAMETER_SEARCH_BACKENDS[kind]()
     backend.ensure_available()
     return kind, backend, default_compute_objective
+
+
+def new_accelerator(cpu: bool) -> Any:
+    """accelerate's Accelerator on this process's device, or on the CPU.
+
+    Raises ImportError without accelerate.
+    """
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=cpu)
+
+
+def model_card(trainer: Any, **facts: Any) -> str:
+    """The text of transformers' model card about a trainer's run.
+
+    Raises ImportError without transformers.
+    """
+    from transformers.modelcard import TrainingSummary
+
+    summary = TrainingSummary.from_trainer(trainer, **facts)  # type: ignore[no-untyped-call]
+    return str(summary.to_model_card())
