@@ -149,6 +149,8 @@ ALIASES = {
 
 @dataclass(init=False, repr=False, eq=False)
 class OlderFields(CurrentFields):
+    """What transformers 4.5 to 4.57 have and 5.17 has not."""
+
     evaluation_strategy: str = arg("no", "eval_strategy before 4.41.", kw_only=True)
     overwrite_output_dir: bool = arg(
         False, "For scripts: train although output_dir has content.", kw_only=True
@@ -218,8 +220,18 @@ for _name, _alias in ALIASES.items():
     _alias.attach(OlderFields, _name, default_of(OlderFields, _name))
 
 
+def take_shadowed(args: Any) -> None:
+    """A subclass that gives an old name a default of its own hides the descriptor: the
+    value is then an attribute like any other, and set here."""
+    for name, alias in ALIASES.items():
+        if vars(args).get(name, alias.default) != alias.default:
+            alias.__set__(args, vars(args)[name])
+
+
 @dataclass(init=False, repr=False, eq=False)
 class OwnFields(OlderFields):
+    """What transformers has not."""
+
     nonfinite_policy: Literal["skip", "stop", "keep"] = arg(
         "skip",
         "An update whose gradients are NaN or Inf: skip it, stop with an error, or "

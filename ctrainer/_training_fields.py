@@ -29,6 +29,9 @@ def arg(default: Any, text: str, *, kw_only: bool = False, **metadata: Any) -> A
 
 @dataclass(init=False, repr=False, eq=False)
 class CurrentFields:
+    """In the groups of transformers' documentation: training, optimizer, precision,
+    logging, evaluation, saving, Hub, reproducibility, data, distribution, scripts."""
+
     output_dir: str | None = arg(
         None, "Folder for checkpoints and results; trainer_output when not given."
     )

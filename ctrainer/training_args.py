@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ctrainer import _argument_checks, _argument_table
 from ctrainer._argument_setters import Setters
-from ctrainer._older_fields import ALIASES, default_of
+from ctrainer._older_fields import ALIASES, default_of, take_shadowed
 from ctrainer._training_fields import arg
 from ctrainer.enums import (
     HubStrategy,
@@ -73,6 +73,7 @@ class TrainingArguments(Setters):
 
     def __post_init__(self) -> None:
         _argument_table.check_environment()
+        take_shadowed(self)
         _argument_checks.normalize(self)
         _argument_checks.derive(self)
         _argument_checks.validate(self)

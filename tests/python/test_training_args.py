@@ -356,6 +356,17 @@ class TestOldNames:
         assert told[0].filename == __file__
         assert getattr(args, name) == value
 
+    def test_old_name_as_the_default_of_a_subclass_counts(self, tmp_path) -> None:
+        @dataclasses.dataclass
+        class Older(TrainingArguments):
+            evaluation_strategy: str = "epoch"
+            eval_delay: float = 2
+
+        with pytest.warns(FutureWarning, match="old name of eval_strategy"):
+            args = Older(tmp_path)
+        assert (args.eval_strategy, args.eval_delay) == ("epoch", 2)
+        assert Older(tmp_path, evaluation_strategy="no").eval_strategy == "no"
+
     def test_both_names_with_different_values_raise(self, tmp_path) -> None:
         with pytest.raises(ValueError, match="contradict each other"):
             TrainingArguments(
