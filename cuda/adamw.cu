@@ -64,10 +64,9 @@ update(const adamw_operand &operand, const ct_cuda_range &range, bool zero_grads
     }
 }
 
-__global__ static void
-__launch_bounds__(ct_cuda_block_size)
-    adamw_kernel(const ct_cuda_batch<adamw_operand> __grid_constant__ batch,
-                 bool zero_grads)
+CT_KERNEL
+adamw_kernel(const ct_cuda_batch<adamw_operand> __grid_constant__ batch,
+             bool zero_grads)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);

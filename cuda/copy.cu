@@ -60,9 +60,8 @@ copy_range(const copy_operand &operand, const ct_cuda_range &range)
     });
 }
 
-__global__ static void
-__launch_bounds__(ct_cuda_block_size)
-    copy_kernel(const ct_cuda_batch<copy_operand> __grid_constant__ batch)
+CT_KERNEL
+copy_kernel(const ct_cuda_batch<copy_operand> __grid_constant__ batch)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);

@@ -24,9 +24,13 @@
 #endif
 
 static const unsigned ct_cuda_block_size = 256;
-static const unsigned ct_cuda_max_grid = 4096; /* fills the largest GPU twice over */
+
+/* What begins a kernel: it is for blocks of that size. */
+#define CT_KERNEL __global__ static void __launch_bounds__(ct_cuda_block_size)
+
+static const unsigned ct_cuda_max_grid = 4096; /* several times what a GPU runs at once */
 static const size_t ct_cuda_chunk_elems = 8192;
-static const size_t ct_cuda_param_bytes = 32764; /* cuda programming guide, 17.1 */
+static const size_t ct_cuda_param_bytes = 32764; /* of a kernel, from sm_70 on */
 
 /* Operand has a field `n`, its elements. 2^32 chunks would be 32 TiB of bytes: more
  * than a device holds, so 32 bits count them. */

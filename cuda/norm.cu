@@ -52,9 +52,8 @@ range_sum_sq(const void *data, const ct_cuda_range &range)
     return sum;
 }
 
-__global__ static void
-__launch_bounds__(ct_cuda_block_size)
-    norm_kernel(const ct_cuda_batch<ct_span> __grid_constant__ batch, double *partials)
+CT_KERNEL
+norm_kernel(const ct_cuda_batch<ct_span> __grid_constant__ batch, double *partials)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
@@ -70,9 +69,8 @@ __launch_bounds__(ct_cuda_block_size)
     }
 }
 
-__global__ static void
-__launch_bounds__(ct_cuda_block_size)
-    fold_kernel(const double *partials, size_t n, double *sum_sq)
+CT_KERNEL
+fold_kernel(const double *partials, size_t n, double *sum_sq)
 {
     double sum = 0.0;
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) {

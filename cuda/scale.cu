@@ -16,9 +16,8 @@ scale(void *data, const ct_cuda_range &range, double factor)
     }
 }
 
-__global__ static void
-__launch_bounds__(ct_cuda_block_size)
-    scale_kernel(const ct_cuda_batch<ct_span> __grid_constant__ batch, double factor)
+CT_KERNEL
+scale_kernel(const ct_cuda_batch<ct_span> __grid_constant__ batch, double factor)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);

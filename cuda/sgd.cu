@@ -69,10 +69,8 @@ update(const sgd_operand &operand, const ct_cuda_range &range, bool zero_grads)
     }
 }
 
-__global__ static void
-__launch_bounds__(ct_cuda_block_size)
-    sgd_kernel(const ct_cuda_batch<sgd_operand> __grid_constant__ batch,
-               bool zero_grads)
+CT_KERNEL
+sgd_kernel(const ct_cuda_batch<sgd_operand> __grid_constant__ batch, bool zero_grads)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);

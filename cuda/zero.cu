@@ -9,9 +9,8 @@ struct zero_operand {
     bool wide;
 };
 
-__global__ static void
-__launch_bounds__(ct_cuda_block_size)
-    zero_kernel(const ct_cuda_batch<zero_operand> __grid_constant__ batch)
+CT_KERNEL
+zero_kernel(const ct_cuda_batch<zero_operand> __grid_constant__ batch)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range r = ct_cuda_range_of(batch, chunk);

@@ -17,7 +17,7 @@ NVCC = (
     or shutil.which("nvcc", path=f"/usr/local/cuda/bin{os.pathsep}{WHEELS}")
 )
 SOURCES = sorted(
-    p for p in (ROOT / "cuda").glob("*.cu") if "__global__" in p.read_text()
+    p for p in (ROOT / "cuda").glob("*.cu") if "CT_KERNEL" in p.read_text()
 )
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
