@@ -293,7 +293,7 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         if getattr(self, "_neftune", None) is not None:
             self._neftune.remove()
             self._neftune = None
-        self._wait_for_save()
+        self._wait_for_save(release=True)
 
     def _wrap_model(
         self, model: Any, training: bool = True, dataloader: Any = None

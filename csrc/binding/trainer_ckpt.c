@@ -303,15 +303,23 @@ Trainer__get_output_dir(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 const char Trainer__wait_for_save_doc[] =
-    "_wait_for_save($self, /)\n--\n\n"
-    "Return when the last checkpoint is on the disk; raise OSError if it failed.";
+    "_wait_for_save($self, /, release=False)\n--\n\n"
+    "Return when the last checkpoint is on the disk; raise OSError if it failed.\n\n"
+    "With release, give the memory of the snapshots back.";
 
 PyObject *
-Trainer__wait_for_save(PyObject *op, PyObject *Py_UNUSED(unused))
+Trainer__wait_for_save(PyObject *op, PyObject *args, PyObject *kwargs)
 {
+    static char *keywords[] = {"release", NULL};
     Trainer *self = (Trainer *)op;
-    if (self->writer == NULL || self->saving) {
-        Py_RETURN_NONE;
+    int release = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p:_wait_for_save", keywords,
+                                     &release)) {
+        return NULL;
+    }
+    if (self->writer == NULL || self->saving ||
+        (release && tell_writer(op, "release") < 0)) {
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     }
     return PyObject_CallMethod(self->writer, "wait", NULL);
 }

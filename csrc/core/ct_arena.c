@@ -4,7 +4,10 @@
 #include "core/ct_alloc.h"
 #include "core/ct_pool.h"
 
+#include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -54,6 +57,26 @@ take_from(ct_arena_chunk *chunk, size_t bytes)
     return data;
 }
 
+/* Bytes that can be taken without swapping, as the kernel estimates them; SIZE_MAX
+ * where it does not say. */
+static size_t
+available_bytes(void)
+{
+    unsigned long long kib = 0;
+    char line[128];
+    bool found = false;
+    FILE *file = fopen("/proc/meminfo", "re");
+    while (file != NULL && !found && fgets(line, sizeof line, file) != NULL) {
+        static const char key[] = "MemAvailable:";
+        found = strncmp(line, key, sizeof key - 1) == 0;
+        kib = found ? strtoull(line + sizeof key - 1, NULL, 10) : 0;
+    }
+    if (file != NULL) {
+        (void)fclose(file);
+    }
+    return found && kib < SIZE_MAX / 1024 ? (size_t)kib * 1024 : SIZE_MAX;
+}
+
 static ct_arena_chunk *
 add_chunk(ct_arena *arena, size_t bytes)
 {
@@ -65,6 +88,9 @@ add_chunk(ct_arena *arena, size_t bytes)
         return NULL;
     }
     arena->chunks = block;
+    if (bytes / 9 > available_bytes() / 10) { /* mmap would promise what is not there */
+        return NULL;
+    }
     void *data =
         mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {

@@ -35,7 +35,7 @@ void ct_arena_reset(ct_arena *arena);
 
 size_t ct_arena_bytes(const ct_arena *arena); /* mapped in all */
 
-/* bytes > 0, aligned to 64; NULL when the system has no more memory. */
+/* bytes > 0, aligned to 64; NULL when the system has not that much memory to spare. */
 void *ct_arena_take(ct_arena *arena, size_t bytes);
 
 /* Replaces the plan's borrowed bytes by copies in the arena, made by the pool's

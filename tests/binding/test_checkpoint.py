@@ -1,8 +1,10 @@
 """ctrainer._C.CheckpointWriter and the readers: what the binding adds to the core."""
 
+import errno
 import gc
 import inspect
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -306,3 +308,32 @@ def test_no_leaks(tmp_path: Path) -> None:
         assert types_after == types
         growth.append(blocks_after - blocks)
     assert min(growth) < 50  # one leaked a call would be 100
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A file system of 4 MB; skips where this process may not mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_disk_that_is_really_full_leaves_the_older_whole(small_disk: Path) -> None:
+    save(small_disk / "checkpoint-1", {"w": torch.ones(500_000)})
+    writer = CheckpointWriter()
+    writer.begin(small_disk / "checkpoint-2")
+    writer.add_safetensors("model.safetensors", {"w": torch.ones(800_000)})
+    writer.commit()
+    with pytest.raises(OSError, match="No space left") as problem:
+        writer.begin(small_disk / "checkpoint-3")
+    assert problem.value.errno == errno.ENOSPC
+    assert os.listdir(small_disk) == ["checkpoint-1"]
+    assert verify_checkpoint(small_disk / "checkpoint-1") == []
+    writer.begin(small_disk / "checkpoint-3")
+    writer.add_safetensors("model.safetensors", {"w": torch.ones(100_000)})
+    writer.commit(wait=True)
+    assert last_whole_checkpoint(small_disk) == str(small_disk / "checkpoint-3")
