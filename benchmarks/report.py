@@ -3,8 +3,9 @@
     python benchmarks/report.py out/benchmarks README.md
 
 Each bench_*.jsonl holds a JSON object a line: name, unit, ours, peer, theirs, ratio
-(how many times better ours is) and goal, the ratio to reach, or none. A line without a
-ratio is context for a reader of the file and stays there.
+(how many times better ours is; null where ours costs nothing, so that there is nothing
+to divide by) and goal, the ratio to reach, or none. A line without a ratio is context
+for a reader of the file and stays there.
 """
 
 import argparse
@@ -35,14 +36,17 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def missed(row: dict[str, Any]) -> bool:
+    goal, ratio = row.get("goal"), row["ratio"]
+    return goal is not None and ratio is not None and ratio < goal
+
+
 def cells(row: dict[str, Any]) -> str:
-    goal = row.get("goal")
-    met = (
-        "" if goal is None else f"{goal:g}{'' if row['ratio'] >= goal else ', missed'}"
-    )
+    goal = f"{row['goal']:g}" if row.get("goal") is not None else ""
+    met = f"{goal}, missed" if missed(row) else goal
     unit = row["unit"]
     ours, theirs = (f"{number(row[key])} {unit}" for key in ("ours", "theirs"))
-    ratio = number(row["ratio"])
+    ratio = "∞" if row["ratio"] is None else number(row["ratio"])
     return f"| {row['name']} | {ours} | {theirs} | {row['peer']} | {ratio} | {met} |"
 
 
@@ -68,9 +72,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = comparisons(options.folder)
     rewrite(options.page, table(rows))
-    missed = [r for r in rows if r.get("goal") is not None and r["ratio"] < r["goal"]]
-    print(f"{len(rows)} comparisons written, {len(missed)} goals missed")
-    for row in missed:
+    failures = [row for row in rows if missed(row)]
+    print(f"{len(rows)} comparisons written, {len(failures)} goals missed")
+    for row in failures:
         print(f"missed: {row['name']}: {row['ratio']:.2f} of {row['goal']:g}")
 
 

@@ -51,11 +51,14 @@ def test_the_table_of_benchmarks_is_made_from_their_output(tmp_path: Path) -> No
         '{"benchmark": "x", "note": "no comparison"}\n'
         '{"benchmark": "x", "name": "a job", "unit": "ms", "ours": 2.0,'
         ' "peer": "them", "theirs": 5.0, "ratio": 2.5, "goal": 3.0}\n'
+        '{"benchmark": "x", "name": "free", "unit": "us", "ours": -0.5,'
+        ' "peer": "them", "theirs": 70.0, "ratio": null, "goal": 10.0}\n'
     )
     report = [sys.executable, str(ROOT / "benchmarks/report.py"), tmp_path, page]
     subprocess.run(report, check=True, capture_output=True)
     text = page.read_text()
     assert "| a job | 2 ms | 5 ms | them | 2.5 | 3, missed |" in text
+    assert "| free | -0.5 us | 70 us | them | ∞ | 10 |" in text
     assert "old" not in text
     assert text.startswith("a\n")
     assert text.endswith("z\n")
