@@ -28,7 +28,7 @@ static const unsigned ct_cuda_block_size = 256;
 /* What begins a kernel: it is for blocks of that size. */
 #define CT_KERNEL __global__ static void __launch_bounds__(ct_cuda_block_size)
 
-static const unsigned ct_cuda_max_grid = 4096; /* several times what a GPU runs at once */
+static const unsigned ct_cuda_max_grid = 4096; /* more than any GPU runs at once */
 static const size_t ct_cuda_chunk_elems = 8192;
 static const size_t ct_cuda_param_bytes = 32764; /* of a kernel, from sm_70 on */
 
