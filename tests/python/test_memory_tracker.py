@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
+from ctrainer import _C
 from ctrainer.memory_tracker import TrainerMemoryTracker
 
 MEGABYTE = 1 << 20
 
 
 def test_allocations_and_peaks_are_measured() -> None:
+    _C.malloc_tune(False)  # an earlier training run may have freed memory kept
     tracker, metrics = TrainerMemoryTracker(), {}
     tracker.start("init")
     tracker.stop_and_update_metrics(stage="init")

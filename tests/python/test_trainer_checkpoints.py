@@ -198,6 +198,7 @@ def test_failed_write_stops_the_run_and_leaves_the_older_whole(tmp_path: Path) -
     class Filling(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
             if state.global_step == 7:  # optimizer.pt has more than this
+                trainer._wait_for_save()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
 
     trainer = make(tmp_path, callbacks=[Filling()])
