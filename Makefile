@@ -65,7 +65,7 @@ lint: $(INSTALLED) ext
 	    -std=c11 -Icsrc -isystem tests/cuda/emul $(PYINC) 2>/dev/null' tidy
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m mypy.stubtest ctrainer._C
+	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml ctrainer._C
 
 format:
 	$(VENV)/bin/clang-format -i $(FORMATTED)

@@ -18,8 +18,8 @@ typedef struct Trainer {
     PyObject *signatures; /* dict: function -> what keywords it accepts; never NULL */
     PyObject
         *device_loss; /* losses that are not in host memory, summed there; or NULL */
-    PyObject *writer;     /* CheckpointWriter, or NULL before the first save */
-    double share;         /* of the current micro-batch in its update; 0 outside one */
+    PyObject *writer; /* CheckpointWriter, or NULL before the first save */
+    double share;     /* of the current micro-batch in its update; 0 outside one */
     /* The running sums of one logging window and of the run, in double. */
     double window_loss;      /* of the updates since the last log */
     int64_t window_bad;      /* updates since the last log whose loss was Inf or NaN */
@@ -29,7 +29,7 @@ typedef struct Trainer {
     int64_t nonfinite_steps; /* updates skipped for Inf or NaN, since the last log */
     int64_t nonfinite_total; /* in the whole run */
     double grad_norm;        /* of the last update; NaN before the first */
-    bool saving;    /* a checkpoint is in the making: writer.folder is open */
+    bool saving;             /* a checkpoint is in the making: writer.folder is open */
     bool in_update; /* between the first micro-batch and the end of an update */
 } Trainer;
 

@@ -185,7 +185,8 @@ def test_a_hook_may_replace_the_optimizer() -> None:
     )  # fmt: skip
     before = weights(trainer)
     trainer.train()
-    moved = max(float((a - b).abs().max()) for a, b in zip(before, weights(trainer)))
+    pairs = zip(before, weights(trainer), strict=True)
+    moved = max(float((a - b).abs().max()) for a, b in pairs)
     assert moved > 0.01
 
 
@@ -247,7 +248,11 @@ def test_bad_input_is_told_by_its_cause() -> None:
             ValueError,
             "needs an eval_dataset",
         ),
-        (lambda: make(ctrainer.Trainer, Net(), None).train(), ValueError, "train_dataset"),
+        (
+            lambda: make(ctrainer.Trainer, Net(), None).train(),
+            ValueError,
+            "train_dataset",
+        ),
         (lambda: make(ctrainer.Trainer, Net(), []).train(), ValueError, "empty"),
         (
             lambda: make(ctrainer.Trainer, Net(), iter([])).train(),
@@ -260,7 +265,9 @@ def test_bad_input_is_told_by_its_cause() -> None:
             "unknown",
         ),
         (
-            lambda: make(ctrainer.Trainer, Net(), [{"x": r["x"]} for r in rows()]).train(),
+            lambda: make(
+                ctrainer.Trainer, Net(), [{"x": r["x"]} for r in rows()]
+            ).train(),
             ValueError,
             "returned no loss, only .*logits.* labels",
         ),
