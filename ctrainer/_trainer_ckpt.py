@@ -23,6 +23,7 @@ logger = logging.getLogger("ctrainer.trainer")
 
 STATE = "trainer_state.json"
 OWN_STATE = "ctrainer_state.json"
+_WORTH_RESERVING = 16 << 20  # bytes; less is faulted in within milliseconds
 
 
 class CheckpointMixin(TrainerBase):
@@ -38,6 +39,15 @@ class CheckpointMixin(TrainerBase):
             sink.writer.flush()
 
     # Saving
+
+    def _reserve_snapshot(self) -> None:
+        """Ready the memory of the first save while the first steps run."""
+        if self.args.save_strategy == "no" or not self.args.should_save:
+            return
+        nbytes = self._adapter.checkpoints.snapshot_bytes(self.model, self.optimizer)
+        if nbytes >= _WORTH_RESERVING:
+            slack = nbytes // 64 + (1 << 20)  # headers, alignment
+            self._checkpoint_writer().reserve(nbytes + slack)
 
     def _save(
         self,
@@ -112,7 +122,7 @@ class CheckpointMixin(TrainerBase):
     def _note_best(self, trial: Any = None) -> None:
         """Tell the state where the best checkpoint is, or will be in a moment."""
         best = self.state.best_global_step
-        if best and str(self.args.save_strategy) != "no":
+        if best and self.args.save_strategy != "no":
             path = os.path.join(self._run_dir(trial), f"{PREFIX}-{best}")
             if best == self.state.global_step or os.path.isdir(path):
                 self.state.best_model_checkpoint = path
@@ -210,7 +220,7 @@ class CheckpointMixin(TrainerBase):
         if not (value > best if greater else value < best):
             return False
         self.state.best_metric = value
-        if str(self.args.save_strategy) != "no":
+        if self.args.save_strategy != "no":
             self.state.best_global_step = self.state.global_step
         return True
 

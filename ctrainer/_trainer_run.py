@@ -215,6 +215,7 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
+        self._reserve_snapshot()
         return model, train_dataloader
 
     def _train_mode(self, model: Any) -> None:

@@ -178,6 +178,26 @@ abort_step(ct_writer *writer, ct_error *Py_UNUSED(err))
     return CT_OK;
 }
 
+PyDoc_STRVAR(reserve_doc, "reserve($self, nbytes, /)\n--\n\n"
+                          "Ready memory for snapshots of nbytes in the background.\n\n"
+                          "The first save then waits no longer than the next ones.");
+
+static PyObject *
+CheckpointWriter_reserve(PyObject *op, PyObject *arg)
+{
+    ct_error err;
+    size_t bytes = PyLong_AsSize_t(arg);
+    ct_writer *core = PyErr_Occurred() ? NULL : ctpy_writer_enter(op);
+    if (core == NULL) {
+        return NULL;
+    }
+    ct_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_writer_reserve(core, bytes, &err);
+    Py_END_ALLOW_THREADS
+    return ctpy_writer_leave(op, status, &err);
+}
+
 PyDoc_STRVAR(abort_doc, "abort($self, /)\n--\n\n"
                         "Drop the save that begin() started, folder and all, if any.");
 
@@ -242,6 +262,7 @@ static PyMethodDef CheckpointWriter_methods[] = {
     {"abort", CheckpointWriter_abort, METH_NOARGS, abort_doc},
     {"release", CheckpointWriter_release, METH_NOARGS, release_doc},
     {"remove_after", CheckpointWriter_remove_after, METH_O, remove_after_doc},
+    {"reserve", CheckpointWriter_reserve, METH_O, reserve_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -12,6 +12,10 @@
 #include <stdatomic.h>
 #include <unistd.h>
 
+enum {
+    SMALL_PAGE = 4096
+};
+
 /* While `started`, everything but `done` belongs to the thread. */
 struct ct_writer {
     ct_staging staging; /* .outer != NULL: a save is open or being written */
@@ -19,8 +23,9 @@ struct ct_writer {
     char **doomed; /* folders to remove once the save is in place; owned */
     size_t n_doomed, doomed_capacity;
     ct_arena arena;
-    ct_error error; /* kept; code CT_OK: none */
-    pid_t owner;    /* the process that started the thread */
+    size_t reserved; /* bytes that the thread is to ready */
+    ct_error error;  /* kept; code CT_OK: none */
+    pid_t owner;     /* the process that started the thread */
     pthread_t thread;
     bool started;
     atomic_bool done;
@@ -227,7 +232,7 @@ finish_and_keep(ct_writer *writer)
 }
 
 static void *
-run_thread(void *arg)
+run_save(void *arg)
 {
     ct_writer *writer = arg;
     finish_and_keep(writer);
@@ -235,16 +240,47 @@ run_thread(void *arg)
     return NULL;
 }
 
+static void *
+run_reserve(void *arg)
+{
+    ct_writer *writer = arg;
+    volatile unsigned char *data = ct_arena_take(&writer->arena, writer->reserved);
+    for (size_t at = 0; data != NULL && at < writer->reserved; at += SMALL_PAGE) {
+        data[at] = 0;
+    }
+    ct_arena_reset(&writer->arena);
+    return NULL;
+}
+
 /* Signals are the main thread's: a handler must not run on this one. */
 static int
-start_thread(ct_writer *writer)
+start_thread(ct_writer *writer, void *(*run)(void *))
 {
     sigset_t all, before;
+    writer->owner = getpid();
+    writer->started = true;
     (void)sigfillset(&all);
     (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    int failed = pthread_create(&writer->thread, NULL, run_thread, writer);
+    int failed = pthread_create(&writer->thread, NULL, run, writer);
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    writer->started = failed == 0;
     return failed;
+}
+
+ct_status
+ct_writer_reserve(ct_writer *writer, size_t bytes, ct_error *err)
+{
+    settle(writer);
+    if (writer->staging.outer != NULL) {
+        return ct_fail(err, CT_EINVAL, "%s is being saved: reserve memory before",
+                       writer->staging.final);
+    }
+    if (bytes > ct_arena_bytes(&writer->arena)) {
+        writer->reserved = bytes;
+        atomic_store(&writer->done, true); /* nothing is being saved */
+        (void)start_thread(writer, run_reserve);
+    }
+    return CT_OK;
 }
 
 ct_status
@@ -254,9 +290,7 @@ ct_writer_commit(ct_writer *writer, ct_error *err)
         return ct_fail(err, CT_EINVAL, "no save is open to commit");
     }
     atomic_store(&writer->done, false);
-    writer->started = true;
-    if (start_thread(writer) != 0) {
-        writer->started = false;
+    if (start_thread(writer, run_save) != 0) {
         finish_and_keep(writer); /* no thread to be had: here and now */
     }
     return CT_OK;

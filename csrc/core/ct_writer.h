@@ -28,6 +28,12 @@ ct_writer *ct_writer_new(void); /* NULL when out of memory */
 /* Waits for a committed save and drops one that was not committed. NULL is fine. */
 void ct_writer_free(ct_writer *writer);
 
+/* Readies memory for a snapshot of so many bytes in the background, so that the first
+ * save need not fault it in. Where it cannot be had nothing happens. CT_EINVAL while a
+ * save is open. */
+CT_NODISCARD ct_status ct_writer_reserve(ct_writer *writer, size_t bytes,
+                                         ct_error *err);
+
 /* Starts a save that is to appear as final_folder. CT_EINVAL when one is open. */
 CT_NODISCARD ct_status ct_writer_begin(ct_writer *writer, const char *final_folder,
                                        ct_error *err);

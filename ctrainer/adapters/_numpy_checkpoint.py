@@ -107,6 +107,11 @@ def _arrays(model: Any) -> dict[str, Any]:
     return {name: parameter.data for name, parameter in named_parameters(model)}
 
 
+def snapshot_bytes(model: Any, optimizer: Any) -> int:
+    """About how much a checkpoint has to copy: weights and two moments."""
+    return int(3 * sum(array.nbytes for array in _arrays(model).values()))
+
+
 def load_model(model: Any, folder: str) -> None:
     """Read a checkpoint's weights into the model's arrays.
 

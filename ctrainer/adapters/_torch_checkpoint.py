@@ -213,6 +213,16 @@ def _plain(name: str, value: torch.Tensor) -> Any:
     return value.reshape(-1).view(torch.uint8), tag, tuple(value.shape)
 
 
+def snapshot_bytes(model: Any, optimizer: Any) -> int:
+    """About how much a checkpoint has to copy: weights, and two moments of what an
+    optimizer of Adam's kind trains."""
+    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    if "adam" not in type(optimizer).__name__.lower():
+        return int(weights)
+    groups = optimizer.param_groups
+    return int(weights + sum(2 * p.nbytes for g in groups for p in g["params"]))
+
+
 # Reading weights
 
 

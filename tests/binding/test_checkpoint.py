@@ -262,6 +262,24 @@ def test_another_thread_is_refused_while_one_is_inside(tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "checkpoint-1") == []
 
 
+def test_reserved_memory_is_there_before_the_first_save(tmp_path: Path) -> None:
+    writer = CheckpointWriter()
+    writer.reserve(80 << 20)
+    writer.wait()
+    before = writer.snapshot_bytes
+    assert before >= 80 << 20
+    writer.begin(tmp_path / "checkpoint-1")
+    writer.add_safetensors("model.safetensors", {"w": torch.ones(1000)})
+    with pytest.raises(ValueError, match="is being saved"):
+        writer.reserve(1)
+    writer.commit(wait=True)
+    assert writer.snapshot_bytes == before
+    writer.release()
+    assert writer.snapshot_bytes == 0
+    with pytest.raises(OverflowError):
+        writer.reserve(-1)
+
+
 def test_dropped_writer_removes_its_folder(tmp_path: Path) -> None:
     writer = CheckpointWriter()
     writer.begin(tmp_path / "checkpoint-1")

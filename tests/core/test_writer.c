@@ -227,6 +227,23 @@ test_older_folders_go_once_the_new_one_is_in_place(void)
 }
 
 static void
+test_reserved_memory_is_what_the_first_save_uses(void)
+{
+    ct_writer *w = ct_writer_new();
+    CHECK(ct_writer_reserve(w, 100u << 20, NULL) == CT_OK && !ct_writer_pending(w));
+    CHECK(ct_writer_begin(w, below("checkpoint-12"), NULL) == CT_OK);
+    size_t bytes = ct_writer_snapshot_bytes(w);
+    CHECK(bytes >= 100u << 20);
+    CHECK(ct_writer_reserve(w, 1, NULL) == CT_EINVAL);
+    CHECK(add(w, "a.bin", true, NULL) == CT_OK && ct_writer_commit(w, NULL) == CT_OK);
+    CHECK(ct_writer_wait(w, NULL) == CT_OK && problems_of("checkpoint-12") == 0);
+    CHECK(ct_writer_snapshot_bytes(w) == bytes);
+    CHECK(ct_writer_reserve(w, SIZE_MAX / 4, NULL) == CT_OK); /* cannot be had */
+    CHECK(ct_writer_wait(w, NULL) == CT_OK && ct_writer_snapshot_bytes(w) == bytes);
+    ct_writer_free(w);
+}
+
+static void
 test_misuse_is_refused(void)
 {
     ct_writer *w = ct_writer_new();
@@ -275,6 +292,7 @@ main(void)
     test_begin_sweeps_what_a_killed_process_left();
     test_forked_child_leaves_the_save_alone();
     test_older_folders_go_once_the_new_one_is_in_place();
+    test_reserved_memory_is_what_the_first_save_uses();
     test_misuse_is_refused();
     test_survives_every_failed_allocation();
     CHECK(ct_remove_tree(root, NULL) == CT_OK);
