@@ -93,9 +93,10 @@ def main() -> None:
         ]
         pairs = compare(*codes, options.rounds)
     for clock, (ours, theirs) in zip(("wall", "CPU"), pairs, strict=True):
-        goal = {"goal_ours": GOAL_STEP} if clock == "CPU" else {}
         name = f"process start to the end of the first update, {clock} time"
-        line(name, "transformers", ours, theirs, **goal)
+        line(name, "transformers", ours, theirs)
+    # On an idle machine the two clocks agree: importing works on one thread.
+    line(name, f"the {GOAL_STEP:g} s allowed", pairs[1][0], GOAL_STEP, goal=1.0)
 
 
 if __name__ == "__main__":
