@@ -1,3 +1,4 @@
+#define _POSIX_C_SOURCE 200809L
 /* Ctrl-C and SIGTERM while training: a flag that the loops look at.
  *
  * A process has one disposition per signal, so this is process-wide by nature: the

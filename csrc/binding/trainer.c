@@ -58,7 +58,7 @@ Trainer_dealloc(PyObject *op)
 
 #define METHOD_FLAGS_NOARGS METH_NOARGS
 #define METHOD_FLAGS_O METH_O
-#define METHOD_FLAGS_KEYWORDS METH_VARARGS | METH_KEYWORDS
+#define METHOD_FLAGS_KEYWORDS (METH_VARARGS | METH_KEYWORDS)
 
 static PyMethodDef Trainer_methods[] = {
 #define CTPY_METHOD(name, flags)                                                       \
