@@ -20,8 +20,8 @@ import ctrainer
 from ctrainer import _C
 
 # torch's tables of weak references and Python's free lists grow for hundreds of runs,
-# by leaps; what is lost in each run shows in the calmest of several windows too. An object
-# lost at each of a run's 6 micro-batches is 6 blocks.
+# by leaps; what is lost in each run shows in the calmest of several windows too. An
+# object lost at each of a run's 6 micro-batches is 6 blocks.
 WINDOWS, RUNS, PER_RUN = 12, 20, 5
 
 
