@@ -52,7 +52,7 @@ def cells(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     where = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
-    made = f"Measured by `make bench` on {where}, Python {platform.python_version()}.\n"
+    made = f"Measured on {where}, Python {platform.python_version()}.\n"
     return made + "\n" + HEAD + "\n".join(map(cells, rows)) + "\n"
 
 
