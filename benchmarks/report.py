@@ -46,7 +46,8 @@ def cells(row: dict[str, Any]) -> str:
     met = f"{goal}, missed" if missed(row) else goal
     unit = row["unit"]
     ours, theirs = (f"{number(row[key])} {unit}" for key in ("ours", "theirs"))
-    ratio = "∞" if row["ratio"] is None else number(row["ratio"])
+    digits = "{:.4g}".format if missed(row) else number
+    ratio = "∞" if row["ratio"] is None else digits(row["ratio"])
     return f"| {row['name']} | {ours} | {theirs} | {row['peer']} | {ratio} | {met} |"
 
 
