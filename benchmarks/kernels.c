@@ -56,7 +56,7 @@ tensors_make(size_t count, size_t n)
             t.memory[k][i] = 1e-3f * (float)(i % 97);
         }
     }
-    t.optim = ct_optim_new(CT_OPTIM_ADAMW, &ct_device_cpu);
+    t.optim = ct_optim_new(&ct_device_cpu);
     if (t.optim == NULL || ct_optim_resize(t.optim, 1, count, NULL) != CT_OK) {
         die("out of memory");
     }
@@ -140,7 +140,10 @@ run_update(const tensors *t)
 {
     double norm = 0.0;
     if (ct_optim_norm(t->optim, NULL, &norm, NULL) != CT_OK ||
-        ct_optim_update(t->optim, NULL, 1.0 / (1.0 + norm), true, NULL) != CT_OK) {
+        ct_optim_update(
+            t->optim, NULL,
+            &(ct_optim_pass){.grad_scale = 1.0 / (1.0 + norm), .zero_grads = true},
+            NULL) != CT_OK) {
         die("the update failed");
     }
 }

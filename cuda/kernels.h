@@ -9,8 +9,7 @@ extern "C" {
 #endif
 
 ct_norm_fn ct_cuda_norm;
-ct_adamw_fn ct_cuda_adamw;
-ct_sgd_fn ct_cuda_sgd;
+ct_update_fn ct_cuda_update;
 ct_scale_fn ct_cuda_scale;
 ct_zero_fn ct_cuda_zero;
 ct_copy_fn ct_cuda_copy;

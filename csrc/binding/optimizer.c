@@ -13,27 +13,39 @@
  */
 
 static PyObject *
+refuse_kind(const char *name)
+{
+    PyObject *kinds = PyUnicode_FromString("");
+    for (int k = 0; kinds != NULL && k < CT_OPTIM_KIND_COUNT; k++) {
+        PyObject *more = PyUnicode_FromFormat("%U%s'%s'", kinds, k == 0 ? "" : ", ",
+                                              ct_optim_kind_name((ct_optim_kind)k));
+        Py_SETREF(kinds, more);
+    }
+    if (kinds != NULL) {
+        PyErr_Format(PyExc_ValueError, "kind is '%.100s'; expected one of %U", name,
+                     kinds);
+    }
+    Py_XDECREF(kinds);
+    return NULL;
+}
+
+static PyObject *
 OptimEngine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"kind", NULL};
-    static const char *const kinds[] = {"adamw", "sgd"};
-    _Static_assert(sizeof kinds / sizeof *kinds == CT_OPTIM_KIND_COUNT, "all kinds");
     const char *name;
-    int kind = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:OptimEngine", names, &name)) {
         return NULL;
     }
-    while (kind < CT_OPTIM_KIND_COUNT && strcmp(kinds[kind], name) != 0) {
-        kind++;
-    }
+    const ct_optim_kind kind = ct_optim_kind_from_name(name);
     if (kind == CT_OPTIM_KIND_COUNT) {
-        return PyErr_Format(PyExc_ValueError,
-                            "kind is '%.100s'; expected 'adamw' or 'sgd'", name);
+        return refuse_kind(name);
     }
     OptimEngine *self = (OptimEngine *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->state = ctpy_state_borrow((PyObject *)self);
-        self->core = ct_optim_new((ct_optim_kind)kind, &ct_device_cpu);
+        self->kind = kind;
+        self->core = ct_optim_new(&ct_device_cpu);
         self->result = (ct_step_result){.clip_coef = 1.0, .finite = true};
         if (self->core == NULL) {
             Py_DECREF(self);
@@ -335,7 +347,8 @@ static PyMethodDef OptimEngine_methods[] = {
 
 PyDoc_STRVAR(OptimEngine_doc,
              "OptimEngine(kind)\n--\n\n"
-             "Updates the parameters of an optimizer face; kind is 'adamw' or 'sgd'.");
+             "Updates the parameters of an optimizer face. kind is that of the groups\n"
+             "that have no 'kind' of their own: 'adamw', 'sgd', ...");
 
 static PyType_Slot OptimEngine_slots[] = {
     {Py_tp_doc,      (void *)OptimEngine_doc},

@@ -4,12 +4,9 @@
 
 #include "binding/buffer.h"
 #include "binding/ctpy_optim.h"
+#include "binding/optimizer_kinds.h"
 
 #include <stdbool.h>
-
-enum {
-    OPTIM_MAX_VALUES = 1 + CT_OPTIM_MAX_STATES
-};
 
 /* What belongs to one parameter. All objects are owned, so neither another thread nor
  * a hook can free what a pass without the GIL works on. */
@@ -19,7 +16,7 @@ typedef struct optim_slot {
     PyObject *grad; /* during an update; NULL: no gradient */
     ctpy_view grad_view;
     PyObject *state; /* the dict state[param], or NULL before there is one */
-    PyObject *values[OPTIM_MAX_VALUES]; /* what the kind keeps there, in its order */
+    PyObject *values[OPTIM_MAX_VALUES]; /* what the kind keeps there, as in its spec */
     void *step; /* memory of state[param]["step"]; NULL where the kind has none */
     ct_dtype step_dtype;
     bool fresh; /* the state was made for an update that has not been done yet */
@@ -34,7 +31,8 @@ typedef struct optim_entry {
 
 typedef struct OptimEngine {
     PyObject_HEAD
-    ctpy_state *state; /* the module's, which the type keeps alive */
+    ctpy_state *state;  /* the module's, which the type keeps alive */
+    ct_optim_kind kind; /* of the groups that do not name one */
     ct_optim *core;
     optim_slot *slots; /* as many as core has parameters, in the same order */
     size_t n_slots, slots_capacity;

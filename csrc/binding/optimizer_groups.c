@@ -2,6 +2,8 @@
  * are read at every update, so schedulers and users may write to them at any time. */
 #include "binding/optimizer.h"
 
+#include <string.h>
+
 /* group[key], owned; NULL with a ValueError that names the group. */
 static PyObject *
 group_get(PyObject *group, PyObject *key, size_t g)
@@ -54,116 +56,107 @@ read_flag(PyObject *group, PyObject *key)
     return truth;
 }
 
-/* Options that change the arithmetic or the way of running, and that we lack. They
- * may come with a state_dict of torch's. */
 static int
-refuse_options(ctpy_state *state, PyObject *group, size_t g)
+read_pair(PyObject *group, PyObject *key, size_t g, double *out)
 {
-    enum {
-        OPTIONS = 3
-    };
-    PyObject *const options[OPTIONS] = {state->str_amsgrad, state->str_capturable,
-                                        state->str_differentiable};
-    for (size_t i = 0; i < OPTIONS; i++) {
-        int set = read_flag(group, options[i]);
-        if (set > 0) {
-            PyErr_Format(PyExc_ValueError,
-                         "param_groups[%zu][%R] is True, which this optimizer does not "
-                         "have: set it to False, or use torch.optim",
-                         g, options[i]);
-        }
-        if (set != 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int
-read_betas(ctpy_state *state, PyObject *group, size_t g, ct_adamw_config *config)
-{
-    PyObject *betas = group_get(group, state->str_betas, g);
-    PyObject *pair = betas == NULL ? NULL : PySequence_Tuple(betas);
+    PyObject *value = group_get(group, key, g);
+    PyObject *pair = value == NULL ? NULL : PySequence_Tuple(value);
     int result = -1;
     if (pair != NULL && PyTuple_GET_SIZE(pair) != 2) {
         PyErr_Format(PyExc_ValueError,
-                     "param_groups[%zu]['betas'] is %R; expected two numbers", g, pair);
+                     "param_groups[%zu][%R] is %R; expected two numbers", g, key, pair);
     }
     else if (pair != NULL) {
-        PyObject *key = state->str_betas;
-        result =
-            to_double(PyTuple_GET_ITEM(pair, 0), key, g, &config->beta1) < 0 ||
-                    to_double(PyTuple_GET_ITEM(pair, 1), key, g, &config->beta2) < 0
-                ? -1
-                : 0;
+        result = to_double(PyTuple_GET_ITEM(pair, 0), key, g, &out[0]) < 0 ||
+                         to_double(PyTuple_GET_ITEM(pair, 1), key, g, &out[1]) < 0
+                     ? -1
+                     : 0;
     }
     Py_XDECREF(pair);
-    Py_XDECREF(betas);
+    Py_XDECREF(value);
     return result;
 }
 
+/* An option whose other value would change the arithmetic or the way of running. It may
+ * come with a state_dict of torch's. */
 static int
-read_adamw(ctpy_state *state, PyObject *group, size_t g, ct_adamw_config *config)
+refuse(PyObject *group, PyObject *key, size_t g, bool wanted)
 {
-    PyObject *decoupled =
-        PyDict_GetItemWithError(group, state->str_decoupled_weight_decay);
-    if (decoupled == Py_False) {
-        PyErr_Format(PyExc_ValueError,
-                     "param_groups[%zu]['decoupled_weight_decay'] is False, which is "
-                     "Adam with L2 regularisation: use torch.optim.Adam for it",
-                     g);
+    int known = PyDict_Contains(group, key);
+    int set = known <= 0 ? known : read_flag(group, key);
+    if (set < 0 || known == 0 || (set != 0) == wanted) {
+        return set < 0 ? -1 : 0;
     }
-    if (PyErr_Occurred()) {
-        return -1;
-    }
-    return read_double(group, state->str_lr, g, &config->lr) < 0 ||
-                   read_betas(state, group, g, config) < 0 ||
-                   read_double(group, state->str_eps, g, &config->eps) < 0 ||
-                   read_double(group, state->str_weight_decay, g,
-                               &config->weight_decay) < 0
-               ? -1
-               : 0;
+    PyErr_Format(PyExc_ValueError,
+                 "param_groups[%zu][%R] is %s, which this optimizer does not have: set "
+                 "it to %s, or use torch.optim",
+                 g, key, wanted ? "False" : "True", wanted ? "True" : "False");
+    return -1;
 }
 
 static int
-read_sgd(ctpy_state *state, PyObject *group, size_t g, ct_sgd_config *config)
+read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field *field,
+           ct_optim_group *to)
 {
-    int nesterov = read_flag(group, state->str_nesterov);
-    if (nesterov < 0) {
-        return -1;
+    PyObject *key = optim_name_borrow(state, field->name);
+    void *member = (char *)to + field->member;
+    int flag;
+    switch (field->type) {
+    case OPTIM_NUMBER:
+        return read_double(group, key, g, member);
+    case OPTIM_PAIR:
+        return read_pair(group, key, g, member);
+    case OPTIM_FLAG:
+        flag = read_flag(group, key);
+        *(bool *)member = flag > 0;
+        return flag < 0 ? -1 : 0;
+    case OPTIM_NEVER:
+        return refuse(group, key, g, false);
+    case OPTIM_ALWAYS:
+        return refuse(group, key, g, true);
     }
-    config->nesterov = nesterov;
-    return read_double(group, state->str_lr, g, &config->lr) < 0 ||
-                   read_double(group, state->str_momentum, g, &config->momentum) < 0 ||
-                   read_double(group, state->str_dampening, g, &config->dampening) <
-                       0 ||
-                   read_double(group, state->str_weight_decay, g,
-                               &config->weight_decay) < 0
-               ? -1
-               : 0;
+    Py_UNREACHABLE();
+}
+
+/* The engine's own kind, or the one that a group names. */
+static int
+read_kind(OptimEngine *self, PyObject *group, size_t g, ct_optim_kind *kind)
+{
+    PyObject *value = PyDict_GetItemWithError(group, self->state->str_kind);
+    *kind = self->kind;
+    if (value == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    const char *name = PyUnicode_Check(value) ? PyUnicode_AsUTF8(value) : "";
+    *kind = name == NULL ? CT_OPTIM_KIND_COUNT : ct_optim_kind_from_name(name);
+    if (name != NULL && *kind == CT_OPTIM_KIND_COUNT) {
+        PyErr_Format(PyExc_ValueError,
+                     "param_groups[%zu]['kind'] is %R; expected the name of an "
+                     "optimizer, such as 'adamw' or 'sgd'",
+                     g, value);
+    }
+    return *kind == CT_OPTIM_KIND_COUNT ? -1 : 0;
 }
 
 static int
 read_group(OptimEngine *self, PyObject *group, size_t g)
 {
-    ctpy_state *state = self->state;
-    ct_optim_group read = {.maximize = false};
+    ct_optim_group read;
+    memset(&read, 0, sizeof read);
     if (!PyDict_Check(group)) {
         PyErr_Format(PyExc_TypeError, "param_groups[%zu] is a %.200s; expected a dict",
                      g, Py_TYPE(group)->tp_name);
         return -1;
     }
-    int maximize = read_flag(group, state->str_maximize);
-    if (maximize < 0 || refuse_options(state, group, g) < 0) {
+    if (read_kind(self, group, g, &read.kind) < 0) {
         return -1;
     }
-    int failed = ct_optim_get_kind(self->core) == CT_OPTIM_ADAMW
-                     ? read_adamw(state, group, g, &read.adamw)
-                     : read_sgd(state, group, g, &read.sgd);
-    if (failed < 0) {
-        return -1;
+    const optim_spec *spec = &optim_specs[read.kind];
+    for (size_t i = 0; i < spec->n_fields; i++) {
+        if (read_field(self->state, group, g, &spec->fields[i], &read) < 0) {
+            return -1;
+        }
     }
-    read.maximize = maximize;
     ct_optim_groups_borrow(self->core)[g] = read;
     return 0;
 }

@@ -200,7 +200,7 @@ view_grad(OptimEngine *self, optim_slot *slot, ct_optim_param *param)
     }
     param->grad = span->data;
     param->n = span->n;
-    param->dtype = span->dtype;
+    param->grad_dtype = span->dtype;
     return 0;
 }
 
@@ -210,7 +210,7 @@ optim_plan_grads(OptimEngine *self)
     ct_optim_param *params = ct_optim_params_borrow(self->core);
     for (size_t k = 0; k < self->n_slots; k++) {
         optim_slot *slot = &self->slots[k];
-        params[k] = (ct_optim_param){.group = slot->group, .dtype = CT_F32};
+        params[k] = (ct_optim_param){.group = slot->group};
         Py_XSETREF(slot->grad, PyObject_GetAttr(slot->param, self->state->str_grad));
         if (slot->grad == NULL) {
             return -1;
@@ -338,6 +338,7 @@ optim_plan_operands(OptimEngine *self, PyObject *face)
             return -1;
         }
         params[k].param = view.span.data;
+        params[k].dtype = view.span.dtype;
     }
     return optim_remember_state(self, face);
 }

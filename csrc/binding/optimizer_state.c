@@ -133,56 +133,66 @@ make_state(OptimEngine *self, PyObject *face, optim_slot *slot)
 /* ---- reading it --------------------------------------------------------------------
  */
 
-/* What a kind keeps in state[param]: names, and how messages speak of them. */
+/* What the slot's kind keeps in state[param], and which of it: bit i says values[i]. */
 typedef struct value_list {
-    PyObject *names[OPTIM_MAX_VALUES];
-    const char *places[OPTIM_MAX_VALUES];
-    int n, n_counts; /* the first n_counts are counts, the others arrays */
+    const optim_spec *spec;
+    unsigned kept;
+    bool counts; /* values[0] is the count of steps */
 } value_list;
 
 static value_list
-kept_values(OptimEngine *self, uint32_t group)
+kept_values(OptimEngine *self, uint32_t g)
 {
-    ctpy_state *state = self->state;
-    if (ct_optim_get_kind(self->core) == CT_OPTIM_ADAMW) {
-        return (value_list){
-            .names = {state->str_step, state->str_exp_avg, state->str_exp_avg_sq},
-            .places = {" state 'step'", " state 'exp_avg'", " state 'exp_avg_sq'"},
-            .n = 3,
-            .n_counts = 1,
-        };
+    const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[g];
+    const unsigned states = ct_optim_states(group);
+    value_list list = {.spec = &optim_specs[group->kind]};
+    for (size_t i = 0; i < list.spec->n_values; i++) {
+        const int array = list.spec->values[i].array;
+        if (array < 0 || (states >> array & 1) != 0) {
+            list.kept |= 1u << i;
+        }
     }
-    return (value_list){.names = {state->str_momentum_buffer},
-                        .places = {" state 'momentum_buffer'"},
-                        .n = (int)ct_optim_n_states(self->core, group)};
+    list.counts = list.spec->n_values > 0 && list.spec->values[0].array < 0;
+    return list;
+}
+
+static bool
+keeps(const value_list *list, size_t i)
+{
+    return i < list->spec->n_values && (list->kept >> i & 1) != 0;
 }
 
 /* Has state to be made? torch.optim.AdamW starts from an empty entry, torch.optim.SGD
  * from one without a buffer, or with None for it, as its old state_dicts have. */
 static int
-lacks_state(const optim_slot *slot, const value_list *list)
+lacks_state(const ctpy_state *state, const optim_slot *slot, const value_list *list)
 {
     if (slot->state == NULL || PyDict_GET_SIZE(slot->state) == 0) {
         return 1;
     }
-    if (list->n_counts > 0) {
+    if (list->counts) {
         return 0;
     }
-    PyObject *value = PyDict_GetItemWithError(slot->state, list->names[0]);
+    PyObject *name = optim_name_borrow(state, list->spec->values[0].name);
+    PyObject *value = PyDict_GetItemWithError(slot->state, name);
     return PyErr_Occurred() ? -1 : value == NULL || Py_IsNone(value);
 }
 
 static int
-read_values(optim_slot *slot, const value_list *list)
+read_values(const ctpy_state *state, optim_slot *slot, const value_list *list)
 {
-    for (int i = 0; i < list->n; i++) {
-        PyObject *value = PyDict_GetItemWithError(slot->state, list->names[i]);
+    for (size_t i = 0; i < list->spec->n_values; i++) {
+        if (!keeps(list, i)) {
+            continue;
+        }
+        PyObject *name = optim_name_borrow(state, list->spec->values[i].name);
+        PyObject *value = PyDict_GetItemWithError(slot->state, name);
         if (value == NULL) {
             if (!PyErr_Occurred()) {
                 PyErr_Format(PyExc_ValueError,
                              "state of param_groups[%u]['params'][%zd] has no %R: "
                              "delete the entry to start it anew, or load a whole one",
-                             slot->group, slot->index, list->names[i]);
+                             slot->group, slot->index, name);
             }
             return -1;
         }
@@ -222,16 +232,21 @@ read_step(OptimEngine *self, optim_slot *slot, uint64_t *count)
 
 static int
 view_arrays(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
-            const value_list *list, void **arrays)
+            const value_list *list, ct_optim_param *to)
 {
-    for (int i = list->n_counts; i < list->n; i++) {
-        const ctpy_place place = {list->places[i], slot->group, slot->index};
+    to->state_dtype = param->span.dtype;
+    for (size_t i = list->counts ? 1 : 0; i < list->spec->n_values; i++) {
+        const optim_value *value = &list->spec->values[i];
+        const ctpy_place place = {value->place, slot->group, slot->index};
         ctpy_view view;
+        if (!keeps(list, i)) {
+            continue;
+        }
         if (ctpy_view_of(self->state, slot->values[i], &place, &view) < 0 ||
-            optim_check_like(slot, param, &view, list->places[i]) < 0) {
+            optim_check_like(slot, param, &view, value->place) < 0) {
             return -1;
         }
-        arrays[i - list->n_counts] = view.span.data;
+        to->state[value->array] = view.span.data;
     }
     return 0;
 }
@@ -243,18 +258,18 @@ optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
     const value_list list = kept_values(self, slot->group);
     uint64_t count = 0;
     slot->step = NULL;
-    if (list.n == 0) {
+    if (list.kept == 0) {
         return 0;
     }
-    int lacks = lacks_state(slot, &list);
+    int lacks = lacks_state(self->state, slot, &list);
     if (lacks < 0 || (lacks && make_state(self, face, slot) < 0) ||
-        read_values(slot, &list) < 0 ||
-        (list.n_counts > 0 && read_step(self, slot, &count) < 0) ||
-        view_arrays(self, slot, view, &list, param->state) < 0) {
+        read_values(self->state, slot, &list) < 0 ||
+        (list.counts && read_step(self, slot, &count) < 0) ||
+        view_arrays(self, slot, view, &list, param) < 0) {
         return -1;
     }
     /* A kind without a count of its own asks only whether this is the first time. */
-    param->step = list.n_counts > 0 ? count : !slot->fresh;
+    param->step = list.counts ? count : !slot->fresh;
     return 0;
 }
 

@@ -7,9 +7,8 @@
 #ifndef CT_DEVICE_H
 #define CT_DEVICE_H
 
-#include "core/ct_adamw.h"
-#include "core/ct_sgd.h"
 #include "core/ct_span.h"
+#include "core/ct_update.h"
 
 #include <stdbool.h>
 
@@ -19,7 +18,7 @@ extern "C" {
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 1
+#define CT_DEVICE_VERSION 2
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -35,14 +34,8 @@ typedef struct ct_scratch {
 typedef ct_status ct_norm_fn(void *stream, ct_scratch *scratch, const ct_span *spans,
                              size_t n_spans, double *sum_sq, ct_error *err);
 
-/* Updates every span with coefs[span.coef]; zero_grads writes zeros over the
- * gradients in the same pass. */
-typedef ct_status
-ct_adamw_fn(void *stream, const ct_adamw_coef *coefs, const ct_adamw_span *spans,
-            size_t n_spans, bool zero_grads, ct_error *err);
-typedef ct_status
-ct_sgd_fn(void *stream, const ct_sgd_coef *coefs, const ct_sgd_span *spans,
-          size_t n_spans, bool zero_grads, ct_error *err);
+/* Updates every span by one rule, each with its own constants. */
+typedef ct_status ct_update_fn(void *stream, const ct_update *update, ct_error *err);
 
 /* spans[i] *= factor, for float dtypes: what clips the gradients of an optimizer that
  * is not ours. */
@@ -82,8 +75,7 @@ typedef void ct_scratch_release_fn(ct_scratch *scratch);
 typedef struct ct_device {
     const char *name; /* "cpu", "cuda" */
     ct_norm_fn *norm;
-    ct_adamw_fn *adamw;
-    ct_sgd_fn *sgd;
+    ct_update_fn *update;
     ct_scale_fn *scale;
     ct_zero_fn *zero;
     ct_copy_fn *copy;

@@ -14,8 +14,6 @@ typedef struct group_cache {
 } group_cache;
 
 struct ct_optim {
-    ct_optim_kind kind;
-    const ct_optim_ops *ops;
     const ct_device *device;
     size_t n_groups, n_params;
     size_t groups_capacity, caches_capacity, params_capacity;
@@ -23,19 +21,17 @@ struct ct_optim {
     ct_optim_group *groups;
     group_cache *caches;
     ct_optim_param *params;
-    void *coefs;
-    void *spans;
+    ct_rule_coef *coefs;
+    void *spans; /* of ct_update_span, or of ct_span in passes that need no more */
     ct_scratch scratch; /* the device's, for partial sums */
     ct_scratch sum_sq;  /* the device's, one double */
 };
 
 ct_optim *
-ct_optim_new(ct_optim_kind kind, const ct_device *device)
+ct_optim_new(const ct_device *device)
 {
     ct_optim *optim = ct_calloc(1, sizeof *optim);
     if (optim != NULL) {
-        optim->kind = kind;
-        optim->ops = ct_optim_kinds[kind];
         optim->device = device;
     }
     return optim;
@@ -57,30 +53,24 @@ ct_optim_free(ct_optim *optim)
     ct_free(optim);
 }
 
-static size_t
-larger_of(size_t a, size_t b)
-{
-    return a > b ? a : b;
-}
-
 /* Arrays that have grown when a later one cannot are of no harm: the counts stay. */
 static ct_status
 reserve(ct_optim *optim, size_t n_groups, size_t n_params, ct_error *err)
 {
-    const size_t span_size = larger_of(optim->ops->span_size, sizeof(ct_span));
     const struct {
         void **block;
         size_t *capacity;
         size_t n, size;
     } arrays[] = {
         {(void **)&optim->groups, &optim->groups_capacity, n_groups,
-         sizeof(ct_optim_group)                                                           },
+         sizeof(ct_optim_group)                                                            },
         {(void **)&optim->caches, &optim->caches_capacity, n_groups,
-         sizeof(group_cache)                                                              },
+         sizeof(group_cache)                                                               },
         {(void **)&optim->params, &optim->params_capacity, n_params,
-         sizeof(ct_optim_param)                                                           },
-        {&optim->coefs,           &optim->coefs_capacity,  n_params, optim->ops->coef_size},
-        {&optim->spans,           &optim->spans_capacity,  n_params, span_size            },
+         sizeof(ct_optim_param)                                                            },
+        {(void **)&optim->coefs,  &optim->coefs_capacity,  n_params,
+         sizeof(ct_rule_coef)                                                              },
+        {&optim->spans,           &optim->spans_capacity,  n_params, sizeof(ct_update_span)},
     };
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
         ct_status status = ct_grow(arrays[i].block, arrays[i].capacity, arrays[i].n,
@@ -130,16 +120,26 @@ ct_optim_n_params(const ct_optim *optim)
     return optim->n_params;
 }
 
-ct_optim_kind
-ct_optim_get_kind(const ct_optim *optim)
+const char *
+ct_optim_kind_name(ct_optim_kind kind)
 {
-    return optim->kind;
+    return ct_optim_kinds[kind].name;
 }
 
-size_t
-ct_optim_n_states(const ct_optim *optim, size_t group)
+ct_optim_kind
+ct_optim_kind_from_name(const char *name)
 {
-    return optim->ops->n_states(&optim->groups[group]);
+    int kind = 0;
+    while (kind < CT_OPTIM_KIND_COUNT && strcmp(ct_optim_kinds[kind].name, name) != 0) {
+        kind++;
+    }
+    return (ct_optim_kind)kind;
+}
+
+unsigned
+ct_optim_states(const ct_optim_group *group)
+{
+    return ct_optim_kinds[group->kind].states(group);
 }
 
 /* Lists the gradients that are there; returns how many. */
@@ -151,7 +151,7 @@ list_grads(ct_optim *optim)
     for (size_t i = 0; i < optim->n_params; i++) {
         const ct_optim_param *p = &optim->params[i];
         if (p->grad != NULL) {
-            spans[n++] = (ct_span){p->grad, p->n, p->dtype};
+            spans[n++] = (ct_span){p->grad, p->n, p->grad_dtype};
         }
     }
     return n;
@@ -182,6 +182,12 @@ ct_optim_zero_grads(ct_optim *optim, void *stream, ct_error *err)
     return optim->device->zero(stream, optim->spans, list_grads(optim), err);
 }
 
+static const ct_optim_ops *
+ops_of(const ct_optim *optim, const ct_optim_param *param)
+{
+    return &ct_optim_kinds[optim->groups[param->group].kind];
+}
+
 static ct_status
 check_param(const ct_optim *optim, size_t i, ct_error *err)
 {
@@ -197,29 +203,29 @@ check_param(const ct_optim *optim, size_t i, ct_error *err)
     if (p->n != 0 && p->param == NULL) {
         return ct_fail(err, CT_EINVAL, "parameter %zu has a gradient but no memory", i);
     }
-    const size_t n_states = ct_optim_n_states(optim, p->group);
-    for (size_t k = 0; p->n != 0 && k < n_states; k++) {
-        if (p->state[k] == NULL) {
+    const unsigned states = ct_optim_states(&optim->groups[p->group]);
+    for (unsigned k = 0; p->n != 0 && k < CT_OPTIM_MAX_STATES; k++) {
+        if ((states >> k & 1) != 0 && p->state[k] == NULL) {
             return ct_fail(err, CT_EINVAL,
-                           "parameter %zu: state array %zu of %zu is missing", i, k,
-                           n_states);
+                           "parameter %zu: its state array %u is missing", i, k);
         }
     }
     return CT_OK;
 }
 
-/* The index of the constants of params[i], which are worked out if they are new. */
+/* The index of the constants of a parameter, which are worked out if they are new. */
 static ct_status
 find_coef(ct_optim *optim, const ct_optim_param *param, double grad_scale,
           size_t *n_coefs, uint32_t *coef, ct_error *err)
 {
+    const ct_optim_ops *ops = ops_of(optim, param);
     const ct_optim_group *group = &optim->groups[param->group];
     group_cache *cache = &optim->caches[param->group];
-    const uint64_t key = optim->ops->key(param);
+    const uint64_t key = ops->key(param);
     if (cache->coef == 0 || cache->key != key) {
         const double scale = group->maximize ? -grad_scale : grad_scale;
         ct_status status =
-            optim->ops->coef_init(optim->coefs, *n_coefs, group, key, scale, err);
+            ops->coef_init(&optim->coefs[*n_coefs], group, key, scale, err);
         if (status != CT_OK) {
             return status;
         }
@@ -229,32 +235,86 @@ find_coef(ct_optim *optim, const ct_optim_param *param, double grad_scale,
     return CT_OK;
 }
 
-/* Fills in coefs and spans for the parameters that have a gradient. */
-static ct_status
-plan(ct_optim *optim, double grad_scale, size_t *n_spans, ct_error *err)
+static ct_update_span
+span_of(const ct_optim_param *param, const ct_optim_group *group, uint32_t coef,
+        uint64_t first)
 {
-    size_t n_coefs = 0;
-    *n_spans = 0;
-    if (optim->n_groups != 0) {
-        memset(optim->caches, 0, optim->n_groups * sizeof *optim->caches);
+    const unsigned states = ct_optim_states(group);
+    ct_update_span span = {
+        .n = param->n,
+        .grad = param->grad,
+        .param = param->param,
+        .copy = param->copy,
+        .ema = param->ema,
+        .dtype = param->dtype,
+        .grad_dtype = param->grad_dtype,
+        .state_dtype = param->state_dtype,
+        .copy_dtype = param->copy_dtype,
+        .ema_dtype = param->ema_dtype,
+        .coef = coef,
+        .rounding = group->stochastic ? &group->rounding : NULL,
+        .first = first,
+    };
+    size_t n = 0;
+    for (unsigned k = 0; k < CT_OPTIM_MAX_STATES; k++) {
+        if ((states >> k & 1) != 0) {
+            span.state[n++] = param->state[k];
+        }
     }
+    return span;
+}
+
+/* Where the spans of each rule begin; those of rule r end where the next begin. */
+typedef struct rule_table {
+    size_t begin[CT_RULE_COUNT + 1];
+} rule_table;
+
+/* Counts the spans of each rule, checking what they are made from. */
+static ct_status
+count_rules(ct_optim *optim, rule_table *table, ct_error *err)
+{
+    *table = (rule_table){{0}};
     for (size_t i = 0; i < optim->n_params; i++) {
         const ct_optim_param *p = &optim->params[i];
         if (p->grad == NULL) {
             continue;
         }
-        uint32_t coef = 0;
         ct_status status = check_param(optim, i, err);
-        if (status == CT_OK) {
-            status = find_coef(optim, p, grad_scale, &n_coefs, &coef, err);
-        }
         if (status != CT_OK) {
             return status;
         }
-        optim->ops->span_init(optim->spans, (*n_spans)++, p, coef,
-                              ct_optim_n_states(optim, p->group));
+        table->begin[ops_of(optim, p)->rule(&optim->groups[p->group]) + 1]++;
+    }
+    for (size_t r = 0; r < CT_RULE_COUNT; r++) {
+        table->begin[r + 1] += table->begin[r];
     }
     return CT_OK;
+}
+
+/* Fills in coefs, and spans by rule, for the parameters that have a gradient. */
+static ct_status
+plan(ct_optim *optim, double grad_scale, rule_table *table, ct_error *err)
+{
+    ct_update_span *spans = optim->spans;
+    size_t n_coefs = 0, next[CT_RULE_COUNT];
+    uint64_t elements = 0;
+    ct_status status = count_rules(optim, table, err);
+    memcpy(next, table->begin, sizeof next);
+    if (optim->n_groups != 0) {
+        memset(optim->caches, 0, optim->n_groups * sizeof *optim->caches);
+    }
+    for (size_t i = 0; status == CT_OK && i < optim->n_params; i++) {
+        const ct_optim_param *p = &optim->params[i];
+        if (p->grad != NULL) {
+            const ct_optim_group *group = &optim->groups[p->group];
+            const ct_rule rule = ct_optim_kinds[group->kind].rule(group);
+            uint32_t coef = 0;
+            status = find_coef(optim, p, grad_scale, &n_coefs, &coef, err);
+            spans[next[rule]++] = span_of(p, group, coef, elements);
+        }
+        elements += (p->n + 7) / 8 * 8; /* counted whether it has a gradient or not */
+    }
+    return status;
 }
 
 static void
@@ -272,14 +332,22 @@ count_steps(ct_optim *optim)
 }
 
 ct_status
-ct_optim_update(ct_optim *optim, void *stream, double grad_scale, bool zero_grads,
-                ct_error *err)
+ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_error *err)
 {
-    size_t n_spans = 0;
-    ct_status status = plan(optim, grad_scale, &n_spans, err);
-    if (status == CT_OK) {
-        status = optim->ops->run(optim->device, stream, optim->coefs, optim->spans,
-                                 n_spans, zero_grads, err);
+    rule_table table;
+    ct_status status = plan(optim, pass->grad_scale, &table, err);
+    for (size_t r = 0; status == CT_OK && r < CT_RULE_COUNT; r++) {
+        const ct_update update = {
+            .rule = (ct_rule)r,
+            .coefs = optim->coefs,
+            .spans = (const ct_update_span *)optim->spans + table.begin[r],
+            .n_spans = table.begin[r + 1] - table.begin[r],
+            .zero_grads = pass->zero_grads,
+            .ema_decay = pass->ema_decay,
+        };
+        if (update.n_spans != 0) {
+            status = optim->device->update(stream, &update, err);
+        }
     }
     if (status == CT_OK) {
         count_steps(optim);

@@ -3,7 +3,8 @@
  * The caller fills in where each parameter, gradient and state array lies, which may
  * change from step to step; the optimizer counts steps per parameter (one without a
  * gradient is left alone, and its count too), works out the constants of each (group,
- * step) pair and calls the device's kernel once for all spans. */
+ * step) pair and calls the device's kernel once for every rule. Groups may be of
+ * different kinds. */
 #ifndef CT_OPTIM_H
 #define CT_OPTIM_H
 
@@ -22,34 +23,46 @@ typedef enum ct_optim_kind {
 } ct_optim_kind;
 
 enum {
-    CT_OPTIM_MAX_STATES = 2
-}; /* arrays of a parameter's size that a kind keeps */
+    CT_OPTIM_MAX_STATES = CT_RULE_MAX_STATES
+};
 
 typedef struct ct_optim_group {
+    ct_optim_kind kind;
     union {
         ct_adamw_config adamw;
         ct_sgd_config sgd;
     };
-    bool maximize; /* step up the gradient */
+    bool maximize;   /* step up the gradient */
+    bool stochastic; /* what is stored as BF16 is rounded stochastically, by this: */
+    ct_rounding rounding;
 } ct_optim_group;
 
-/* Borrowed memory of one parameter; all arrays have n elements of dtype. */
+/* Borrowed memory of one parameter; all arrays have n elements. */
 typedef struct ct_optim_param {
-    void *param;
-    void *grad; /* NULL: no gradient this time, the parameter is skipped */
+    void *param; /* of dtype: what is updated, the master copy where there is one */
+    void *grad;  /* NULL: no gradient this time, the parameter is skipped */
     void *state[CT_OPTIM_MAX_STATES];
+    void *copy;      /* what the model computes with, where param is its master copy */
+    void *ema;       /* the average of the parameter, or NULL */
     float *step_out; /* host memory where the new count is written too, or NULL */
     size_t n;
     uint64_t step; /* updates this parameter has had; 0: its state holds nothing yet,
-                    * AdamW's are zeros and SGD's momentum starts as the gradient */
-    ct_dtype dtype;
+                    * most kinds' are zeros, SGD's momentum starts as the gradient */
+    ct_dtype dtype, grad_dtype, state_dtype, copy_dtype, ema_dtype;
     uint32_t group; /* < n_groups */
 } ct_optim_param;
+
+/* What holds for one update of all parameters. */
+typedef struct ct_optim_pass {
+    double grad_scale; /* every gradient is multiplied by it first */
+    bool zero_grads;
+    double ema_decay; /* of the parameters that have an average, in [0, 1] */
+} ct_optim_pass;
 
 typedef struct ct_optim ct_optim;
 
 /* A new optimizer with no groups and no parameters; NULL when out of memory. */
-ct_optim *ct_optim_new(ct_optim_kind kind, const ct_device *device);
+ct_optim *ct_optim_new(const ct_device *device);
 void ct_optim_free(ct_optim *optim); /* NULL is fine */
 
 /* Sets the numbers of groups and parameters and returns the arrays for the caller to
@@ -59,10 +72,14 @@ CT_NODISCARD ct_status ct_optim_resize(ct_optim *optim, size_t n_groups,
 ct_optim_group *ct_optim_groups_borrow(ct_optim *optim);
 ct_optim_param *ct_optim_params_borrow(ct_optim *optim);
 size_t ct_optim_n_params(const ct_optim *optim);
-ct_optim_kind ct_optim_get_kind(const ct_optim *optim);
 
-/* How many state arrays a parameter of this group needs (SGD without momentum: 0). */
-size_t ct_optim_n_states(const ct_optim *optim, size_t group);
+const char *ct_optim_kind_name(ct_optim_kind kind); /* "adamw", "sgd", ... */
+
+/* The kind of that name, or CT_OPTIM_KIND_COUNT. */
+ct_optim_kind ct_optim_kind_from_name(const char *name);
+
+/* Which state arrays a parameter of this group needs: bit k says state[k]. */
+unsigned ct_optim_states(const ct_optim_group *group);
 
 /* The L2 norm of all gradients present, before any scaling, summed in double; Inf or
  * NaN when an element is. Waits for the stream. */
@@ -73,11 +90,10 @@ CT_NODISCARD ct_status ct_optim_norm(ct_optim *optim, void *stream, double *norm
 CT_NODISCARD ct_status ct_optim_zero_grads(ct_optim *optim, void *stream,
                                            ct_error *err);
 
-/* One update of every parameter that has a gradient, each gradient multiplied by
- * grad_scale first. CT_EINVAL (a hyperparameter out of range, a missing state array)
- * changes nothing. */
-CT_NODISCARD ct_status ct_optim_update(ct_optim *optim, void *stream, double grad_scale,
-                                       bool zero_grads, ct_error *err);
+/* One update of every parameter that has a gradient. CT_EINVAL (a hyperparameter out
+ * of range, a missing state array) changes nothing. */
+CT_NODISCARD ct_status ct_optim_update(ct_optim *optim, void *stream,
+                                       const ct_optim_pass *pass, ct_error *err);
 
 #ifdef __cplusplus
 }

@@ -62,8 +62,11 @@ ct_step_apply(ct_optim *optim, void *stream, const ct_step_config *config,
                        result->grad_norm);
     }
     if (keep) {
-        status = ct_optim_update(optim, stream, result->clip_coef / loss_scale,
-                                 config->zero_grads, err);
+        const ct_optim_pass pass = {
+            .grad_scale = result->clip_coef / loss_scale,
+            .zero_grads = config->zero_grads,
+        };
+        status = ct_optim_update(optim, stream, &pass, err);
     }
     else if (config->zero_grads) {
         status = ct_optim_zero_grads(optim, stream, err);

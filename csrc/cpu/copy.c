@@ -5,28 +5,11 @@
  * one for each pair. */
 #include "cpu/cuts.h"
 #include "cpu/kernels.h"
+#include "cpu/tile.h"
 
 #include "core/ct_pool.h"
 
 #include <string.h>
-
-enum {
-    TILE = 512 /* stays in the first-level cache between the two loops */
-};
-
-typedef union tile {
-    float f32[TILE];
-    double f64[TILE];
-} tile;
-
-#define CT_BODY "cpu/copy_body.h"
-#include "cpu/expand.h"
-
-typedef void widen_body(const void *data, size_t from, size_t n, tile *to, bool wide);
-typedef void narrow_body(const tile *from, bool wide, void *data, size_t to, size_t n);
-
-static widen_body *const wideners[CT_ISA_COUNT][CT_FLOAT_DTYPES] = CT_BODIES(widen);
-static narrow_body *const narrowers[CT_ISA_COUNT][CT_FLOAT_DTYPES] = CT_BODIES(narrow);
 
 typedef struct copy_job {
     const ct_span *to;
@@ -41,12 +24,12 @@ convert(const copy_job *job, const ct_piece *piece)
     const ct_span *to = &job->to[piece->span];
     const ct_span *from = &job->from[piece->span];
     const bool wide = to->dtype == CT_F64 || from->dtype == CT_F64;
-    tile t;
-    for (size_t done = 0; done < piece->n; done += TILE) {
+    ct_tile t;
+    for (size_t done = 0; done < piece->n; done += CT_TILE) {
         const size_t at = piece->offset + done;
-        const size_t n = piece->n - done < TILE ? piece->n - done : TILE;
-        wideners[job->isa][from->dtype](from->data, at, n, &t, wide);
-        narrowers[job->isa][to->dtype](&t, wide, to->data, at, n);
+        const size_t n = piece->n - done < CT_TILE ? piece->n - done : CT_TILE;
+        ct_tile_load(job->isa, &t, wide, from->dtype, from->data, at, n);
+        ct_tile_store(job->isa, &t, wide, to->dtype, to->data, at, n);
     }
 }
 

@@ -28,8 +28,7 @@ cpu_scratch_release(ct_scratch *scratch)
 const ct_device ct_device_cpu = {
     .name = "cpu",
     .norm = ct_cpu_norm,
-    .adamw = ct_cpu_adamw,
-    .sgd = ct_cpu_sgd,
+    .update = ct_cpu_update,
     .scale = ct_cpu_scale,
     .zero = ct_cpu_zero,
     .copy = ct_cpu_copy,

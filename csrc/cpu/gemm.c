@@ -22,13 +22,7 @@ enum {
 
 typedef void gemm_body(const ct_gemm *gemm, size_t row0, size_t col0);
 
-static gemm_body *const bodies[CT_ISA_COUNT][2] = {
-    [CT_ISA_BASE] = {[CT_F32] = gemm_f32_base, [CT_F64] = gemm_f64_base},
-#ifdef CT_HAVE_X86_LEVELS
-    [CT_ISA_V3] = {[CT_F32] = gemm_f32_v3,   [CT_F64] = gemm_f64_v3  },
-    [CT_ISA_V4] = {[CT_F32] = gemm_f32_v4,   [CT_F64] = gemm_f64_v4  },
-#endif
-};
+static gemm_body *const bodies[CT_ISA_COUNT][CT_F64 + 1] = CT_REAL_BODIES(gemm);
 
 typedef struct gemm_job {
     const ct_gemm *gemm;

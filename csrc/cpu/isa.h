@@ -39,6 +39,18 @@ CT_NODISCARD ct_status ct_check_float(const char *kernel, size_t span, ct_dtype 
 #define CT_BODIES(function) {[CT_ISA_BASE] = CT_BODIES_OF(function, base)}
 #endif
 
+/* The same of a function that was compiled with CT_ONLY_F32_F64. */
+#define CT_REAL_BODIES_OF(function, set)                                               \
+    {[CT_F32] = function##_f32_##set, [CT_F64] = function##_f64_##set}
+#ifdef CT_HAVE_X86_LEVELS
+#define CT_REAL_BODIES(function)                                                       \
+    {[CT_ISA_BASE] = CT_REAL_BODIES_OF(function, base),                                \
+     [CT_ISA_V3] = CT_REAL_BODIES_OF(function, v3),                                    \
+     [CT_ISA_V4] = CT_REAL_BODIES_OF(function, v4)}
+#else
+#define CT_REAL_BODIES(function) {[CT_ISA_BASE] = CT_REAL_BODIES_OF(function, base)}
+#endif
+
 enum {
     CT_FLOAT_DTYPES = CT_F16 + 1 /* the float dtypes come first in ct_dtype */
 };

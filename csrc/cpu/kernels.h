@@ -5,8 +5,7 @@
 #include "core/ct_device.h"
 
 ct_norm_fn ct_cpu_norm;
-ct_adamw_fn ct_cpu_adamw;
-ct_sgd_fn ct_cpu_sgd;
+ct_update_fn ct_cpu_update;
 ct_scale_fn ct_cpu_scale;
 ct_zero_fn ct_cpu_zero;
 ct_copy_fn ct_cpu_copy;

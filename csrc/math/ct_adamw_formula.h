@@ -29,21 +29,21 @@ CT_HD static inline CT_REAL(ct_adamw_coef)
     return r;
 }
 
-/* grad is read; *param, *m and *v (the moments of grad and grad^2) are updated. A NaN
- * or Inf in grad reaches all three: finding it beforehand is the step's job. The
+/* state is the moments of grad and of grad^2. A NaN or Inf in grad reaches both and the
+ * parameter: finding it beforehand is the step's job. The
  * average m + (1 - beta1) * (grad - m) is exact at the end it starts from, so it starts
  * from the nearer one: beta1 = 0 gives the gradient and not a rounded one. */
 CT_HD static inline void
 CT_REAL(ct_adamw_apply)(const CT_REAL(ct_adamw_coef) * c, ct_real grad, ct_real *param,
-                        ct_real *m, ct_real *v)
+                        ct_real *state)
 {
     const ct_real g = grad * c->grad_scale;
-    const ct_real start = c->from_grad ? g : *m;
-    const ct_real m_next = start + c->lerp * (g - *m);
-    const ct_real v_next = *v * c->beta2 + c->one_minus_beta2 * g * g;
-    const ct_real denom = CT_SQRT(v_next) * c->inv_bias2 + c->eps;
+    const ct_real start = c->from_grad ? g : state[0];
+    const ct_real m = start + c->lerp * (g - state[0]);
+    const ct_real v = state[1] * c->beta2 + c->one_minus_beta2 * g * g;
+    const ct_real denom = CT_SQRT(v) * c->inv_bias2 + c->eps;
 
-    *param = *param * c->decay - c->step_size * m_next / denom;
-    *m = m_next;
-    *v = v_next;
+    *param = *param * c->decay - c->step_size * m / denom;
+    state[0] = m;
+    state[1] = v;
 }

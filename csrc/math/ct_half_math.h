@@ -45,6 +45,22 @@ ct_bf16_from_f32(float value)
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
 }
 
+/* Rounded up in magnitude with the probability of what bfloat16 cannot hold, else down:
+ * right on average. `random` is 16 random bits. A value beyond the largest may become
+ * Inf; NaN stays NaN and Inf stays Inf. */
+CT_HD static inline uint16_t
+ct_bf16_from_f32_stochastic(float value, uint32_t random)
+{
+    const uint32_t bits = ct_bits_from_f32(value);
+    const uint32_t rounded = (bits + random) >> 16;
+    const uint32_t quiet = (bits >> 16) | 0x40u;
+    const uint32_t size = bits & 0x7fffffffu;
+
+    return (uint16_t)(size > 0x7f800000u    ? quiet
+                      : size == 0x7f800000u ? bits >> 16
+                                            : rounded);
+}
+
 /* float16: 1 sign, 5 exponent (bias 15), 10 mantissa bits. Exponent 31 is Inf or NaN
  * and moves to 255. Exponent 0 counts units of 2^-24: given the exponent of 2^-14 it
  * is 2^-14 too large, which the subtraction, being exact, takes away. */

@@ -33,22 +33,25 @@ CT_REAL(ct_sgd_decayed)(const CT_REAL(ct_sgd_coef) * c, ct_real grad, ct_real pa
     return c->weight_decay != (ct_real)0 ? g + c->weight_decay * param : g;
 }
 
-/* Without momentum: grad is read, *param is updated. */
+/* Without momentum; there is no state. */
 CT_HD static inline void
-CT_REAL(ct_sgd_plain)(const CT_REAL(ct_sgd_coef) * c, ct_real grad, ct_real *param)
+CT_REAL(ct_sgd_apply)(const CT_REAL(ct_sgd_coef) * c, ct_real grad, ct_real *param,
+                      ct_real *state)
 {
+    (void)state;
     *param = *param - c->lr * CT_REAL(ct_sgd_decayed)(c, grad, *param);
 }
 
-/* With momentum: grad is read, *param and *buf are updated. */
+/* With momentum; state is its buffer. */
 CT_HD static inline void
-CT_REAL(ct_sgd_momentum)(const CT_REAL(ct_sgd_coef) * c, ct_real grad, ct_real *param,
-                         ct_real *buf)
+CT_REAL(ct_sgd_momentum_apply)(const CT_REAL(ct_sgd_coef) * c, ct_real grad,
+                               ct_real *param, ct_real *state)
 {
     const ct_real g = CT_REAL(ct_sgd_decayed)(c, grad, *param);
-    const ct_real b = c->first ? g : *buf * c->momentum + c->one_minus_dampening * g;
+    const ct_real b =
+        c->first ? g : state[0] * c->momentum + c->one_minus_dampening * g;
     const ct_real direction = c->nesterov ? g + c->momentum * b : b;
 
     *param = *param - c->lr * direction;
-    *buf = b;
+    state[0] = b;
 }

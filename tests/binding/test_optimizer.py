@@ -411,7 +411,7 @@ class TestRefusals:
             ("betas", (0.9,), ValueError, "expected two numbers"),
             ("betas", (0.9, 1.5), ValueError, "beta2"),
             ("eps", None, TypeError, "eps"),
-            ("decoupled_weight_decay", False, ValueError, "torch.optim.Adam"),
+            ("decoupled_weight_decay", False, ValueError, "torch.optim"),
         ],
     )
     def test_bad_hyperparameter_is_named(

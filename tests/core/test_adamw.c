@@ -1,3 +1,4 @@
+#include "core/ct_adamw.h"
 #include "ct_kernels.h"
 
 #include <math.h>
@@ -28,11 +29,31 @@ reference_step(reference *r, const ct_adamw_config *c, double grad, int step)
 }
 
 static void
-update(const ct_adamw_config *config, int step, const ct_adamw_span *span)
+update(const ct_adamw_config *config, int step, const ct_update_span *span)
 {
-    ct_adamw_coef coef;
-    CHECK(ct_adamw_coef_init(&coef, config, (uint64_t)step, 0.5, NULL) == CT_OK);
-    CHECK(ct_device_cpu.adamw(NULL, &coef, span, 1, step % 2 == 0, NULL) == CT_OK);
+    ct_rule_coef coef;
+    CHECK(ct_adamw_coef_init(&coef.adamw, config, (uint64_t)step, 0.5, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL,
+                               &(ct_update){.rule = CT_RULE_adamw,
+                                            .coefs = &coef,
+                                            .spans = span,
+                                            .n_spans = 1,
+                                            .zero_grads = step % 2 == 0},
+                               NULL) == CT_OK);
+}
+
+static ct_update_span
+span_of(void *grad, void *param, void *m, void *v, size_t n, ct_dtype dtype)
+{
+    return (ct_update_span){
+        .n = n,
+        .grad = grad,
+        .param = param,
+        .state = {m, v},
+        .dtype = dtype,
+        .grad_dtype = dtype,
+        .state_dtype = dtype
+    };
 }
 
 /* The largest distance from the reference after STEPS updates in `dtype`. */
@@ -41,7 +62,7 @@ drift(ct_dtype dtype, const ct_adamw_config *config)
 {
     double grad[N], param[N], m[N] = {0}, v[N] = {0};
     reference expected[N];
-    const ct_adamw_span span = {grad, param, m, v, N, dtype, 0};
+    const ct_update_span span = span_of(grad, param, m, v, N, dtype);
     for (size_t i = 0; i < N; i++) {
         ct_store(dtype, param, i, cos((double)i));
         expected[i] = (reference){ct_load(dtype, param, i), 0.0, 0.0};
@@ -91,7 +112,8 @@ test_beta1_zero_gives_the_gradient_and_not_a_rounded_one(void)
     float grad = 2e-7f, param = 1.0f, m = 100.0f, v = 1.0f;
     const ct_adamw_config config = {
         .lr = 0.1, .beta1 = 0.0, .beta2 = 0.9, .eps = 1e-8, .weight_decay = 0.0};
-    update(&config, 1, &(ct_adamw_span){&grad, &param, &m, &v, 1, CT_F32, 0});
+    const ct_update_span span = span_of(&grad, &param, &m, &v, 1, CT_F32);
+    update(&config, 1, &span);
     CHECK(m == 1e-7f);
 }
 
@@ -106,7 +128,8 @@ test_nan_and_infinity_in_a_gradient_reach_its_own_element_alone(void)
                 ct_store(dtypes[d], grad, i, i == at ? (at % 2 ? NAN : INFINITY) : 1.0);
                 ct_store(dtypes[d], param, i, 1.0);
             }
-            update(&usual, 1, &(ct_adamw_span){grad, param, m, v, 40, dtypes[d], 0});
+            const ct_update_span span = span_of(grad, param, m, v, 40, dtypes[d]);
+            update(&usual, 1, &span);
             for (size_t i = 0; i < 40; i++) {
                 CHECK(isfinite(ct_load(dtypes[d], param, i)) == (i != at));
                 CHECK(isfinite(ct_load(dtypes[d], m, i)) == (i != at));
@@ -120,16 +143,19 @@ static void
 test_each_span_uses_its_own_coefficients(void)
 {
     float grad[2] = {1.0f, 1.0f}, param[2] = {1.0f, 1.0f}, m[2] = {0}, v[2] = {0};
-    ct_adamw_coef coefs[2];
+    ct_rule_coef coefs[2];
     ct_adamw_config config = {.lr = 0.5, .beta1 = 0.9, .beta2 = 0.99, .eps = 0.0};
-    CHECK(ct_adamw_coef_init(&coefs[0], &config, 1, 1.0, NULL) == CT_OK);
+    CHECK(ct_adamw_coef_init(&coefs[0].adamw, &config, 1, 1.0, NULL) == CT_OK);
     config.lr = 0.25;
-    CHECK(ct_adamw_coef_init(&coefs[1], &config, 1, 1.0, NULL) == CT_OK);
-    const ct_adamw_span spans[2] = {
-        {&grad[0], &param[0], &m[0], &v[0], 1, CT_F32, 1},
-        {&grad[1], &param[1], &m[1], &v[1], 1, CT_F32, 0},
+    CHECK(ct_adamw_coef_init(&coefs[1].adamw, &config, 1, 1.0, NULL) == CT_OK);
+    ct_update_span spans[2] = {
+        span_of(&grad[0], &param[0], &m[0], &v[0], 1, CT_F32),
+        span_of(&grad[1], &param[1], &m[1], &v[1], 1, CT_F32),
     };
-    CHECK(ct_device_cpu.adamw(NULL, coefs, spans, 2, false, NULL) == CT_OK);
+    spans[0].coef = 1;
+    const ct_update both = {
+        .rule = CT_RULE_adamw, .coefs = coefs, .spans = spans, .n_spans = 2};
+    CHECK(ct_device_cpu.update(NULL, &both, NULL) == CT_OK);
     CHECK(fabs(param[0] - 0.75) < 1e-6 && fabs(param[1] - 0.5) < 1e-6);
     CHECK(grad[0] == 1.0f);
 }

@@ -4,21 +4,29 @@
 #include "core/ct_alloc.h"
 #include "ct_kernels.h"
 #include "ct_random.h"
+#include "ct_rule_examples.h"
+#include "math/ct_ema_math.h"
+#include "math/ct_philox_math.h"
 
 #include <string.h>
 
 enum {
     MOST_SPANS = 40,
-    ROLES = 4, /* grad, param, first state, second state */
-    N_COEFS = 3
+    GRAD = 0,
+    PARAM,
+    COPY,
+    EMA,
+    STATE, /* and those behind it */
+    ROLES = STATE + CT_RULE_MAX_STATES
 };
 
 typedef struct slot {
     size_t at[ROLES]; /* bytes into the arena of each role */
+    ct_dtype dtype[ROLES];
     size_t n;
-    ct_dtype dtype;
+    uint64_t first;
     uint32_t coef;
-    bool has_state;
+    bool has_copy, has_ema, rounds;
 } slot;
 
 typedef struct list {
@@ -27,11 +35,13 @@ typedef struct list {
     char *start[ROLES]; /* what every run begins with */
     char *expected[ROLES];
     char *memory[ROLES]; /* of the run */
-    ct_adamw_coef adamw[N_COEFS];
-    ct_sgd_coef sgd[N_COEFS];
+    ct_rule rule;
+    ct_rule_coef coefs[CT_RULE_VARIANTS];
     bool zero_grads;
 } list;
 
+static const double ema_decay = 0.7;
+static const ct_rounding rounding = {11, 5};
 static const ct_dtype dtypes[] = {CT_F32, CT_F64, CT_BF16, CT_F16};
 
 static size_t
@@ -45,21 +55,39 @@ random_length(ct_random *r)
     return ct_random_below(r, kind == 19 ? 200000 : 3000);
 }
 
+/* Half of the spans are of one dtype; in the others every role has its own, but for
+ * the states, which share one. */
+static void
+draw_slot(slot *s, ct_random *r)
+{
+    const ct_dtype one = dtypes[ct_random_below(r, 4)];
+    const ct_dtype state = dtypes[ct_random_below(r, 4)];
+    const bool mixed = ct_random_below(r, 2) != 0;
+    s->n = random_length(r);
+    s->coef = (uint32_t)ct_random_below(r, CT_RULE_VARIANTS);
+    s->has_copy = ct_random_below(r, 3) == 0;
+    s->has_ema = ct_random_below(r, 3) == 0;
+    s->rounds = ct_random_below(r, 2) != 0;
+    for (int k = 0; k < ROLES; k++) {
+        s->dtype[k] = !mixed ? one : k >= STATE ? state : dtypes[ct_random_below(r, 4)];
+    }
+}
+
 /* Lays the spans out one after another with gaps, aligned to their element and to
  * nothing more; the roles get different gaps. */
 static void
 lay_out(list *l, ct_random *r)
 {
     size_t end[ROLES] = {0};
+    uint64_t first = 0;
     l->n_slots = 1 + ct_random_below(r, MOST_SPANS);
     for (size_t i = 0; i < l->n_slots; i++) {
         slot *s = &l->slots[i];
-        s->n = random_length(r);
-        s->dtype = dtypes[ct_random_below(r, 4)];
-        s->coef = (uint32_t)ct_random_below(r, N_COEFS);
-        s->has_state = ct_random_below(r, 2) != 0;
-        const size_t size = ct_dtype_size(s->dtype);
+        draw_slot(s, r);
+        s->first = first;
+        first += (s->n + 7) / 8 * 8;
         for (int k = 0; k < ROLES; k++) {
+            const size_t size = ct_dtype_size(s->dtype[k]);
             s->at[k] = (end[k] / size + 1 + ct_random_below(r, 5)) * size;
             end[k] = s->at[k] + s->n * size;
         }
@@ -71,6 +99,7 @@ lay_out(list *l, ct_random *r)
     l->bytes += 64;
 }
 
+/* State is not negative: it may be a second moment. */
 static void
 fill(list *l, ct_random *r)
 {
@@ -83,7 +112,8 @@ fill(list *l, ct_random *r)
             const slot *s = &l->slots[i];
             for (size_t e = 0; e < s->n; e++) {
                 const double x = ct_random_unit(r);
-                ct_store(s->dtype, l->start[k] + s->at[k], e, k == 3 ? x * x : x);
+                ct_store(s->dtype[k], l->start[k] + s->at[k], e,
+                         k >= STATE ? x * x : x);
             }
         }
     }
@@ -95,24 +125,6 @@ list_make(ct_random *r)
     list l = {.zero_grads = ct_random_below(r, 2) != 0};
     lay_out(&l, r);
     fill(&l, r);
-    for (size_t c = 0; c < N_COEFS; c++) {
-        const ct_adamw_config adamw = {
-            .lr = 1e-3 * (double)(c + 1),
-            .beta1 = c == 1 ? 0.3 : 0.9,
-            .beta2 = 0.99,
-            .eps = 1e-6,
-            .weight_decay = 0.1 * (double)c,
-        };
-        const ct_sgd_config sgd = {
-            .lr = 0.1,
-            .momentum = 0.9,
-            .dampening = c == 1 ? 0.5 : 0.0,
-            .weight_decay = 0.1 * (double)c,
-            .nesterov = c == 2,
-        };
-        CHECK(ct_adamw_coef_init(&l.adamw[c], &adamw, c + 1, 0.7, NULL) == CT_OK);
-        CHECK(ct_sgd_coef_init(&l.sgd[c], &sgd, c == 0, 0.7, NULL) == CT_OK);
-    }
     return l;
 }
 
@@ -142,110 +154,152 @@ check_equals_expected(const list *l)
     }
 }
 
+/* What a rule makes of one element in either type. */
 static void
-expect_adamw(list *l)
+apply(const list *l, uint32_t coef, bool wide, double grad, double *param,
+      double *state)
+{
+    const ct_rule_coef *c = &l->coefs[coef];
+    float param32 = (float)*param, state32[CT_RULE_MAX_STATES];
+    for (int k = 0; k < CT_RULE_MAX_STATES; k++) {
+        state32[k] = (float)state[k];
+    }
+    switch (l->rule) {
+#define CT_RULE(rule, constants, n_states)                                             \
+    case CT_RULE_##rule: {                                                             \
+        const ct_##constants##_coef_f64 c64 = ct_##constants##_round_f64(&c->rule);    \
+        const ct_##constants##_coef_f32 c32 = ct_##constants##_round_f32(&c->rule);    \
+        if (wide) {                                                                    \
+            ct_##rule##_apply_f64(&c64, grad, param, state);                           \
+            return;                                                                    \
+        }                                                                              \
+        ct_##rule##_apply_f32(&c32, (float)grad, &param32, state32);                   \
+        break;                                                                         \
+    }
+#include "math/ct_rules.def"
+#undef CT_RULE
+    default:
+        CHECK(false);
+    }
+    *param = (double)param32;
+    for (int k = 0; k < CT_RULE_MAX_STATES; k++) {
+        state[k] = (double)state32[k];
+    }
+}
+
+static void
+store_rounded(const slot *s, int role, char *to, size_t e, double value)
+{
+    if (s->rounds && s->dtype[role] == CT_BF16) {
+        uint32_t words[4];
+        ct_philox_block(rounding.seed, rounding.step, s->first + e, words);
+        ((uint16_t *)(void *)to)[e] = ct_bf16_from_f32_stochastic(
+            (float)value, ct_philox_half(words, s->first + e));
+    }
+    else {
+        ct_store(s->dtype[role], to, e, value);
+    }
+}
+
+static void
+expect_element(list *l, const slot *s, size_t e)
+{
+    const bool wide = s->dtype[PARAM] == CT_F64;
+    const ct_ema_coef average = ct_ema_coef_of(ema_decay);
+    char *at[ROLES];
+    double x[ROLES];
+    for (int k = 0; k < ROLES; k++) {
+        at[k] = l->expected[k] + s->at[k];
+        x[k] = ct_load(s->dtype[k], at[k], e);
+        x[k] = wide ? x[k] : (double)(float)x[k];
+    }
+    apply(l, s->coef, wide, x[GRAD], &x[PARAM], &x[STATE]);
+    for (size_t k = 0; k < ct_rule_n_states(l->rule); k++) {
+        ct_store(s->dtype[STATE + k], at[STATE + k], e, x[STATE + k]);
+    }
+    store_rounded(s, PARAM, at[PARAM], e, x[PARAM]);
+    if (s->has_copy) {
+        store_rounded(s, COPY, at[COPY], e, x[PARAM]);
+    }
+    if (s->has_ema) {
+        const double stored = ct_load(s->dtype[PARAM], at[PARAM], e);
+        const double narrow =
+            (double)ct_ema_apply_f32(&average, (float)x[EMA], (float)stored);
+        ct_store(s->dtype[EMA], at[EMA], e,
+                 wide ? ct_ema_apply_f64(&average, x[EMA], stored) : narrow);
+    }
+    if (l->zero_grads) {
+        ct_store(s->dtype[GRAD], at[GRAD], e, 0.0);
+    }
+}
+
+static void
+expect_update(list *l)
 {
     reset(l, l->expected);
     for (size_t i = 0; i < l->n_slots; i++) {
-        const slot *s = &l->slots[i];
-        const ct_adamw_coef_f32 c32 = ct_adamw_round_f32(&l->adamw[s->coef]);
-        const ct_adamw_coef_f64 c64 = ct_adamw_round_f64(&l->adamw[s->coef]);
-        for (size_t e = 0; e < s->n; e++) {
-            double x[ROLES];
-            for (int k = 0; k < ROLES; k++) {
-                x[k] = ct_load(s->dtype, l->expected[k] + s->at[k], e);
-            }
-            if (s->dtype == CT_F64) {
-                ct_adamw_apply_f64(&c64, x[0], &x[1], &x[2], &x[3]);
-            }
-            else {
-                float param = (float)x[1], m = (float)x[2], v = (float)x[3];
-                ct_adamw_apply_f32(&c32, (float)x[0], &param, &m, &v);
-                x[1] = param;
-                x[2] = m;
-                x[3] = v;
-            }
-            x[0] = l->zero_grads ? 0.0 : x[0];
-            for (int k = 0; k < ROLES; k++) {
-                ct_store(s->dtype, l->expected[k] + s->at[k], e, x[k]);
-            }
+        for (size_t e = 0; e < l->slots[i].n; e++) {
+            expect_element(l, &l->slots[i], e);
         }
     }
 }
 
+static ct_update_span
+update_span_of(const list *l, const slot *s)
+{
+    ct_update_span span = {
+        .n = s->n,
+        .grad = l->memory[GRAD] + s->at[GRAD],
+        .param = l->memory[PARAM] + s->at[PARAM],
+        .copy = s->has_copy ? l->memory[COPY] + s->at[COPY] : NULL,
+        .ema = s->has_ema ? l->memory[EMA] + s->at[EMA] : NULL,
+        .dtype = s->dtype[PARAM],
+        .grad_dtype = s->dtype[GRAD],
+        .state_dtype = s->dtype[STATE],
+        .copy_dtype = s->dtype[COPY],
+        .ema_dtype = s->dtype[EMA],
+        .coef = s->coef,
+        .rounding = s->rounds ? &rounding : NULL,
+        .first = s->first,
+    };
+    for (int k = 0; k < CT_RULE_MAX_STATES; k++) {
+        span.state[k] = l->memory[STATE + k] + s->at[STATE + k];
+    }
+    return span;
+}
+
 static void
-check_adamw(void *arg)
+check_update(void *arg)
 {
     list *l = arg;
-    ct_adamw_span spans[MOST_SPANS];
+    ct_update_span spans[MOST_SPANS];
     reset(l, l->memory);
     for (size_t i = 0; i < l->n_slots; i++) {
-        const slot *s = &l->slots[i];
-        spans[i] = (ct_adamw_span){
-            .grad = l->memory[0] + s->at[0],
-            .param = l->memory[1] + s->at[1],
-            .m = l->memory[2] + s->at[2],
-            .v = l->memory[3] + s->at[3],
-            .n = s->n,
-            .dtype = s->dtype,
-            .coef = s->coef,
-        };
+        spans[i] = update_span_of(l, &l->slots[i]);
     }
-    CHECK(ct_device_cpu.adamw(NULL, l->adamw, spans, l->n_slots, l->zero_grads, NULL) ==
-          CT_OK);
+    const ct_update update = {
+        .rule = l->rule,
+        .coefs = l->coefs,
+        .spans = spans,
+        .n_spans = l->n_slots,
+        .zero_grads = l->zero_grads,
+        .ema_decay = ema_decay,
+    };
+    CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
     check_equals_expected(l);
 }
 
 static void
-expect_sgd(list *l)
+check_every_rule(list *l)
 {
-    reset(l, l->expected);
-    for (size_t i = 0; i < l->n_slots; i++) {
-        const slot *s = &l->slots[i];
-        const ct_sgd_coef_f32 c32 = ct_sgd_round_f32(&l->sgd[s->coef]);
-        const ct_sgd_coef_f64 c64 = ct_sgd_round_f64(&l->sgd[s->coef]);
-        for (size_t e = 0; e < s->n; e++) {
-            const double grad = ct_load(s->dtype, l->expected[0] + s->at[0], e);
-            double param = ct_load(s->dtype, l->expected[1] + s->at[1], e);
-            double buf = ct_load(s->dtype, l->expected[2] + s->at[2], e);
-            float param32 = (float)param, buf32 = (float)buf;
-            if (s->has_state) {
-                ct_sgd_momentum_f64(&c64, grad, &param, &buf);
-                ct_sgd_momentum_f32(&c32, (float)grad, &param32, &buf32);
-            }
-            else {
-                ct_sgd_plain_f64(&c64, grad, &param);
-                ct_sgd_plain_f32(&c32, (float)grad, &param32);
-            }
-            const bool wide = s->dtype == CT_F64;
-            ct_store(s->dtype, l->expected[1] + s->at[1], e, wide ? param : param32);
-            ct_store(s->dtype, l->expected[2] + s->at[2], e, wide ? buf : buf32);
-            ct_store(s->dtype, l->expected[0] + s->at[0], e,
-                     l->zero_grads ? 0.0 : grad);
+    for (int rule = 0; rule < CT_RULE_COUNT; rule++) {
+        l->rule = (ct_rule)rule;
+        for (size_t c = 0; c < CT_RULE_VARIANTS; c++) {
+            l->coefs[c] = ct_rule_example(l->rule, c);
         }
+        expect_update(l);
+        ct_for_each_setting(check_update, l);
     }
-}
-
-static void
-check_sgd(void *arg)
-{
-    list *l = arg;
-    ct_sgd_span spans[MOST_SPANS];
-    reset(l, l->memory);
-    for (size_t i = 0; i < l->n_slots; i++) {
-        const slot *s = &l->slots[i];
-        spans[i] = (ct_sgd_span){
-            .grad = l->memory[0] + s->at[0],
-            .param = l->memory[1] + s->at[1],
-            .momentum = s->has_state ? l->memory[2] + s->at[2] : NULL,
-            .n = s->n,
-            .dtype = s->dtype,
-            .coef = s->coef,
-        };
-    }
-    CHECK(ct_device_cpu.sgd(NULL, l->sgd, spans, l->n_slots, l->zero_grads, NULL) ==
-          CT_OK);
-    check_equals_expected(l);
 }
 
 static void
@@ -253,7 +307,7 @@ spans_of(const list *l, int role, ct_span *spans)
 {
     for (size_t i = 0; i < l->n_slots; i++) {
         const slot *s = &l->slots[i];
-        spans[i] = (ct_span){l->memory[role] + s->at[role], s->n, s->dtype};
+        spans[i] = (ct_span){l->memory[role] + s->at[role], s->n, s->dtype[role]};
     }
 }
 
@@ -265,11 +319,11 @@ expect_scale_and_zero(list *l)
     for (size_t i = 0; i < l->n_slots; i++) {
         const slot *s = &l->slots[i];
         for (size_t e = 0; e < s->n; e++) {
-            const double x = ct_load(s->dtype, l->expected[0] + s->at[0], e);
+            const double x = ct_load(s->dtype[0], l->expected[0] + s->at[0], e);
             const float product32 = (float)x * (float)0.3;
-            ct_store(s->dtype, l->expected[0] + s->at[0], e,
-                     s->dtype == CT_F64 ? x * 0.3 : product32);
-            ct_store(s->dtype, l->expected[1] + s->at[1], e, 0.0);
+            ct_store(s->dtype[0], l->expected[0] + s->at[0], e,
+                     s->dtype[0] == CT_F64 ? x * 0.3 : (double)product32);
+            ct_store(s->dtype[1], l->expected[1] + s->at[1], e, 0.0);
         }
     }
 }
@@ -293,10 +347,7 @@ test_random_lists_equal_plain_loops_over_the_formulas(void)
     ct_random r = {2024};
     for (int round = 0; round < 25; round++) {
         list l = list_make(&r);
-        expect_adamw(&l);
-        ct_for_each_setting(check_adamw, &l);
-        expect_sgd(&l);
-        ct_for_each_setting(check_sgd, &l);
+        check_every_rule(&l);
         expect_scale_and_zero(&l);
         ct_for_each_setting(check_scale_and_zero, &l);
         list_free(&l);
@@ -306,8 +357,7 @@ test_random_lists_equal_plain_loops_over_the_formulas(void)
 static void
 test_an_empty_list_is_no_work(void)
 {
-    CHECK(ct_device_cpu.adamw(NULL, NULL, NULL, 0, true, NULL) == CT_OK);
-    CHECK(ct_device_cpu.sgd(NULL, NULL, NULL, 0, true, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, &(ct_update){.rule = CT_RULE_sgd}, NULL) == CT_OK);
     CHECK(ct_device_cpu.scale(NULL, 2.0, NULL, 0, NULL) == CT_OK);
     CHECK(ct_device_cpu.zero(NULL, NULL, 0, NULL) == CT_OK);
     CHECK(ct_device_cpu.copy(NULL, NULL, NULL, 0, NULL) == CT_OK);
@@ -318,17 +368,18 @@ test_dtypes_that_are_no_floats_are_refused_and_named(void)
 {
     int64_t x[2] = {1, 2};
     ct_error err;
-    const ct_adamw_span adamw = {x, x, x, x, 2, CT_I64, 0};
-    const ct_sgd_span sgd = {x, x, NULL, 2, CT_I64, 0};
+    ct_update_span span = {.n = 2, .grad = x, .param = x, .dtype = CT_I64};
+    const ct_update update = {.rule = CT_RULE_adamw, .spans = &span, .n_spans = 1};
     const ct_span spans[2] = {
         {NULL, 0, CT_F32},
         {x,    2, CT_I64}
     };
-    CHECK(ct_device_cpu.adamw(NULL, NULL, &adamw, 1, true, &err) == CT_EINVAL);
-    CHECK(strcmp(err.message, "adamw: span 0 is int64, and only float dtypes work") ==
-          0);
-    CHECK(ct_device_cpu.sgd(NULL, NULL, &sgd, 1, true, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "sgd: span 0 is int64") != NULL);
+    CHECK(ct_device_cpu.update(NULL, &update, &err) == CT_EINVAL);
+    CHECK(strcmp(err.message, "adamw: span 0 has parameters of int64, and only float "
+                              "dtypes work") == 0);
+    span.dtype = CT_F32;
+    CHECK(ct_device_cpu.update(NULL, &update, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "adamw: span 0 lacks state array 0 of 2") != NULL);
     CHECK(ct_device_cpu.scale(NULL, 2.0, spans, 2, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "scale: span 1 is int64") != NULL);
     CHECK(x[0] == 1 && x[1] == 2);

@@ -2,6 +2,7 @@
 #include "core/ct_optim.h"
 #include "core/ct_pool.h"
 #include "ct_test.h"
+#include "math/ct_half_math.h"
 
 #include <math.h>
 #include <string.h>
@@ -41,13 +42,20 @@ attach(ct_optim *optim, size_t i, uint32_t group, tensor *t)
     };
 }
 
+static ct_status
+update(ct_optim *optim, double grad_scale, bool zero_grads, ct_error *err)
+{
+    const ct_optim_pass pass = {.grad_scale = grad_scale, .zero_grads = zero_grads};
+    return ct_optim_update(optim, NULL, &pass, err);
+}
+
 static const ct_adamw_config adamw = {
     .lr = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.0};
 
 static ct_optim *
 adamw_make(size_t n_groups, size_t n_params)
 {
-    ct_optim *optim = ct_optim_new(CT_OPTIM_ADAMW, &ct_device_cpu);
+    ct_optim *optim = ct_optim_new(&ct_device_cpu);
     CHECK(optim != NULL);
     CHECK(ct_optim_resize(optim, n_groups, n_params, NULL) == CT_OK);
     for (size_t g = 0; g < n_groups; g++) {
@@ -65,7 +73,7 @@ test_a_parameter_without_gradient_and_its_count_are_left_alone(void)
     attach(optim, 1, 0, &b);
     ct_optim_param *params = ct_optim_params_borrow(optim);
     params[1].grad = NULL;
-    CHECK(ct_optim_update(optim, NULL, 1.0, false, NULL) == CT_OK);
+    CHECK(update(optim, 1.0, false, NULL) == CT_OK);
     CHECK(params[0].step == 1 && a.step == 1.0f && fabsf(a.param[0] - 0.9f) < 1e-6f);
     CHECK(params[1].step == 0 && b.step == -1.0f && b.param[0] == 1.0f);
     ct_optim_free(optim);
@@ -83,9 +91,9 @@ test_parameters_of_a_group_may_be_at_different_steps(void)
     }
     ct_optim_param *params = ct_optim_params_borrow(optim);
     params[1].grad = NULL;
-    CHECK(ct_optim_update(optim, NULL, 1.0, false, NULL) == CT_OK);
+    CHECK(update(optim, 1.0, false, NULL) == CT_OK);
     params[1].grad = t[1].grad;
-    CHECK(ct_optim_update(optim, NULL, 1.0, false, NULL) == CT_OK);
+    CHECK(update(optim, 1.0, false, NULL) == CT_OK);
     CHECK(params[0].step == 2 && params[1].step == 1 && params[2].step == 2);
     CHECK(fabsf(t[1].param[0] - 0.9f) < 1e-6f);
     CHECK(fabsf(t[0].param[0] - 0.8f) < 1e-6f);
@@ -104,7 +112,7 @@ test_groups_have_their_own_hyperparameters_and_direction(void)
     attach(optim, 0, 0, &t[0]);
     attach(optim, 1, 1, &t[1]);
     attach(optim, 2, 0, &t[2]);
-    CHECK(ct_optim_update(optim, NULL, 1.0, true, NULL) == CT_OK);
+    CHECK(update(optim, 1.0, true, NULL) == CT_OK);
     CHECK(fabsf(t[0].param[0] - 0.9f) < 1e-6f && t[2].param[0] == t[0].param[0]);
     CHECK(fabsf(t[1].param[0] - 1.2f) < 1e-6f);
     CHECK(t[0].grad[N - 1] == 0.0f && t[1].grad[0] == 0.0f);
@@ -132,14 +140,15 @@ static void
 test_sgd_without_momentum_needs_no_state(void)
 {
     tensor t = tensor_make(1.0f);
-    ct_optim *optim = ct_optim_new(CT_OPTIM_SGD, &ct_device_cpu);
+    ct_optim *optim = ct_optim_new(&ct_device_cpu);
     CHECK(ct_optim_resize(optim, 1, 1, NULL) == CT_OK);
-    CHECK(ct_optim_get_kind(optim) == CT_OPTIM_SGD && ct_optim_n_params(optim) == 1);
-    ct_optim_groups_borrow(optim)[0].sgd = (ct_sgd_config){.lr = 0.5};
-    CHECK(ct_optim_n_states(optim, 0) == 0);
+    CHECK(ct_optim_n_params(optim) == 1);
+    ct_optim_groups_borrow(optim)[0] =
+        (ct_optim_group){.kind = CT_OPTIM_SGD, .sgd = {.lr = 0.5}};
+    CHECK(ct_optim_states(ct_optim_groups_borrow(optim)) == 0);
     attach(optim, 0, 0, &t);
     ct_optim_params_borrow(optim)[0].state[0] = NULL;
-    CHECK(ct_optim_update(optim, NULL, 0.5, false, NULL) == CT_OK);
+    CHECK(update(optim, 0.5, false, NULL) == CT_OK);
     CHECK(t.param[0] == 0.75f);
     ct_optim_free(optim);
 }
@@ -148,16 +157,17 @@ static void
 test_sgd_starts_its_momentum_as_the_gradient_undampened(void)
 {
     tensor t = tensor_make(1.0f);
-    ct_optim *optim = ct_optim_new(CT_OPTIM_SGD, &ct_device_cpu);
+    ct_optim *optim = ct_optim_new(&ct_device_cpu);
     CHECK(ct_optim_resize(optim, 1, 1, NULL) == CT_OK);
-    ct_optim_groups_borrow(optim)[0].sgd =
-        (ct_sgd_config){.lr = 0.5, .momentum = 0.5, .dampening = 0.5};
-    CHECK(ct_optim_n_states(optim, 0) == 1);
+    ct_optim_groups_borrow(optim)[0] = (ct_optim_group){
+        .kind = CT_OPTIM_SGD, .sgd = {.lr = 0.5, .momentum = 0.5, .dampening = 0.5}
+    };
+    CHECK(ct_optim_states(ct_optim_groups_borrow(optim)) == 1);
     attach(optim, 0, 0, &t);
-    CHECK(ct_optim_update(optim, NULL, 1.0, false, NULL) == CT_OK);
+    CHECK(update(optim, 1.0, false, NULL) == CT_OK);
     CHECK(t.m[0] == 1.0f && t.param[0] == 0.5f);
     t.grad[0] = 3.0f;
-    CHECK(ct_optim_update(optim, NULL, 1.0, false, NULL) == CT_OK);
+    CHECK(update(optim, 1.0, false, NULL) == CT_OK);
     CHECK(t.m[0] == 2.0f && t.param[0] == -0.5f);
     ct_optim_free(optim);
 }
@@ -173,7 +183,7 @@ check_refused(void (*spoil)(ct_optim *optim), const char *word)
     spoil(optim);
     const tensor before = a;
     ct_error err;
-    CHECK(ct_optim_update(optim, NULL, 1.0, true, &err) == CT_EINVAL);
+    CHECK(update(optim, 1.0, true, &err) == CT_EINVAL);
     CHECK(strstr(err.message, word) != NULL);
     CHECK(memcmp(&a, &before, sizeof a) == 0);
     CHECK(ct_optim_params_borrow(optim)[0].step == 0);
@@ -213,7 +223,7 @@ spoil_lr(ct_optim *optim)
 static void
 test_a_refused_update_changes_nothing(void)
 {
-    check_refused(spoil_state, "parameter 1: state array 1 of 2 is missing");
+    check_refused(spoil_state, "parameter 1: its state array 1 is missing");
     check_refused(spoil_group, "parameter 1: group must be below 2, got 2");
     check_refused(spoil_dtype, "parameter 1: dtype must be a float, got int64");
     check_refused(spoil_memory, "parameter 1 has a gradient but no memory");
@@ -238,11 +248,66 @@ test_resizing_keeps_what_was_there_and_zeroes_what_is_new(void)
     ct_optim_free(optim);
 }
 
+/* Each group's rule runs on its own parameters, in whatever order they come. */
+static void
+test_groups_may_be_of_different_kinds(void)
+{
+    tensor t[4] = {tensor_make(1.0f), tensor_make(2.0f), tensor_make(1.0f),
+                   tensor_make(2.0f)};
+    ct_optim *optim = adamw_make(2, 4);
+    ct_optim_groups_borrow(optim)[1] =
+        (ct_optim_group){.kind = CT_OPTIM_SGD, .sgd = {.lr = 0.5}};
+    for (size_t i = 0; i < 4; i++) {
+        attach(optim, i, i % 2, &t[i]);
+    }
+    CHECK(update(optim, 1.0, true, NULL) == CT_OK);
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(fabsf(t[i].param[0] - (i % 2 == 0 ? 0.9f : 0.0f)) < 1e-6f);
+        CHECK(t[i].grad[0] == 0.0f && t[i].step == 1.0f);
+        CHECK((t[i].m[0] != 0.0f) == (i % 2 == 0));
+    }
+    ct_optim_free(optim);
+}
+
+/* A model in bfloat16: its gradients, fp32 copies that are updated, and averages. */
+static void
+test_master_copies_feed_the_model_and_the_average(void)
+{
+    uint16_t grad[N], model[N];
+    float master[N], ema[N], m[N] = {0}, v[N] = {0};
+    ct_optim *optim = adamw_make(1, 1);
+    for (size_t i = 0; i < N; i++) {
+        grad[i] = ct_bf16_from_f32(1.0f);
+        model[i] = ct_bf16_from_f32(1.0f);
+        master[i] = 1.0f;
+        ema[i] = 2.0f;
+    }
+    ct_optim_params_borrow(optim)[0] = (ct_optim_param){
+        .param = master,
+        .grad = grad,
+        .state = {m, v},
+        .copy = model,
+        .ema = ema,
+        .n = N,
+        .grad_dtype = CT_BF16,
+        .copy_dtype = CT_BF16,
+    };
+    const ct_optim_pass pass = {
+        .grad_scale = 1.0, .zero_grads = true, .ema_decay = 0.75};
+    CHECK(ct_optim_update(optim, NULL, &pass, NULL) == CT_OK);
+    for (size_t i = 0; i < N; i++) {
+        CHECK(fabsf(master[i] - 0.9f) < 1e-6f && grad[i] == 0);
+        CHECK(model[i] == ct_bf16_from_f32(master[i]));
+        CHECK(ema[i] == 2.0f * 0.75f + 0.25f * master[i]);
+    }
+    ct_optim_free(optim);
+}
+
 static ct_status
 whole_life(tensor *t, ct_error *err)
 {
     double norm = 0.0;
-    ct_optim *optim = ct_optim_new(CT_OPTIM_ADAMW, &ct_device_cpu);
+    ct_optim *optim = ct_optim_new(&ct_device_cpu);
     if (optim == NULL) {
         return CT_ENOMEM;
     }
@@ -253,7 +318,7 @@ whole_life(tensor *t, ct_error *err)
         status = ct_optim_norm(optim, NULL, &norm, err);
     }
     if (status == CT_OK) {
-        status = ct_optim_update(optim, NULL, 1.0, true, err);
+        status = update(optim, 1.0, true, err);
     }
     ct_optim_free(optim);
     return status;
@@ -290,7 +355,7 @@ test_a_failed_resize_keeps_the_old_arrays(void)
         CHECK(ct_optim_n_params(optim) == 1);
         CHECK(ct_optim_params_borrow(optim)[0].param == t.param);
     }
-    CHECK(ct_optim_update(optim, NULL, 1.0, false, NULL) == CT_OK);
+    CHECK(update(optim, 1.0, false, NULL) == CT_OK);
     ct_optim_free(optim);
 }
 
@@ -305,7 +370,7 @@ test_a_steady_step_allocates_nothing(void)
     ct_alloc_fail_after(1);
     CHECK(ct_optim_resize(optim, 1, 1, NULL) == CT_OK);
     CHECK(ct_optim_norm(optim, NULL, &norm, NULL) == CT_OK);
-    CHECK(ct_optim_update(optim, NULL, 1.0, true, NULL) == CT_OK);
+    CHECK(update(optim, 1.0, true, NULL) == CT_OK);
     ct_alloc_fail_after(0);
     ct_optim_free(optim);
 }
@@ -319,6 +384,8 @@ main(void)
     test_the_norm_is_that_of_the_gradients_present();
     test_sgd_without_momentum_needs_no_state();
     test_sgd_starts_its_momentum_as_the_gradient_undampened();
+    test_groups_may_be_of_different_kinds();
+    test_master_copies_feed_the_model_and_the_average();
     test_a_refused_update_changes_nothing();
     test_resizing_keeps_what_was_there_and_zeroes_what_is_new();
     test_every_allocation_that_fails_is_reported_and_touches_nothing();

@@ -1,3 +1,4 @@
+#include "core/ct_sgd.h"
 #include "core/ct_device.h"
 #include "ct_test.h"
 
@@ -39,19 +40,30 @@ check_follows(const ct_sgd_config *config)
         expected[i] = (reference){param[i], 0.0};
     }
     const bool keeps = config->momentum != 0.0;
-    const ct_sgd_span spans[2] = {
-        {grad,   param,   keeps ? buf : NULL,   N, CT_F32, 0},
-        {grad64, param64, keeps ? buf64 : NULL, N, CT_F64, 0},
+    const ct_update_span spans[2] = {
+        {.n = N, .grad = grad, .param = param, .state = {keeps ? buf : NULL}},
+        {.n = N,
+         .grad = grad64,
+         .param = param64,
+         .state = {keeps ? buf64 : NULL},
+         .dtype = CT_F64,
+         .grad_dtype = CT_F64,
+         .state_dtype = CT_F64},
     };
     for (int step = 0; step < STEPS; step++) {
-        ct_sgd_coef coef;
-        CHECK(ct_sgd_coef_init(&coef, config, step == 0, 0.25, NULL) == CT_OK);
+        ct_rule_coef coef;
+        CHECK(ct_sgd_coef_init(&coef.sgd, config, step == 0, 0.25, NULL) == CT_OK);
         for (size_t i = 0; i < N; i++) {
             grad[i] = (float)(4.0 * sin((double)i * 1.3 + step));
             grad64[i] = grad[i];
             reference_step(&expected[i], config, 0.25 * grad[i], step == 0);
         }
-        CHECK(ct_device_cpu.sgd(NULL, &coef, spans, 2, step % 2 == 1, NULL) == CT_OK);
+        const ct_update update = {.rule = keeps ? CT_RULE_sgd_momentum : CT_RULE_sgd,
+                                  .coefs = &coef,
+                                  .spans = spans,
+                                  .n_spans = 2,
+                                  .zero_grads = step % 2 == 1};
+        CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
     }
     for (size_t i = 0; i < N; i++) {
         /* STEPS updates, each a few roundings of values below 4 */
@@ -77,11 +89,13 @@ static void
 test_without_weight_decay_an_infinite_parameter_stays_infinite(void)
 {
     float grad = 1.0f, param = INFINITY;
-    const ct_sgd_span span = {&grad, &param, NULL, 1, CT_F32, 0};
-    ct_sgd_coef coef;
-    CHECK(ct_sgd_coef_init(&coef, &(ct_sgd_config){.lr = 0.1}, true, 1.0, NULL) ==
+    const ct_update_span span = {.n = 1, .grad = &grad, .param = &param};
+    ct_rule_coef coef;
+    const ct_update update = {
+        .rule = CT_RULE_sgd, .coefs = &coef, .spans = &span, .n_spans = 1};
+    CHECK(ct_sgd_coef_init(&coef.sgd, &(ct_sgd_config){.lr = 0.1}, true, 1.0, NULL) ==
           CT_OK);
-    CHECK(ct_device_cpu.sgd(NULL, &coef, &span, 1, false, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
     CHECK(isinf(param) && grad == 1.0f);
 }
 

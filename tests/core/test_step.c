@@ -17,9 +17,10 @@ fixture_init(fixture *f, float first, float second)
     f->grad[0] = first;
     f->grad[1] = second;
     f->param[0] = f->param[1] = 0.0f;
-    f->optim = ct_optim_new(CT_OPTIM_SGD, &ct_device_cpu);
+    f->optim = ct_optim_new(&ct_device_cpu);
     CHECK(f->optim != NULL && ct_optim_resize(f->optim, 1, 1, NULL) == CT_OK);
-    ct_optim_groups_borrow(f->optim)[0].sgd = (ct_sgd_config){.lr = 1.0};
+    ct_optim_groups_borrow(f->optim)[0] =
+        (ct_optim_group){.kind = CT_OPTIM_SGD, .sgd = {.lr = 1.0}};
     ct_optim_params_borrow(f->optim)[0] =
         (ct_optim_param){.param = f->param, .grad = f->grad, .n = 2, .dtype = CT_F32};
 }

@@ -1,4 +1,5 @@
 /* Elementwise kernels give the CPU's bits, so equality is memcmp. */
+#include "../core/ct_rule_examples.h"
 #include "cuda_test.h"
 
 static std::vector<std::vector<twin>>
@@ -28,73 +29,88 @@ check_agreement(const std::vector<std::vector<twin>> &arrays)
     }
 }
 
-static void
-test_adamw_equals_the_cpu()
-{
-    auto arrays = make_arrays(4, 300, 0.0, 1.0); /* param, grad, m, v: v must be >= 0 */
-    const ct_adamw_config configs[] = {
-        {1e-2, 0.9,  0.999, 1e-8, 0.1},
-        {3e-3, 0.25, 0.99,  1e-6, 0.0}
+/* Parameters of every dtype, and beside each gradients, state, a copy and an average
+ * of the same or of another one. */
+struct update_fixture {
+    enum {
+        ARRAYS = 4 + CT_RULE_MAX_STATES
     };
+    std::vector<twin> arrays; /* ARRAYS of each span: grad, param, copy, ema, states */
+    std::vector<ct_update_span> host, device;
+    ct_rounding rounding = {7, 3};
+
+    explicit update_fixture(size_t n_small, bool mixed)
+    {
+        random_numbers numbers = {42};
+        const std::vector<size_t> all = lengths(n_small);
+        arrays.reserve(all.size() * ARRAYS);
+        uint64_t first = 0;
+        for (size_t k = 0; k < all.size(); k++) {
+            const ct_dtype dtype = float_dtypes[k % 4];
+            const ct_dtype state = mixed ? float_dtypes[k / 2 % 4] : dtype;
+            const ct_dtype other = mixed ? float_dtypes[k / 3 % 4] : dtype;
+            const ct_dtype dtypes[ARRAYS] = {other, dtype, other, state,
+                                             state, state, state};
+            for (ct_dtype of : dtypes) {
+                arrays.emplace_back(of, all[k], k % 3);
+                arrays.back().fill(&numbers, 0.0, 1.0); /* a second moment is >= 0 */
+            }
+            host.push_back(span_of(&arrays[k * ARRAYS], true, first, mixed));
+            device.push_back(span_of(&arrays[k * ARRAYS], false, first, mixed));
+            first += (all[k] + 7) / 8 * 8;
+        }
+    }
+
+    ct_update_span span_of(twin *x, bool on_host, uint64_t first, bool mixed)
+    {
+        const auto at = [=](int k) {
+            return on_host ? x[k].host.data() : x[k].device();
+        };
+        ct_update_span span = {};
+        span.n = x[0].n;
+        span.grad = at(0);
+        span.param = at(1);
+        span.copy = mixed ? at(2) : NULL;
+        span.ema = mixed ? at(3) : NULL;
+        for (int k = 0; k < CT_RULE_MAX_STATES; k++) {
+            span.state[k] = at(4 + k);
+        }
+        span.dtype = x[1].dtype;
+        span.grad_dtype = span.copy_dtype = x[0].dtype;
+        span.state_dtype = span.ema_dtype = x[3].dtype;
+        span.coef = (uint32_t)(x[0].n % CT_RULE_VARIANTS);
+        span.rounding = mixed && x[0].n % 2 == 0 ? &rounding : NULL;
+        span.first = first;
+        return span;
+    }
+};
+
+static void
+check_rule(ct_rule rule, bool mixed)
+{
+    update_fixture f(mixed ? 60 : 300, mixed);
     ct_error err;
-    for (uint64_t step = 1; step <= 2; step++) {
-        ct_adamw_coef coefs[2];
-        std::vector<ct_adamw_span> host, device;
-        for (int c = 0; c < 2; c++) {
-            check_ok(ct_adamw_coef_init(&coefs[c], &configs[c], step, 0.7, &err), err);
+    ct_rule_coef coefs[CT_RULE_VARIANTS];
+    for (size_t c = 0; c < CT_RULE_VARIANTS; c++) {
+        coefs[c] = ct_rule_example(rule, c);
+    }
+    for (int step = 0; step < 2; step++) {
+        ct_update update = {rule, coefs, f.host.data(), f.host.size(), step == 1, 0.75};
+        check_ok(ct_device_cpu.update(NULL, &update, &err), err);
+        update.spans = f.device.data();
+        check_ok(ct_device_cuda.update(NULL, &update, &err), err);
+        for (const twin &it : f.arrays) {
+            CHECK(it.agree());
         }
-        for (size_t i = 0; i < arrays[0].size(); i++) {
-            twin &p = arrays[0][i], &g = arrays[1][i], &m = arrays[2][i],
-                 &v = arrays[3][i];
-            const uint32_t coef = i % 3 == 0;
-            host.push_back({g.host.data(), p.host.data(), m.host.data(), v.host.data(),
-                            p.n, p.dtype, coef});
-            device.push_back(
-                {g.device(), p.device(), m.device(), v.device(), p.n, p.dtype, coef});
-        }
-        const bool zero = step == 2;
-        check_ok(ct_device_cpu.adamw(NULL, coefs, host.data(), host.size(), zero, &err),
-                 err);
-        check_ok(
-            ct_device_cuda.adamw(NULL, coefs, device.data(), device.size(), zero, &err),
-            err);
-        check_agreement(arrays);
     }
 }
 
 static void
-test_sgd_equals_the_cpu()
+test_every_rule_equals_the_cpu()
 {
-    auto arrays = make_arrays(3, 300, -2.0, 2.0);
-    const ct_sgd_config configs[] = {
-        {0.1,  0.9, 0.0, 0.01, true },
-        {0.1,  0.9, 0.5, 0.0,  false},
-        {0.01, 0.0, 0.0, 0.1,  false}
-    };
-    ct_error err;
-    for (int step = 0; step < 2; step++) {
-        ct_sgd_coef coefs[3];
-        std::vector<ct_sgd_span> host, device;
-        for (int c = 0; c < 3; c++) {
-            check_ok(ct_sgd_coef_init(&coefs[c], &configs[c], step == 0, 0.5, &err),
-                     err);
-        }
-        for (size_t i = 0; i < arrays[0].size(); i++) {
-            twin &p = arrays[0][i], &g = arrays[1][i], &b = arrays[2][i];
-            const uint32_t coef = i % 3;
-            const bool plain = configs[coef].momentum == 0.0;
-            host.push_back({g.host.data(), p.host.data(), plain ? NULL : b.host.data(),
-                            p.n, p.dtype, coef});
-            device.push_back({g.device(), p.device(), plain ? NULL : b.device(), p.n,
-                              p.dtype, coef});
-        }
-        const bool zero = step == 1;
-        check_ok(ct_device_cpu.sgd(NULL, coefs, host.data(), host.size(), zero, &err),
-                 err);
-        check_ok(
-            ct_device_cuda.sgd(NULL, coefs, device.data(), device.size(), zero, &err),
-            err);
-        check_agreement(arrays);
+    for (int rule = 0; rule < CT_RULE_COUNT; rule++) {
+        check_rule((ct_rule)rule, false);
+        check_rule((ct_rule)rule, true);
     }
 }
 
@@ -237,8 +253,7 @@ main()
 {
     skip_without_device();
     in_both_orders([] {
-        test_adamw_equals_the_cpu();
-        test_sgd_equals_the_cpu();
+        test_every_rule_equals_the_cpu();
         test_scale_equals_the_cpu();
         test_zero_fills_every_dtype_and_nothing_beside_it();
         test_copy_converts_as_the_cpu_does();

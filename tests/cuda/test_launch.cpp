@@ -27,22 +27,28 @@ struct fixture {
     ct_status call(int entry)
     {
         const ct_span x = a.on_device(), y = b.on_device();
-        const ct_adamw_coef adamw = {};
-        const ct_sgd_coef sgd = {};
-        const ct_adamw_span adamw_span = {
-            a.device(), b.device(), c.device(), d.device(), a.n, a.dtype, 0};
-        const ct_sgd_span sgd_span = {a.device(), b.device(), c.device(),
-                                      a.n,        a.dtype,    0};
+        const ct_rule_coef coef = {};
+        ct_update_span span = {};
+        span.n = a.n;
+        span.grad = a.device();
+        span.param = b.device();
+        span.state[0] = c.device();
+        span.state[1] = d.device();
+        span.dtype = span.grad_dtype = span.state_dtype = a.dtype;
+        ct_update update = {};
+        update.rule = CT_RULE_adamw;
+        update.coefs = &coef;
+        update.spans = &span;
+        update.n_spans = 1;
+        update.zero_grads = true;
         switch (entry) {
         case 0:
             return ct_device_cuda.norm(stream, &scratch, &x, 1, sum, &err);
         case 1:
-            return ct_device_cuda.adamw(stream, &adamw, &adamw_span, 1, true, &err);
+            return ct_device_cuda.update(stream, &update, &err);
         case 2:
-            return ct_device_cuda.sgd(stream, &sgd, &sgd_span, 1, true, &err);
-        case 3:
             return ct_device_cuda.scale(stream, 0.5, &x, 1, &err);
-        case 4:
+        case 3:
             return ct_device_cuda.zero(stream, &x, 1, &err);
         default:
             return ct_device_cuda.copy(stream, &y, &x, 1, &err);
@@ -51,8 +57,8 @@ struct fixture {
 };
 
 enum {
-    N_ENTRIES = 6,
-    N_FLOAT_ENTRIES = 4 /* zero and copy take any dtype */
+    N_ENTRIES = 5,
+    N_FLOAT_ENTRIES = 3 /* zero and copy take any dtype */
 };
 
 static void

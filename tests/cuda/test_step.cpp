@@ -27,7 +27,7 @@ struct model {
     ct_optim *optimizer(const ct_device *device)
     {
         const bool host = device == &ct_device_cpu;
-        ct_optim *optim = ct_optim_new(CT_OPTIM_ADAMW, device);
+        ct_optim *optim = ct_optim_new(device);
         CHECK(optim != NULL);
         CHECK(ct_optim_resize(optim, 1, n_params, NULL) == CT_OK);
         ct_optim_groups_borrow(optim)[0].adamw = {1e-2, 0.9, 0.999, 1e-8, 0.1};
@@ -38,7 +38,7 @@ struct model {
             list[i].state[0] = host ? m[i].host.data() : m[i].device();
             list[i].state[1] = host ? v[i].host.data() : v[i].device();
             list[i].n = params[i].n;
-            list[i].dtype = params[i].dtype;
+            list[i].dtype = list[i].grad_dtype = list[i].state_dtype = params[i].dtype;
         }
         return optim;
     }

@@ -1,6 +1,6 @@
 /* A tile to and from float or double. Expanded by cpu/expand.h. */
 static void
-CT_NAME(widen)(const void *data, size_t from, size_t n, tile *to, bool wide)
+CT_NAME(widen)(const void *data, size_t from, size_t n, ct_tile *to, bool wide)
 {
     const ct_elem *restrict x = (const ct_elem *)data + from;
     if (wide) {
@@ -16,7 +16,7 @@ CT_NAME(widen)(const void *data, size_t from, size_t n, tile *to, bool wide)
 }
 
 static void
-CT_NAME(narrow)(const tile *from, bool wide, void *data, size_t to, size_t n)
+CT_NAME(narrow)(const ct_tile *from, bool wide, void *data, size_t to, size_t n)
 {
     ct_elem *restrict x = (ct_elem *)data + to;
     if (wide) {

@@ -1,0 +1,51 @@
+/* How each kind of optimizer appears in Python: the keys of its param_groups and of
+ * state[param]. A new kind is an entry in optimizer_kinds.c. */
+#ifndef CTPY_OPTIMIZER_KINDS_H
+#define CTPY_OPTIMIZER_KINDS_H
+
+#include "binding/ctpy.h"
+#include "core/ct_optim.h"
+
+typedef enum optim_field_type {
+    OPTIM_NUMBER, /* a double; required */
+    OPTIM_PAIR,   /* two doubles, one behind the other; required */
+    OPTIM_FLAG,   /* a bool; false where the key is missing */
+    OPTIM_NEVER,  /* an option that we lack: it must be false or missing */
+    OPTIM_ALWAYS  /* one that cannot be turned off: it must be true or missing */
+} optim_field_type;
+
+/* A key of a param_group: a name in ctpy_state and a member of ct_optim_group, both by
+ * their offset. */
+typedef struct optim_field {
+    size_t name, member;
+    optim_field_type type;
+} optim_field;
+
+/* A key of state[param]. */
+typedef struct optim_value {
+    size_t name;
+    const char *place; /* how messages speak of it */
+    int array;         /* the core's state[array]; -1: the count of steps */
+} optim_value;
+
+enum {
+    OPTIM_MAX_VALUES = 1 + CT_OPTIM_MAX_STATES
+};
+
+typedef struct optim_spec {
+    const optim_field *fields;
+    size_t n_fields;
+    const optim_value *values; /* the count first, where there is one */
+    size_t n_values;           /* <= OPTIM_MAX_VALUES */
+} optim_spec;
+
+extern const optim_spec optim_specs[CT_OPTIM_KIND_COUNT];
+
+/* The interned string at that offset; borrowed. */
+static inline PyObject *
+optim_name_borrow(const ctpy_state *state, size_t offset)
+{
+    return *(PyObject *const *)((const char *)state + offset);
+}
+
+#endif

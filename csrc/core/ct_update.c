@@ -1,0 +1,71 @@
+#include "core/ct_update.h"
+
+static const struct {
+    const char *name;
+    size_t n_states;
+} rules[CT_RULE_COUNT] = {
+#define CT_RULE(rule, constants, n_states) {#rule, n_states},
+#include "math/ct_rules.def"
+#undef CT_RULE
+};
+
+const char *
+ct_rule_name(ct_rule rule)
+{
+    return rules[rule].name;
+}
+
+size_t
+ct_rule_n_states(ct_rule rule)
+{
+    return rules[rule].n_states;
+}
+
+static ct_status
+check_dtype(const ct_update *update, size_t i, const char *array, ct_dtype dtype,
+            ct_error *err)
+{
+    return ct_dtype_is_float(dtype)
+               ? CT_OK
+               : ct_fail(err, CT_EINVAL,
+                         "%s: span %zu has %s of %s, and only float dtypes work",
+                         ct_rule_name(update->rule), i, array, ct_dtype_name(dtype));
+}
+
+static ct_status
+check_span(const ct_update *update, size_t i, ct_error *err)
+{
+    const ct_update_span *span = &update->spans[i];
+    const size_t n_states = ct_rule_n_states(update->rule);
+    ct_status status = check_dtype(update, i, "parameters", span->dtype, err);
+    if (status == CT_OK) {
+        status = check_dtype(update, i, "gradients", span->grad_dtype, err);
+    }
+    if (status == CT_OK && n_states != 0) {
+        status = check_dtype(update, i, "state", span->state_dtype, err);
+    }
+    if (status == CT_OK && span->copy != NULL) {
+        status = check_dtype(update, i, "a copy", span->copy_dtype, err);
+    }
+    if (status == CT_OK && span->ema != NULL) {
+        status = check_dtype(update, i, "an average", span->ema_dtype, err);
+    }
+    for (size_t k = 0; status == CT_OK && span->n != 0 && k < n_states; k++) {
+        if (span->state[k] == NULL) {
+            status =
+                ct_fail(err, CT_EINVAL, "%s: span %zu lacks state array %zu of %zu",
+                        ct_rule_name(update->rule), i, k, n_states);
+        }
+    }
+    return status;
+}
+
+ct_status
+ct_update_check(const ct_update *update, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < update->n_spans; i++) {
+        status = check_span(update, i, err);
+    }
+    return status;
+}

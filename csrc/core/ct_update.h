@@ -1,0 +1,66 @@
+/* The update of many parameters by one rule: operands of the device table's `update`.
+ *
+ * The rule computes in fp64 where the parameter is F64 and in fp32 everywhere else.
+ * Each array may have a float dtype of its own: 16-bit gradients beside an fp32 master
+ * copy, 16-bit parameters with fp32 state. In the same pass the new parameter goes to
+ * a copy of lower precision and into an exponential moving average. */
+#ifndef CT_UPDATE_H
+#define CT_UPDATE_H
+
+#include "core/ct_dtype.h"
+#include "core/ct_status.h"
+#include "math/ct_rules.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Keys the random bits of stochastic rounding: Philox, with `seed` as its key, and
+ * `step` and an element's number as its counter. */
+typedef struct ct_rounding {
+    uint64_t seed, step;
+} ct_rounding;
+
+/* Parallel arrays of n elements in one device's memory, which do not overlap.
+ * Borrowed: whoever fills the span keeps them alive until the stream has drained. */
+typedef struct ct_update_span {
+    size_t n;
+    void *grad; /* read; zeroed when the update asks for it */
+    void *param;
+    void *state[CT_RULE_MAX_STATES]; /* as many as the rule has */
+    void *copy;                      /* gets the new parameter; or NULL */
+    void *ema; /* gets ema * ema_decay + param * (1 - ema_decay); or NULL */
+    ct_dtype dtype, grad_dtype, state_dtype, copy_dtype, ema_dtype;
+    uint32_t coef; /* index into the update's list of constants */
+    /* Unless NULL, what is stored as BF16 in `param` or `copy` is rounded up or down at
+     * random, in proportion to what lies below. `first` is the number of element 0
+     * among all that share the key and the step: a multiple of 8. */
+    const ct_rounding *rounding;
+    uint64_t first;
+} ct_update_span;
+
+typedef struct ct_update {
+    ct_rule rule;
+    const ct_rule_coef *coefs;
+    const ct_update_span *spans;
+    size_t n_spans;
+    bool zero_grads;
+    double ema_decay; /* in [0, 1] */
+} ct_update;
+
+/* CT_EINVAL names the first span whose dtypes or arrays do not fit the rule. For the
+ * kernels of every device. */
+CT_NODISCARD ct_status ct_update_check(const ct_update *update, ct_error *err);
+
+const char *ct_rule_name(ct_rule rule);
+size_t ct_rule_n_states(ct_rule rule);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,48 @@
+/* Random bits that are a function of a key and a counter, the same on every device.
+ *
+ * Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011:
+ * Philox-4x32 with ten rounds. */
+#ifndef CT_PHILOX_MATH_H
+#define CT_PHILOX_MATH_H
+
+#include "math/ct_hd.h"
+
+#include <stdint.h>
+
+/* x[4] is the counter and becomes the random words. */
+CT_HD static inline void
+ct_philox(uint64_t key, uint32_t *x)
+{
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++) {
+        const uint64_t a = (uint64_t)0xd2511f53u * x[0];
+        const uint64_t b = (uint64_t)0xcd9e8d57u * x[2];
+        x[0] = (uint32_t)(b >> 32) ^ x[1] ^ k0;
+        x[1] = (uint32_t)b;
+        x[2] = (uint32_t)(a >> 32) ^ x[3] ^ k1;
+        x[3] = (uint32_t)a;
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+}
+
+/* Which 16 of a block's 128 bits belong to element `number`; the block's counter is
+ * (number / 8, step). */
+CT_HD static inline uint32_t
+ct_philox_half(const uint32_t *words, uint64_t number)
+{
+    return (words[(number % 8) / 2] >> (16 * (number % 2))) & 0xffffu;
+}
+
+CT_HD static inline void
+ct_philox_block(uint64_t seed, uint64_t step, uint64_t number, uint32_t *words)
+{
+    const uint64_t block = number / 8;
+    words[0] = (uint32_t)block;
+    words[1] = (uint32_t)(block >> 32);
+    words[2] = (uint32_t)step;
+    words[3] = (uint32_t)(step >> 32);
+    ct_philox(seed, words);
+}
+
+#endif

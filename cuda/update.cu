@@ -1,0 +1,246 @@
+/* The update on a CUDA device. Mirrors csrc/cpu/update.c. */
+#include "element.cuh"
+#include "kernels.h"
+#include "launch.cuh"
+
+#include "math/ct_ema_math.h"
+#include "math/ct_philox_math.h"
+
+struct update_operand : ct_update_span {
+    ct_rule_coef constants;
+    ct_rounding key; /* what `rounding` points at lies in the host's memory */
+};
+
+static update_operand
+operand_of(const ct_update &update, size_t i)
+{
+    const ct_update_span &span = update.spans[i];
+    return {span, update.coefs[span.coef],
+            span.rounding == NULL ? ct_rounding() : *span.rounding};
+}
+
+/* What holds for every span of an update. */
+struct update_options {
+    bool zero_grads;
+    ct_ema_coef ema;
+};
+
+/* A rule for either type that it is computed in. */
+#define CT_RULE(rule, constants, states)                                               \
+    struct rule_##rule {                                                               \
+        static const int n_states = states;                                            \
+        __device__ static ct_##constants##_coef_f32                                    \
+        rounded(const ct_rule_coef *c, float)                                          \
+        {                                                                              \
+            return ct_##constants##_round_f32(&c->rule);                               \
+        }                                                                              \
+        __device__ static ct_##constants##_coef_f64                                    \
+        rounded(const ct_rule_coef *c, double)                                         \
+        {                                                                              \
+            return ct_##constants##_round_f64(&c->rule);                               \
+        }                                                                              \
+        __device__ static void apply(const ct_##constants##_coef_f32 *c, float grad,   \
+                                     float *param, float *state)                       \
+        {                                                                              \
+            ct_##rule##_apply_f32(c, grad, param, state);                              \
+        }                                                                              \
+        __device__ static void apply(const ct_##constants##_coef_f64 *c, double grad,  \
+                                     double *param, double *state)                     \
+        {                                                                              \
+            ct_##rule##_apply_f64(c, grad, param, state);                              \
+        }                                                                              \
+    };
+#include "math/ct_rules.def"
+#undef CT_RULE
+
+/* ---- one element of any float dtype; no warp diverges --------------------------- */
+
+template <typename Real>
+__device__ static inline Real
+load_as(const void *data, ct_dtype dtype, size_t i)
+{
+    Real value = Real();
+    ct_visit_float(dtype, [&](auto tag) {
+        typedef typename decltype(tag)::type element;
+        value = (Real)ct_load(((const element *)data)[i]);
+    });
+    return value;
+}
+
+template <typename Real>
+__device__ static inline void
+store_as(Real value, void *data, ct_dtype dtype, size_t i)
+{
+    ct_visit_float(dtype, [&](auto tag) {
+        typedef typename decltype(tag)::type element;
+        ct_store(value, &((element *)data)[i]);
+    });
+}
+
+template <typename Real>
+__device__ static inline void
+put(Real value, const update_operand &operand, void *data, ct_dtype dtype, size_t i)
+{
+    if (operand.rounding != NULL && dtype == CT_BF16) {
+        const uint64_t number = operand.first + i;
+        uint32_t words[4];
+        ct_philox_block(operand.key.seed, operand.key.step, number, words);
+        ((uint16_t *)data)[i] =
+            ct_bf16_from_f32_stochastic((float)value, ct_philox_half(words, number));
+    }
+    else {
+        store_as(value, data, dtype, i);
+    }
+}
+
+__device__ static inline float
+average(const ct_ema_coef &c, float ema, float param)
+{
+    return ct_ema_apply_f32(&c, ema, param);
+}
+
+__device__ static inline double
+average(const ct_ema_coef &c, double ema, double param)
+{
+    return ct_ema_apply_f64(&c, ema, param);
+}
+
+/* ---- one chunk --------------------------------------------------------------------
+ */
+
+/* Everything that may follow the rule, for element i. */
+template <typename Real>
+__device__ static inline void
+finish(const update_operand &operand, const update_options &options, size_t i,
+       Real param)
+{
+    if (operand.copy != NULL) {
+        put(param, operand, operand.copy, operand.copy_dtype, i);
+    }
+    if (operand.ema != NULL) {
+        const Real stored = load_as<Real>(operand.param, operand.dtype, i);
+        const Real ema = load_as<Real>(operand.ema, operand.ema_dtype, i);
+        store_as(average(options.ema, ema, stored), operand.ema, operand.ema_dtype, i);
+    }
+}
+
+/* Any mixture of dtypes. */
+template <typename Rule, typename Real>
+__device__ static void
+update_mixed(const update_operand &operand, const ct_cuda_range &range,
+             const update_options &options)
+{
+    const auto c = Rule::rounded(&operand.constants, Real());
+    for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
+        Real param = load_as<Real>(operand.param, operand.dtype, i);
+        Real state[CT_RULE_MAX_STATES] = {};
+        for (int k = 0; k < Rule::n_states; k++) {
+            state[k] = load_as<Real>(operand.state[k], operand.state_dtype, i);
+        }
+        Rule::apply(&c, load_as<Real>(operand.grad, operand.grad_dtype, i), &param,
+                    state);
+        for (int k = 0; k < Rule::n_states; k++) {
+            store_as(state[k], operand.state[k], operand.state_dtype, i);
+        }
+        put(param, operand, operand.param, operand.dtype, i);
+        finish(operand, options, i, param);
+        if (options.zero_grads) {
+            store_as(Real(), operand.grad, operand.grad_dtype, i);
+        }
+    }
+}
+
+/* All arrays of the type that is computed in. A thread asks for several elements
+ * before it works on the first: 16 bytes of each array, or the memory would wait for
+ * the arithmetic. */
+template <typename Rule, typename Real>
+__device__ static void
+update_plain(const update_operand &operand, const ct_cuda_range &range,
+             const update_options &options)
+{
+    const unsigned ahead = 16 / sizeof(Real);
+    const size_t step = blockDim.x;
+    const auto c = Rule::rounded(&operand.constants, Real());
+    Real *grads = (Real *)operand.grad, *params = (Real *)operand.param;
+
+    for (size_t i = range.begin + threadIdx.x; i < range.end; i += ahead * step) {
+        Real grad[ahead] = {}, param[ahead] = {};
+        Real state[ahead][CT_RULE_MAX_STATES] = {};
+        for (unsigned a = 0; a < ahead && i + a * step < range.end; a++) {
+            grad[a] = grads[i + a * step];
+            param[a] = params[i + a * step];
+            for (int k = 0; k < Rule::n_states; k++) {
+                state[a][k] = ((const Real *)operand.state[k])[i + a * step];
+            }
+        }
+        for (unsigned a = 0; a < ahead && i + a * step < range.end; a++) {
+            Rule::apply(&c, grad[a], &param[a], state[a]);
+            params[i + a * step] = param[a];
+            for (int k = 0; k < Rule::n_states; k++) {
+                ((Real *)operand.state[k])[i + a * step] = state[a][k];
+            }
+            finish(operand, options, i + a * step, param[a]);
+            if (options.zero_grads) {
+                grads[i + a * step] = Real();
+            }
+        }
+    }
+}
+
+template <typename Rule, typename Real>
+__device__ static inline void
+update(const update_operand &operand, const ct_cuda_range &range,
+       const update_options &options, ct_dtype real)
+{
+    const bool plain = operand.dtype == real && operand.grad_dtype == real &&
+                       (Rule::n_states == 0 || operand.state_dtype == real);
+    if (plain) {
+        update_plain<Rule, Real>(operand, range, options);
+    }
+    else {
+        update_mixed<Rule, Real>(operand, range, options);
+    }
+}
+
+template <typename Rule>
+CT_KERNEL
+update_kernel(const ct_cuda_batch<update_operand> __grid_constant__ batch,
+              const update_options options)
+{
+    for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
+        const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
+        const update_operand &operand = batch.operands[range.operand];
+        if (operand.dtype == CT_F64) {
+            update<Rule, double>(operand, range, options, CT_F64);
+        }
+        else {
+            update<Rule, float>(operand, range, options, CT_F32);
+        }
+    }
+}
+
+typedef decltype(&update_kernel<rule_sgd>) update_kernel_fn;
+
+static const update_kernel_fn kernels[CT_RULE_COUNT] = {
+#define CT_RULE(rule, constants, n_states) update_kernel<rule_##rule>,
+#include "math/ct_rules.def"
+#undef CT_RULE
+};
+
+ct_status
+ct_cuda_update(void *stream, const ct_update *u, ct_error *err)
+{
+    ct_status status = ct_update_check(u, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    const update_options options = {u->zero_grads, ct_ema_coef_of(u->ema_decay)};
+    const update_kernel_fn kernel = kernels[u->rule];
+    return ct_cuda_in_batches<update_operand>(
+        u->n_spans, [&](size_t i) { return operand_of(*u, i); },
+        [&](const ct_cuda_batch<update_operand> &batch) {
+            CT_LAUNCH(kernel, ct_cuda_grid_size(batch.n_chunks), ct_cuda_block_size,
+                      stream, batch, options);
+            return ct_cuda_launched("launch update", err);
+        });
+}
