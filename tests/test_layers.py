@@ -51,8 +51,8 @@ POLICIES = FLOORS.index(set())
 
 # Python packages that one layer only may import, wherever the statement stands.
 FRAMEWORKS = {
-    "torch": ("adapters/", "comm/", "fsdp.py", "optim.py", "hf.py"),
-    "transformers": ("adapters/", "integrations/", "hf.py", "optim.py"),
+    "torch": ("adapters/", "comm/", "fsdp.py", "optim/", "hf.py"),
+    "transformers": ("adapters/", "integrations/", "hf.py", "optim/"),
     "accelerate": ("adapters/", "integrations/"),
     "mpi4py": ("comm/",),
     "deepspeed": (),
@@ -66,7 +66,7 @@ BELOW_TRAINER = (
     "integrations/",
     "_argument",
     "enums.py",
-    "optim.py",
+    "optim/",
     "progress.py",
     "trainer_state.py",
     "trainer_utils.py",

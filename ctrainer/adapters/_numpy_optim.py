@@ -19,7 +19,7 @@ class Optimizer:
     made at a parameter's first step.
     """
 
-    _kind: Literal["adamw", "sgd"]
+    _kind: str
     _native_step = True  # step() is ours, so the trainer may call the engine itself
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -1,0 +1,13 @@
+"""Optimizers with torch.optim's interface on ctrainer's engine, and schedules.
+
+`step` clips, updates and zeroes the gradients in one call of C. State is kept in the
+original's own layout, so state_dict() loads into the optimizer of the same name and the
+other way round. Parameters live on the CPU; on a GPU use torch.optim's with fused=True.
+"""
+
+from ctrainer._C import LRScheduler
+from ctrainer.optim._adam import AdamW
+from ctrainer.optim._schedules import NATIVE_SCHEDULES, get_scheduler
+from ctrainer.optim._sgd import SGD
+
+__all__ = ["NATIVE_SCHEDULES", "SGD", "AdamW", "LRScheduler", "get_scheduler"]

@@ -1,0 +1,96 @@
+"""What every optimizer's face shares: torch's protocol, driven by the engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from ctrainer._C import OptimEngine
+
+
+def refuse(**options: bool) -> None:
+    for name, value in options.items():
+        if value:
+            raise ValueError(
+                f"{name}=True: this optimizer does not have it; leave it out, or use "
+                "torch.optim"
+            )
+
+
+class Face(torch.optim.Optimizer):
+    """A mixin in front of torch's class of the same name, or of torch's Optimizer."""
+
+    _kind: str
+    _native_step = True  # step() is ours, so the trainer may call the engine itself
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._native_step = inspect.unwrap(cls.step) is Face.step
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        self._engine = OptimEngine(self._kind)
+        super().__init__(params, **options)
+        # torch.amp.GradScaler would leave unscaling to a fused step.
+        self._step_supports_amp_scaling = False
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        max_norm: float | None = None,
+        zero_grads: bool = False,
+        loss_scale: float = 1.0,
+        nonfinite: Literal["keep", "skip", "stop"] = "keep",
+    ) -> Any:
+        """Clip, update and zero the gradients; return the closure's loss, or None.
+
+        max_norm clips the gradients, after division by loss_scale, to that L2 norm.
+        zero_grads writes zeros over them in the same pass. nonfinite says what happens
+        when one is Inf or NaN: "keep" updates all the same, as torch does; "skip"
+        changes nothing; "stop" raises.
+
+        Raises:
+            FloatingPointError: nonfinite is "stop" and a gradient is not finite.
+            ValueError, TypeError: a parameter or gradient that cannot be read; the
+                message says which, and nothing has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine.step(self, max_norm, loss_scale, nonfinite, zero_grads)
+        return loss
+
+    @property
+    def grad_norm(self) -> float | None:
+        """L2 norm of the gradients at the last step, before clipping; None where
+        neither max_norm nor nonfinite asked for it."""
+        return self._engine.grad_norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does, unless another thread is in step()."""
+        self._engine.check_idle("add_param_group()")
+        # Past torch's guard against tracing, which imports torch._dynamo (1 s).
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's own dict of state and groups."""
+        made: dict[str, Any] = inspect.unwrap(torch.optim.Optimizer.state_dict)(self)
+        return made
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what state_dict() of this class or of torch's gave."""
+        self._engine.check_idle("load_state_dict()")
+        inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_engine" in self.__dict__:
+            self._engine.check_idle("__setstate__()")
+        else:
+            self._engine = OptimEngine(self._kind)
+        super().__setstate__(state)
+        self._step_supports_amp_scaling = False

@@ -1,0 +1,52 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from ctrainer.optim._face import Face, refuse
+
+
+class SGD(Face, torch.optim.SGD):
+    """Stochastic gradient descent with momentum, as torch.optim.SGD.
+
+    foreach and fused are accepted and change nothing: there is one implementation.
+    differentiable is refused.
+
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep
+    learning", 2013, in torch's form.
+    """
+
+    _kind = "sgd"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | torch.Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        refuse(differentiable=differentiable)
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+        )
+
+    def _new_state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return an empty momentum buffer; the first step fills it."""
+        return {"momentum_buffer": torch.zeros_like(param)}
