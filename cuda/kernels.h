@@ -9,6 +9,7 @@ extern "C" {
 #endif
 
 ct_norm_fn ct_cuda_norm;
+ct_norms_fn ct_cuda_norms;
 ct_update_fn ct_cuda_update;
 ct_scale_fn ct_cuda_scale;
 ct_zero_fn ct_cuda_zero;

@@ -1,7 +1,8 @@
 /* The sum of squares of many spans on a CUDA device. Mirrors csrc/cpu/norm.c.
  *
  * Three fixed levels: a thread adds every 256th element of a chunk, a block folds its
- * threads into the chunk's partial sum, one last block folds the partial sums. No
+ * threads into the chunk's partial sum, one last block folds the partial sums: all of
+ * them, or those of each span. No
  * atomics, so two runs agree; the order is not the CPU's, and the longest way of one
  * addend is chunk / 256 + 8 + partials / 256 + 8 additions in double. */
 #include "element.cuh"
@@ -52,8 +53,13 @@ range_sum_sq(const void *data, const ct_cuda_range &range)
     return sum;
 }
 
+/* A span and where its sum goes, if it has one to itself. */
+struct norm_operand : ct_span {
+    size_t number;
+};
+
 CT_KERNEL
-norm_kernel(const ct_cuda_batch<ct_span> __grid_constant__ batch, double *partials)
+norm_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch, double *partials)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
@@ -69,16 +75,37 @@ norm_kernel(const ct_cuda_batch<ct_span> __grid_constant__ batch, double *partia
     }
 }
 
-CT_KERNEL
-fold_kernel(const double *partials, size_t n, double *sum_sq)
+/* Elements of a list added by all threads of a block; the sum is thread 0's. */
+__device__ static double
+list_sum(const double *list, size_t n)
 {
     double sum = 0.0;
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
-        sum += partials[i];
+        sum += list[i];
     }
-    sum = block_sum(sum);
+    return block_sum(sum);
+}
+
+CT_KERNEL
+fold_kernel(const double *partials, size_t n, double *sum_sq)
+{
+    const double sum = list_sum(partials, n);
     if (threadIdx.x == 0) {
         *sum_sq = sum;
+    }
+}
+
+/* Each operand's partial sums by one block. */
+CT_KERNEL
+fold_each_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch,
+                 const double *partials, double *sums)
+{
+    for (uint32_t i = blockIdx.x; i < batch.n_operands; i += gridDim.x) {
+        const uint32_t begin = i == 0 ? 0 : batch.chunk_end[i - 1];
+        const double sum = list_sum(partials + begin, batch.chunk_end[i] - begin);
+        if (threadIdx.x == 0) {
+            sums[batch.operands[i].number] = sum;
+        }
     }
 }
 
@@ -96,24 +123,39 @@ count_chunks(const ct_span *spans, size_t n_spans, size_t *n_chunks, ct_error *e
     return CT_OK;
 }
 
+/* Enqueues the partial sums; then(batch, partials) after those of each launch. */
+template <typename Then>
 static ct_status
-enqueue(void *stream, double *partials, size_t n_chunks, const ct_span *spans,
-        size_t n_spans, double *sum_sq, ct_error *err)
+enqueue(void *stream, double *partials, const ct_span *spans, size_t n_spans, Then then,
+        ct_error *err)
 {
     double *next = partials;
-    ct_status status = ct_cuda_in_batches<ct_span>(
-        n_spans, [&](size_t i) { return spans[i]; },
-        [&](const ct_cuda_batch<ct_span> &batch) {
+    return ct_cuda_in_batches<norm_operand>(
+        n_spans, [&](size_t i) { return norm_operand{spans[i], i}; },
+        [&](const ct_cuda_batch<norm_operand> &batch) {
             CT_LAUNCH(norm_kernel, ct_cuda_grid_size(batch.n_chunks),
                       ct_cuda_block_size, stream, batch, next);
+            ct_status status = ct_cuda_launched("launch the norm", err);
+            if (status == CT_OK) {
+                status = then(batch, next);
+            }
             next += batch.n_chunks;
-            return ct_cuda_launched("launch the norm", err);
+            return status;
         });
-    if (status != CT_OK) {
-        return status;
-    }
-    CT_LAUNCH(fold_kernel, 1, ct_cuda_block_size, stream, partials, n_chunks, sum_sq);
-    return ct_cuda_launched("launch the norm's last sum", err);
+}
+
+/* Room for the partial sums; `n` doubles at `sums` become 0, which all bits zero is. */
+static ct_status
+prepare(void *stream, ct_scratch *scratch, size_t n_chunks, double *sums, size_t n,
+        ct_error *err)
+{
+    ct_status status = n == 0 ? CT_OK
+                              : ct_cuda_check(cudaMemsetAsync(sums, 0, n * sizeof *sums,
+                                                              (cudaStream_t)stream),
+                                              "clear the norm", err);
+    return status == CT_OK && n_chunks != 0
+               ? ct_cuda_scratch_grow(scratch, n_chunks * sizeof(double), err)
+               : status;
 }
 
 ct_status
@@ -122,18 +164,41 @@ ct_cuda_norm(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_s
 {
     size_t n_chunks;
     ct_status status = count_chunks(spans, n_spans, &n_chunks, err);
+    if (status == CT_OK) {
+        status = prepare(stream, scratch, n_chunks, sum_sq, n_chunks == 0, err);
+    }
+    if (status != CT_OK || n_chunks == 0) {
+        return status;
+    }
+    double *partials = (double *)scratch->data;
+    status = enqueue(
+        stream, partials, spans, n_spans,
+        [](const ct_cuda_batch<norm_operand> &, const double *) { return CT_OK; }, err);
     if (status != CT_OK) {
         return status;
     }
-    if (n_chunks == 0) { /* all bits zero is 0.0 */
-        return ct_cuda_check(
-            cudaMemsetAsync(sum_sq, 0, sizeof *sum_sq, (cudaStream_t)stream),
-            "clear the norm", err);
+    CT_LAUNCH(fold_kernel, 1, ct_cuda_block_size, stream, partials, n_chunks, sum_sq);
+    return ct_cuda_launched("launch the norm's last sum", err);
+}
+
+ct_status
+ct_cuda_norms(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_spans,
+              double *sums, ct_error *err)
+{
+    size_t n_chunks;
+    ct_status status = count_chunks(spans, n_spans, &n_chunks, err);
+    if (status == CT_OK) {
+        status = prepare(stream, scratch, n_chunks, sums, n_spans, err);
     }
-    status = ct_cuda_scratch_grow(scratch, n_chunks * sizeof(double), err);
-    if (status != CT_OK) {
+    if (status != CT_OK || n_chunks == 0) {
         return status;
     }
-    return enqueue(stream, (double *)scratch->data, n_chunks, spans, n_spans, sum_sq,
-                   err);
+    return enqueue(
+        stream, (double *)scratch->data, spans, n_spans,
+        [&](const ct_cuda_batch<norm_operand> &batch, const double *partials) {
+            CT_LAUNCH(fold_each_kernel, ct_cuda_grid_size(batch.n_operands),
+                      ct_cuda_block_size, stream, batch, partials, sums);
+            return ct_cuda_launched("launch the norms' last sums", err);
+        },
+        err);
 }

@@ -18,7 +18,7 @@ extern "C" {
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 2
+#define CT_DEVICE_VERSION 3
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -33,6 +33,11 @@ typedef struct ct_scratch {
  * the device's memory for a GPU (device.stats), in the host's for the CPU. */
 typedef ct_status ct_norm_fn(void *stream, ct_scratch *scratch, const ct_span *spans,
                              size_t n_spans, double *sum_sq, ct_error *err);
+
+/* The same for each span by itself: sums[i] is the sum of squares of spans[i], where
+ * sum_sq would be; the order depends on the spans' lengths alone. */
+typedef ct_status ct_norms_fn(void *stream, ct_scratch *scratch, const ct_span *spans,
+                              size_t n_spans, double *sums, ct_error *err);
 
 /* Updates every span by one rule, each with its own constants. */
 typedef ct_status ct_update_fn(void *stream, const ct_update *update, ct_error *err);
@@ -75,6 +80,7 @@ typedef void ct_scratch_release_fn(ct_scratch *scratch);
 typedef struct ct_device {
     const char *name; /* "cpu", "cuda" */
     ct_norm_fn *norm;
+    ct_norms_fn *norms;
     ct_update_fn *update;
     ct_scale_fn *scale;
     ct_zero_fn *zero;

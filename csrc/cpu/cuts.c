@@ -69,3 +69,21 @@ ct_cuts_next(const ct_cuts *cuts, size_t batch, ct_piece *piece)
     *piece = (ct_piece){span, offset, stop - offset};
     return stop != offset;
 }
+
+void
+ct_cuts_fold(const ct_cuts *cuts, const double *partial, size_t width, size_t n_spans,
+             double *sums)
+{
+    for (size_t i = 0; i < n_spans * width; i++) {
+        sums[i] = 0.0;
+    }
+    for (size_t b = 0; b < cuts->n_batches; b++) {
+        ct_piece piece = ct_cuts_start(cuts, b);
+        while (ct_cuts_next(cuts, b, &piece)) {
+            const double *from = partial + ct_cuts_number(b, &piece) * width;
+            for (size_t k = 0; k < width; k++) {
+                sums[piece.span * width + k] += from[k];
+            }
+        }
+    }
+}

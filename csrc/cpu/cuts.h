@@ -45,4 +45,17 @@ typedef struct ct_piece {
 ct_piece ct_cuts_start(const ct_cuts *cuts, size_t batch);
 bool ct_cuts_next(const ct_cuts *cuts, size_t batch, ct_piece *piece);
 
+/* A number of the piece, below n_spans + n_batches and rising from piece to piece: from
+ * one to the next the span or the batch is another one. */
+static inline size_t
+ct_cuts_number(size_t batch, const ct_piece *piece)
+{
+    return piece->span + batch;
+}
+
+/* sums[k] of each span from those of its pieces, added in order: `width` sums a span,
+ * one behind the other, and as many a piece, at its number. */
+void ct_cuts_fold(const ct_cuts *cuts, const double *partial, size_t width,
+                  size_t n_spans, double *sums);
+
 #endif

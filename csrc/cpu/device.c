@@ -28,6 +28,7 @@ cpu_scratch_release(ct_scratch *scratch)
 const ct_device ct_device_cpu = {
     .name = "cpu",
     .norm = ct_cpu_norm,
+    .norms = ct_cpu_norms,
     .update = ct_cpu_update,
     .scale = ct_cpu_scale,
     .zero = ct_cpu_zero,

@@ -5,6 +5,7 @@
 #include "core/ct_device.h"
 
 ct_norm_fn ct_cpu_norm;
+ct_norms_fn ct_cpu_norms;
 ct_update_fn ct_cpu_update;
 ct_scale_fn ct_cpu_scale;
 ct_zero_fn ct_cpu_zero;

@@ -2,7 +2,8 @@
  *
  * Element k of a piece is added to lane k % LANES, the lanes of a batch are folded in
  * index order, then the batches are: the compiler may do the lanes side by side, and
- * neither its choice nor the number of threads changes a bit. */
+ * neither its choice nor the number of threads changes a bit. Span by span the lanes
+ * are those of a piece, and the pieces of a span are folded in order. */
 #include "cpu/cuts.h"
 #include "cpu/kernels.h"
 
@@ -23,8 +24,38 @@ typedef struct norm_job {
     const ct_span *spans;
     ct_isa isa;
     const ct_cuts *cuts;
-    double *partial; /* one for each batch */
+    double *partial; /* one for each batch, or one for each piece */
 } norm_job;
+
+static void
+add_piece(const norm_job *job, const ct_piece *piece, double *lanes)
+{
+    const ct_span *span = &job->spans[piece->span];
+    bodies[job->isa][span->dtype](span->data, piece->offset, piece->n, lanes);
+}
+
+static double
+fold(const double *lanes)
+{
+    double sum = 0.0;
+    for (size_t k = 0; k < LANES; k++) {
+        sum += lanes[k];
+    }
+    return sum;
+}
+
+static ct_status
+job_init(norm_job *job, size_t n_spans, ct_error *err)
+{
+    ct_status status = ct_isa_get(&job->isa, err);
+    for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
+        status = ct_check_float("norm", i, job->spans[i].dtype, err);
+    }
+    return status;
+}
+
+/* ---- all spans together -----------------------------------------------------------
+ */
 
 static void
 run_batch(void *arg, size_t batch)
@@ -33,14 +64,9 @@ run_batch(void *arg, size_t batch)
     double lanes[LANES] = {0.0};
     ct_piece piece = ct_cuts_start(job->cuts, batch);
     while (ct_cuts_next(job->cuts, batch, &piece)) {
-        const ct_span *span = &job->spans[piece.span];
-        bodies[job->isa][span->dtype](span->data, piece.offset, piece.n, lanes);
+        add_piece(job, &piece, lanes);
     }
-    double sum = 0.0;
-    for (size_t k = 0; k < LANES; k++) {
-        sum += lanes[k];
-    }
-    job->partial[batch] = sum;
+    job->partial[batch] = fold(lanes);
 }
 
 ct_status
@@ -52,10 +78,7 @@ ct_cpu_norm(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_sp
     ct_cuts cuts;
     double partial[CT_CUTS_MAX];
     norm_job job = {.spans = spans, .cuts = &cuts, .partial = partial};
-    ct_status status = ct_isa_get(&job.isa, err);
-    for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
-        status = ct_check_float("norm", i, spans[i].dtype, err);
-    }
+    ct_status status = job_init(&job, n_spans, err);
     if (status != CT_OK) {
         return status;
     }
@@ -69,4 +92,41 @@ ct_cpu_norm(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_sp
     }
     *sum_sq = sum;
     return CT_OK;
+}
+
+/* ---- each span by itself ----------------------------------------------------------
+ */
+
+static void
+run_pieces(void *arg, size_t batch)
+{
+    const norm_job *job = arg;
+    ct_piece piece = ct_cuts_start(job->cuts, batch);
+    while (ct_cuts_next(job->cuts, batch, &piece)) {
+        double lanes[LANES] = {0.0};
+        add_piece(job, &piece, lanes);
+        job->partial[ct_cuts_number(batch, &piece)] = fold(lanes);
+    }
+}
+
+ct_status
+ct_cpu_norms(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_spans,
+             double *sums, ct_error *err)
+{
+    (void)stream;
+    ct_cuts cuts;
+    norm_job job = {.spans = spans, .cuts = &cuts};
+    ct_status status = job_init(&job, n_spans, err);
+    if (status != CT_OK || n_spans == 0) {
+        return status;
+    }
+    ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
+    status = ct_device_cpu.scratch_grow(
+        scratch, (n_spans + cuts.n_batches) * sizeof(double), err);
+    if (status == CT_OK) {
+        job.partial = scratch->data;
+        ct_pool_run(run_pieces, &job, cuts.n_batches);
+        ct_cuts_fold(&cuts, job.partial, 1, n_spans, sums);
+    }
+    return status;
 }

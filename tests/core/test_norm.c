@@ -19,11 +19,19 @@ norm(const ct_span *spans, size_t n_spans)
     return sum_sq;
 }
 
+static void
+norms(const ct_span *spans, size_t n_spans, double *sums)
+{
+    ct_scratch scratch = {0};
+    CHECK(ct_device_cpu.norms(NULL, &scratch, spans, n_spans, sums, NULL) == CT_OK);
+    ct_device_cpu.scratch_release(&scratch);
+}
+
 typedef struct problem {
     ct_span spans[MOST_SPANS];
     void *blocks[MOST_SPANS];
     size_t n_spans;
-    double sum_sq;
+    double sum_sq, each[MOST_SPANS];
 } problem;
 
 static problem
@@ -55,7 +63,21 @@ static void
 check_same_bits(void *arg)
 {
     const problem *p = arg;
+    double each[MOST_SPANS];
     CHECK(norm(p->spans, p->n_spans) == p->sum_sq);
+    norms(p->spans, p->n_spans, each);
+    CHECK(memcmp(each, p->each, p->n_spans * sizeof *each) == 0);
+}
+
+static long double
+exact_sum(const ct_span *span)
+{
+    long double sum = 0.0L;
+    for (size_t e = 0; e < span->n; e++) {
+        const long double x = ct_load(span->dtype, span->data, e);
+        sum += x * x;
+    }
+    return sum;
 }
 
 /* Squares of 16-bit floats and floats are exact in double, so adding n of them in any
@@ -70,10 +92,13 @@ test_random_lists_are_summed_to_double_precision_and_always_alike(void)
         size_t total = 1;
         for (size_t i = 0; i < p.n_spans; i++) {
             total += p.spans[i].n;
-            for (size_t e = 0; e < p.spans[i].n; e++) {
-                const long double x = ct_load(p.spans[i].dtype, p.spans[i].data, e);
-                exact += x * x;
-            }
+            exact += exact_sum(&p.spans[i]);
+        }
+        norms(p.spans, p.n_spans, p.each);
+        for (size_t i = 0; i < p.n_spans; i++) {
+            const long double sum = exact_sum(&p.spans[i]);
+            const long double bound = sum * (long double)(p.spans[i].n + 1) * 0x1p-53L;
+            CHECK(fabsl(p.each[i] - sum) <= bound);
         }
         p.sum_sq = norm(p.spans, p.n_spans);
         CHECK(fabsl(p.sum_sq - exact) <= exact * (long double)total * 0x1p-53L);
@@ -100,6 +125,23 @@ test_the_sum_depends_on_the_values_and_not_on_where_they_lie(void)
         first = shift == 0 ? norm(&span, 1) : first;
         CHECK(norm(&span, 1) == first);
     }
+}
+
+static void
+test_a_bad_span_leaves_its_neighbours_sums_alone(void)
+{
+    float values[3][200];
+    ct_span spans[3];
+    for (size_t i = 0; i < 3; i++) {
+        for (size_t e = 0; e < 200; e++) {
+            values[i][e] = 1.0f;
+        }
+        spans[i] = (ct_span){values[i], 200, CT_F32};
+    }
+    values[1][150] = NAN;
+    double sums[3];
+    norms(spans, 3, sums);
+    CHECK(sums[0] == 200.0 && isnan(sums[1]) && sums[2] == 200.0);
 }
 
 typedef struct poison {
@@ -160,6 +202,10 @@ test_nothing_sums_to_zero(void)
     };
     CHECK(norm(NULL, 0) == 0.0);
     CHECK(norm(empty, 2) == 0.0);
+    norms(NULL, 0, NULL);
+    double sums[2] = {1.0, 1.0};
+    norms(empty, 2, sums);
+    CHECK(sums[0] == 0.0 && sums[1] == 0.0);
 }
 
 static void
@@ -171,6 +217,8 @@ test_a_dtype_that_is_no_float_is_refused(void)
     const ct_span span = {&x, 1, CT_I32};
     CHECK(ct_device_cpu.norm(NULL, NULL, &span, 1, &sum_sq, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "norm: span 0 is int32") != NULL && sum_sq == -1.0);
+    CHECK(ct_device_cpu.norms(NULL, NULL, &span, 1, &sum_sq, &err) == CT_EINVAL);
+    CHECK(sum_sq == -1.0);
 }
 
 int
@@ -179,6 +227,7 @@ main(void)
     test_random_lists_are_summed_to_double_precision_and_always_alike();
     test_the_sum_depends_on_the_values_and_not_on_where_they_lie();
     test_nan_and_infinity_are_found_in_every_position_and_dtype();
+    test_a_bad_span_leaves_its_neighbours_sums_alone();
     test_the_largest_floats_do_not_overflow();
     test_nothing_sums_to_zero();
     test_a_dtype_that_is_no_float_is_refused();

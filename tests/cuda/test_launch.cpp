@@ -49,6 +49,8 @@ struct fixture {
         case 2:
             return ct_device_cuda.scale(stream, 0.5, &x, 1, &err);
         case 3:
+            return ct_device_cuda.norms(stream, &scratch, &x, 1, sum, &err);
+        case 4:
             return ct_device_cuda.zero(stream, &x, 1, &err);
         default:
             return ct_device_cuda.copy(stream, &y, &x, 1, &err);
@@ -57,8 +59,8 @@ struct fixture {
 };
 
 enum {
-    N_ENTRIES = 5,
-    N_FLOAT_ENTRIES = 3 /* zero and copy take any dtype */
+    N_ENTRIES = 6,
+    N_FLOAT_ENTRIES = 4 /* zero and copy take any dtype */
 };
 
 static void

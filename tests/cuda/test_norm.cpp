@@ -90,6 +90,48 @@ test_norm_is_within_its_bound()
     }
 }
 
+static std::vector<double>
+sums_on_device(const std::vector<ct_span> &list)
+{
+    ct_scratch scratch = {}, result = {};
+    ct_error err;
+    std::vector<double> sums(list.size());
+    check_ok(
+        ct_device_cuda.scratch_grow(&result, list.size() * sizeof(double) + 1, &err),
+        err);
+    double *on_device = (double *)result.data;
+    check_ok(
+        ct_device_cuda.norms(NULL, &scratch, list.data(), list.size(), on_device, &err),
+        err);
+    for (size_t i = 0; i < list.size(); i++) {
+        check_ok(ct_device_cuda.read(NULL, on_device + i, &sums[i], &err), err);
+    }
+    ct_device_cuda.scratch_release(&scratch);
+    ct_device_cuda.scratch_release(&result);
+    return sums;
+}
+
+static void
+test_each_span_has_the_sum_that_it_has_alone()
+{
+    random_numbers numbers = {6};
+    spans all;
+    size_t k = 0;
+    for (size_t n : lengths(1300)) {
+        all.add(float_dtypes[k++ % 4], n, &numbers);
+    }
+    all.collect();
+    const std::vector<double> sums = sums_on_device(all.device);
+    for (size_t i = 0; i < all.device.size(); i += i < 20 ? 1 : 97) {
+        CHECK(sums[i] == sum_on_device({all.device[i]}));
+    }
+    CHECK(sums_on_device({}).empty());
+    spans long_one;
+    long_one.add(CT_BF16, 300001, &numbers);
+    long_one.collect();
+    check_bound(sums_on_device(long_one.device)[0], long_one);
+}
+
 static double first_sum; /* of the first order of threads */
 
 static void
@@ -144,6 +186,7 @@ main()
     skip_without_device();
     in_both_orders([] {
         test_norm_is_within_its_bound();
+        test_each_span_has_the_sum_that_it_has_alone();
         test_norm_has_one_order();
         test_norm_of_nothing_is_zero();
         test_norm_finds_one_bad_element();
