@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ctrainer._C import LossScaler
     from ctrainer.callbacks import (
         DefaultFlowCallback,
         EarlyStoppingCallback,
@@ -30,6 +31,7 @@ _HOMES = {
     "EarlyStoppingCallback": "callbacks",
     "EvalPrediction": "trainer_utils",
     "IntervalStrategy": "enums",
+    "LossScaler": "_C",
     "PrinterCallback": "callbacks",
     "ProgressCallback": "progress",
     "SchedulerType": "enums",
@@ -50,6 +52,7 @@ __all__ = [
     "EarlyStoppingCallback",
     "EvalPrediction",
     "IntervalStrategy",
+    "LossScaler",
     "PrinterCallback",
     "ProgressCallback",
     "SchedulerType",

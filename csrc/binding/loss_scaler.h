@@ -1,0 +1,18 @@
+/* ctrainer._C.LossScaler, shared by its two files. */
+#ifndef CT_BINDING_LOSS_SCALER_H
+#define CT_BINDING_LOSS_SCALER_H
+
+#include "binding/ctpy.h"
+#include "core/ct_scaler.h"
+
+typedef struct LossScaler {
+    PyObject_HEAD
+    ct_scaler core; /* valid from tp_new on, so no method has to ask */
+} LossScaler;
+
+extern const char LossScaler_state_dict_doc[];
+PyObject *LossScaler_state_dict(PyObject *op, PyObject *unused);
+extern const char LossScaler_load_state_dict_doc[];
+PyObject *LossScaler_load_state_dict(PyObject *op, PyObject *state);
+
+#endif

@@ -1,0 +1,214 @@
+/* LossScaler: state_dict and load_state_dict, in the layout of each original. */
+#include "binding/loss_scaler.h"
+
+typedef enum field_kind {
+    FIELD_DOUBLE,
+    FIELD_INT64,
+    FIELD_BOOL,
+    FIELD_CLEAN_STEPS /* not kept, but told by the counts of steps */
+} field_kind;
+
+typedef struct field {
+    const char *key; /* NULL ends a layout */
+    field_kind kind;
+    size_t offset; /* in ct_scaler */
+    bool required; /* else an absent one is as in a new scaler */
+} field;
+
+#define AT(member) offsetof(ct_scaler, member)
+
+static const field torch_layout[] = {
+    {"scale",           FIELD_DOUBLE,      AT(scale),                  true },
+    {"growth_factor",   FIELD_DOUBLE,      AT(config.growth_factor),   true },
+    {"backoff_factor",  FIELD_DOUBLE,      AT(config.backoff_factor),  true },
+    {"growth_interval", FIELD_INT64,       AT(config.growth_interval), true },
+    {"_growth_tracker", FIELD_CLEAN_STEPS, 0,                          true },
+    {NULL,              FIELD_DOUBLE,      0,                          false},
+};
+
+/* fairseq saves loss_scale alone; the counts keep the names of its attributes. */
+static const field fairseq_layout[] = {
+    {"loss_scale",               FIELD_DOUBLE, AT(scale),         true },
+    {"_iter",                    FIELD_INT64,  AT(iter),          false},
+    {"_last_overflow_iter",      FIELD_INT64,  AT(last_overflow), false},
+    {"_last_rescale_iter",       FIELD_INT64,  AT(last_rescale),  false},
+    {"_overflows_since_rescale", FIELD_INT64,  AT(overflows),     false},
+    {NULL,                       FIELD_DOUBLE, 0,                 false},
+};
+
+/* vars() of DeepSpeed's scaler; its FP16_Optimizer saves the first five. */
+static const field deepspeed_layout[] = {
+    {"cur_scale",                FIELD_DOUBLE, AT(scale),                   true },
+    {"cur_iter",                 FIELD_INT64,  AT(iter),                    false},
+    {"last_overflow_iter",       FIELD_INT64,  AT(last_overflow),           false},
+    {"scale_factor",             FIELD_DOUBLE, AT(config.growth_factor),    false},
+    {"scale_window",             FIELD_INT64,  AT(config.growth_interval),  false},
+    {"min_scale",                FIELD_DOUBLE, AT(config.floor),            false},
+    {"delayed_shift",            FIELD_INT64,  AT(config.hysteresis),       false},
+    {"cur_hysteresis",           FIELD_INT64,  AT(hysteresis),              false},
+    {"consecutive_hysteresis",   FIELD_BOOL,   AT(config.refill_each_step), false},
+    {"raise_error_at_min_scale", FIELD_BOOL,   AT(config.stop_at_floor),    false},
+    {"dynamic",                  FIELD_BOOL,   AT(config.dynamic),          false},
+    {NULL,                       FIELD_DOUBLE, 0,                           false},
+};
+
+static const field *const layouts[CT_SCALER_DIALECT_COUNT] = {
+    [CT_SCALER_TORCH] = torch_layout,
+    [CT_SCALER_FAIRSEQ] = fairseq_layout,
+    [CT_SCALER_DEEPSPEED] = deepspeed_layout,
+};
+
+static PyObject *
+field_value(const ct_scaler *scaler, const field *f)
+{
+    const char *at = (const char *)scaler + f->offset;
+    switch (f->kind) {
+    case FIELD_DOUBLE:
+        return PyFloat_FromDouble(*(const double *)(const void *)at);
+    case FIELD_INT64:
+        return PyLong_FromLongLong(*(const int64_t *)(const void *)at);
+    case FIELD_BOOL:
+        return PyBool_FromLong(*(const bool *)at);
+    case FIELD_CLEAN_STEPS:
+        break;
+    }
+    return PyLong_FromLongLong(ct_scaler_clean_steps(scaler));
+}
+
+const char LossScaler_state_dict_doc[] =
+    "state_dict($self, /)\n--\n\n"
+    "Return the state as a dict of floats, ints and bools.\n\n"
+    "Its keys are those of the original whose preset this is: GradScaler.state_dict()\n"
+    "of torch; 'loss_scale' of fairseq's FP16Optimizer, with the counts of its "
+    "scaler,\n"
+    "which it does not save; the attributes of DeepSpeed's DynamicLossScaler. Empty\n"
+    "when not enabled.";
+
+PyObject *
+LossScaler_state_dict(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    ct_scaler scaler;
+    CTPY_LOCK(op);
+    scaler = ((LossScaler *)op)->core;
+    CTPY_UNLOCK();
+    PyObject *state = PyDict_New();
+    if (state == NULL || !scaler.config.enabled) {
+        return state;
+    }
+    for (const field *f = layouts[scaler.config.dialect]; f->key != NULL; f++) {
+        PyObject *value = field_value(&scaler, f);
+        if (value == NULL || PyDict_SetItemString(state, f->key, value) < 0) {
+            Py_XDECREF(value);
+            Py_DECREF(state);
+            return NULL;
+        }
+        Py_DECREF(value);
+    }
+    return state;
+}
+
+/* The steps counted so far become those since the last growth or overflow. */
+static int
+take_clean_steps(ct_scaler *scaler, long long clean)
+{
+    if (clean < 0 || clean >= scaler->config.growth_interval) {
+        PyErr_Format(PyExc_ValueError,
+                     "_growth_tracker must be in [0, growth_interval=%lld), got %lld",
+                     (long long)scaler->config.growth_interval, clean);
+        return -1;
+    }
+    scaler->iter = clean;
+    return 0;
+}
+
+static int
+take_value(ct_scaler *scaler, const field *f, PyObject *value)
+{
+    char *at = (char *)scaler + f->offset;
+    if (f->kind == FIELD_DOUBLE) {
+        double number = PyFloat_AsDouble(value);
+        *(double *)(void *)at = number;
+        return number == -1.0 && PyErr_Occurred() ? -1 : 0;
+    }
+    if (f->kind == FIELD_BOOL) {
+        int truth = PyObject_IsTrue(value);
+        *(bool *)at = truth > 0;
+        return truth < 0 ? -1 : 0;
+    }
+    long long number = PyLong_AsLongLong(value);
+    if (number == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (f->kind == FIELD_CLEAN_STEPS) {
+        return take_clean_steps(scaler, number);
+    }
+    *(int64_t *)(void *)at = number;
+    return 0;
+}
+
+/* state[f->key] into *scaler, where it is there. */
+static int
+take_field(ct_scaler *scaler, const field *f, PyObject *state)
+{
+    PyObject *value = PyMapping_GetItemString(state, f->key);
+    if (value != NULL) {
+        int result = take_value(scaler, f, value);
+        Py_DECREF(value);
+        return result;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_KeyError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    if (!f->required) {
+        return 0;
+    }
+    PyObject *keys = PyMapping_Keys(state);
+    if (keys != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "the state of this loss scaler has '%s', and the one given has "
+                     "only %R: it is of another kind of scaler, or of one that was "
+                     "not enabled",
+                     f->key, keys);
+        Py_DECREF(keys);
+    }
+    return -1;
+}
+
+const char LossScaler_load_state_dict_doc[] =
+    "load_state_dict($self, state, /)\n--\n\n"
+    "Take over a state_dict() of ours or of the original.\n\n"
+    "That of torch and DeepSpeed brings its settings with it. Counts that fairseq has\n"
+    "not saved are those of a new scaler. Does nothing when not enabled. Raises\n"
+    "ValueError or TypeError, state unchanged, where one is missing or out of range.";
+
+PyObject *
+LossScaler_load_state_dict(PyObject *op, PyObject *state)
+{
+    LossScaler *self = (LossScaler *)op;
+    ct_scaler_config config;
+    ct_scaler next;
+    ct_status status;
+    ct_error err;
+    CTPY_LOCK(op);
+    config = self->core.config;
+    CTPY_UNLOCK();
+    if (!config.enabled) {
+        Py_RETURN_NONE;
+    }
+    if (ct_scaler_init(&next, &config, &err) != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    for (const field *f = layouts[config.dialect]; f->key != NULL; f++) {
+        if (take_field(&next, f, state) < 0) {
+            return NULL;
+        }
+    }
+    CTPY_LOCK(op);
+    status = ct_scaler_restore(&self->core, &next, &err);
+    CTPY_UNLOCK();
+    if (status != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    Py_RETURN_NONE;
+}
