@@ -238,6 +238,17 @@ class OwnFields(OlderFields):
         "keep it.",
         kw_only=True,
     )
+    master_weights: bool = arg(
+        False,
+        "Update float32 copies of bfloat16 and float16 parameters.",
+        kw_only=True,
+    )
+    stochastic_rounding: bool = arg(
+        False,
+        "Round bfloat16 parameters at random, right on average, when they are updated "
+        "without a float32 copy.",
+        kw_only=True,
+    )
     malloc_tuning: bool = arg(
         True,
         "On the CPU, have glibc keep large blocks instead of mapping them anew each "

@@ -90,6 +90,9 @@ class LabelSmoother:
         )
 
 
+_PRECISION = ("master_weights", "stochastic_rounding")
+
+
 def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The class that args.optim names and its keywords but for the parameters."""
     from ctrainer import adapters
@@ -97,7 +100,14 @@ def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str
     name = str(getattr(args.optim, "value", args.optim))
     adapter = adapters.for_model(model)
     cls, kwargs = adapter.optimizer_class(name, args, model)
-    return cls, {**kwargs, **parse_options(getattr(args, "optim_args", None))}
+    precision = {n: True for n in _PRECISION if getattr(args, n, False)}
+    if precision and not getattr(cls, "_native_step", False):
+        raise ValueError(
+            f"{next(iter(precision))}=True needs an optimizer of ctrainer's, which "
+            f"updates parameters in host memory; got {cls.__module__}.{cls.__name__}"
+        )
+    options = parse_options(getattr(args, "optim_args", None))
+    return cls, {**kwargs, **precision, **options}
 
 
 def parse_options(text: str | None) -> dict[str, Any]:

@@ -66,6 +66,7 @@ OptimEngine_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(slot->data);
         Py_VISIT(slot->grad);
         Py_VISIT(slot->state);
+        Py_VISIT(slot->master);
         for (int i = 0; i < OPTIM_MAX_VALUES; i++) {
             Py_VISIT(slot->values[i]);
         }
@@ -178,7 +179,9 @@ finish(OptimEngine *self, PyObject *face, const ct_step_config *config,
 {
     int skip = !self->result.finite && config->nonfinite != CT_NONFINITE_KEEP;
     return (!skip && optim_plan_operands(self, face) < 0) ||
-                   apply(self, config, loss_scale) < 0 || note_step(self, face) < 0
+                   apply(self, config, loss_scale) < 0 ||
+                   (self->result.updated && optim_count_roundings(self, face) < 0) ||
+                   note_step(self, face) < 0
                ? -1
                : 0;
 }

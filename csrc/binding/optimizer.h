@@ -17,6 +17,7 @@ typedef struct optim_slot {
     ctpy_view grad_view;
     PyObject *state; /* the dict state[param], or NULL before there is one */
     PyObject *values[OPTIM_MAX_VALUES]; /* what the kind keeps there, as in its spec */
+    PyObject *master;                   /* state[param]["master_param"], or NULL */
     void *step; /* memory of state[param]["step"]; NULL where the kind has none */
     ct_dtype step_dtype;
     bool fresh; /* the state was made for an update that has not been done yet */
@@ -59,6 +60,9 @@ int optim_sync_state(OptimEngine *self, PyObject *face);
 int optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
                      ct_optim_param *param, const ctpy_view *view);
 int optim_remember_state(OptimEngine *self, PyObject *face);
+/* After an update: writes the next rounding_step of groups that round stochastically.
+ */
+int optim_count_roundings(OptimEngine *self, PyObject *face);
 /* Checks that `what` of the slot, seen as view, is like its parameter. */
 int optim_check_like(const optim_slot *slot, const ctpy_view *param,
                      const ctpy_view *view, const char *what);

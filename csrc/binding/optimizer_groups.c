@@ -95,6 +95,30 @@ refuse(PyObject *group, PyObject *key, size_t g, bool wanted)
 }
 
 static int
+read_count(PyObject *group, PyObject *key, size_t g, uint64_t *out)
+{
+    PyObject *value = PyDict_GetItemWithError(group, key);
+    *out = 0;
+    if (value == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    Py_INCREF(value);
+    PyObject *number = PyNumber_Index(value);
+    *out = number == NULL ? (uint64_t)-1 : PyLong_AsUnsignedLongLong(number);
+    Py_XDECREF(number);
+    if (*out == (uint64_t)-1 && PyErr_Occurred()) {
+        PyErr_Format(PyExc_ValueError,
+                     "param_groups[%zu][%R] is %R; expected a whole number from 0 to "
+                     "2**64 - 1",
+                     g, key, value);
+        Py_DECREF(value);
+        return -1;
+    }
+    Py_DECREF(value);
+    return 0;
+}
+
+static int
 read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field *field,
            ct_optim_group *to)
 {
@@ -110,12 +134,25 @@ read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field
         flag = read_flag(group, key);
         *(bool *)member = flag > 0;
         return flag < 0 ? -1 : 0;
+    case OPTIM_COUNT:
+        return read_count(group, key, g, member);
     case OPTIM_NEVER:
         return refuse(group, key, g, false);
     case OPTIM_ALWAYS:
         return refuse(group, key, g, true);
     }
     Py_UNREACHABLE();
+}
+
+static int
+read_fields(const ctpy_state *state, PyObject *group, size_t g,
+            const optim_field *fields, size_t n, ct_optim_group *to)
+{
+    int result = 0;
+    for (size_t i = 0; i < n && result == 0; i++) {
+        result = read_field(state, group, g, &fields[i], to);
+    }
+    return result;
 }
 
 /* The engine's own kind, or the one that a group names. */
@@ -152,10 +189,10 @@ read_group(OptimEngine *self, PyObject *group, size_t g)
         return -1;
     }
     const optim_spec *spec = &optim_specs[read.kind];
-    for (size_t i = 0; i < spec->n_fields; i++) {
-        if (read_field(self->state, group, g, &spec->fields[i], &read) < 0) {
-            return -1;
-        }
+    if (read_fields(self->state, group, g, spec->fields, spec->n_fields, &read) < 0 ||
+        read_fields(self->state, group, g, optim_common_fields, optim_n_common_fields,
+                    &read) < 0) {
+        return -1;
     }
     ct_optim_groups_borrow(self->core)[g] = read;
     return 0;
@@ -179,4 +216,43 @@ optim_read_groups(OptimEngine *self, PyObject *groups)
         }
     }
     return 0;
+}
+
+/* The counter of stochastic rounding lives in the group, so that it is saved with it.
+ */
+static int
+count_rounding(OptimEngine *self, PyObject *groups, size_t g)
+{
+    const ct_rounding *rounding = &ct_optim_groups_borrow(self->core)[g].rounding;
+    PyObject *group = (size_t)PyList_GET_SIZE(groups) > g
+                          ? PyList_GET_ITEM(groups, (Py_ssize_t)g)
+                          : NULL;
+    PyObject *step = PyLong_FromUnsignedLongLong(rounding->step + 1);
+    int result = step == NULL ? -1 : 0;
+    if (result == 0 && group != NULL && PyDict_Check(group)) {
+        result = PyDict_SetItem(group, self->state->str_rounding_step, step);
+    }
+    Py_XDECREF(step);
+    return result;
+}
+
+int
+optim_count_roundings(OptimEngine *self, PyObject *face)
+{
+    size_t n = ct_optim_n_groups(self->core), g = 0;
+    while (g < n && !ct_optim_groups_borrow(self->core)[g].stochastic) {
+        g++;
+    }
+    if (g == n) {
+        return 0;
+    }
+    PyObject *groups = PyObject_GetAttr(face, self->state->str_param_groups);
+    int result = groups == NULL ? -1 : 0;
+    for (; result == 0 && PyList_Check(groups) && g < n; g++) {
+        if (ct_optim_groups_borrow(self->core)[g].stochastic) {
+            result = count_rounding(self, groups, g);
+        }
+    }
+    Py_XDECREF(groups);
+    return result;
 }

@@ -13,19 +13,27 @@
         .n_values = sizeof kind##_values / sizeof *kind##_values,                      \
     }
 
-/* What torch's optimizers have and ours do not; it may come with a state_dict. */
-#define REFUSED_EVERYWHERE                                                             \
-    REFUSED(capturable, OPTIM_NEVER), REFUSED(differentiable, OPTIM_NEVER)
+const optim_field optim_common_fields[] = {
+    FIELD(maximize, maximize, OPTIM_FLAG),
+    FIELD(master_weights, master_weights, OPTIM_FLAG),
+    FIELD(fp32_state, fp32_state, OPTIM_FLAG),
+    FIELD(stochastic_rounding, stochastic, OPTIM_FLAG),
+    FIELD(rounding_seed, rounding.seed, OPTIM_COUNT),
+    FIELD(rounding_step, rounding.step, OPTIM_COUNT),
+    /* What torch's optimizers have and ours do not; it may come with a state_dict. */
+    REFUSED(capturable, OPTIM_NEVER),
+    REFUSED(differentiable, OPTIM_NEVER),
+};
+const size_t optim_n_common_fields =
+    sizeof optim_common_fields / sizeof *optim_common_fields;
 
 static const optim_field adamw_fields[] = {
     FIELD(lr, adamw.lr, OPTIM_NUMBER),
     FIELD(betas, adamw.beta1, OPTIM_PAIR),
     FIELD(eps, adamw.eps, OPTIM_NUMBER),
     FIELD(weight_decay, adamw.weight_decay, OPTIM_NUMBER),
-    FIELD(maximize, maximize, OPTIM_FLAG),
     REFUSED(decoupled_weight_decay, OPTIM_ALWAYS),
     REFUSED(amsgrad, OPTIM_NEVER),
-    REFUSED_EVERYWHERE,
 };
 static const optim_value adamw_values[] = {
     COUNT,
@@ -42,8 +50,6 @@ static const optim_field sgd_fields[] = {
     FIELD(dampening, sgd.dampening, OPTIM_NUMBER),
     FIELD(weight_decay, sgd.weight_decay, OPTIM_NUMBER),
     FIELD(nesterov, sgd.nesterov, OPTIM_FLAG),
-    FIELD(maximize, maximize, OPTIM_FLAG),
-    REFUSED_EVERYWHERE,
 };
 static const optim_value sgd_values[] = {
     ARRAY(momentum_buffer, 0),

@@ -10,6 +10,7 @@ typedef enum optim_field_type {
     OPTIM_NUMBER, /* a double; required */
     OPTIM_PAIR,   /* two doubles, one behind the other; required */
     OPTIM_FLAG,   /* a bool; false where the key is missing */
+    OPTIM_COUNT,  /* a whole number from 0 to 2^64 - 1; 0 where the key is missing */
     OPTIM_NEVER,  /* an option that we lack: it must be false or missing */
     OPTIM_ALWAYS  /* one that cannot be turned off: it must be true or missing */
 } optim_field_type;
@@ -40,6 +41,10 @@ typedef struct optim_spec {
 } optim_spec;
 
 extern const optim_spec optim_specs[CT_OPTIM_KIND_COUNT];
+
+/* The options that every kind has. */
+extern const optim_field optim_common_fields[];
+extern const size_t optim_n_common_fields;
 
 /* The interned string at that offset; borrowed. */
 static inline PyObject *

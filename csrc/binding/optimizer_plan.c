@@ -17,6 +17,7 @@ slot_clear(optim_slot *slot)
     Py_CLEAR(slot->data);
     Py_CLEAR(slot->grad);
     Py_CLEAR(slot->state);
+    Py_CLEAR(slot->master);
     for (int i = 0; i < OPTIM_MAX_VALUES; i++) {
         Py_CLEAR(slot->values[i]);
     }
@@ -333,12 +334,14 @@ optim_plan_operands(OptimEngine *self, PyObject *face)
         if (slot->grad == NULL) {
             continue;
         }
-        if (view_param(self, slot, &view) < 0 ||
-            optim_plan_state(self, face, slot, &params[k], &view) < 0) {
+        if (view_param(self, slot, &view) < 0) {
             return -1;
         }
         params[k].param = view.span.data;
         params[k].dtype = view.span.dtype;
+        if (optim_plan_state(self, face, slot, &params[k], &view) < 0) {
+            return -1;
+        }
     }
     return optim_remember_state(self, face);
 }

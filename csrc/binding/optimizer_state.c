@@ -98,18 +98,11 @@ optim_sync_state(OptimEngine *self, PyObject *face)
 /* ---- making it ---------------------------------------------------------------------
  */
 
-/* state[param].update(face._new_state(param)), as slot->state. */
+/* Adds the entries of `made` to state[param], and keeps that as slot->state. */
 static int
-make_state(OptimEngine *self, PyObject *face, optim_slot *slot)
+add_state(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *made)
 {
-    PyObject *made = ctpy_call_hook(face, self->state->str__new_state, &slot->param, 1);
-    if (made != NULL && !PyDict_Check(made)) {
-        PyErr_Format(PyExc_TypeError, "_new_state() returned a %.200s; expected a dict",
-                     Py_TYPE(made)->tp_name);
-        Py_CLEAR(made);
-    }
-    PyObject *state = made == NULL ? NULL : face_state(self, face);
-    PyObject *entry = NULL;
+    PyObject *state = face_state(self, face), *entry = NULL;
     int result = -1;
     if (state != NULL) {
         entry = PyObject_GetItem(state, slot->param); /* a defaultdict makes it */
@@ -120,13 +113,81 @@ make_state(OptimEngine *self, PyObject *face, optim_slot *slot)
     }
     else if (entry != NULL && PyDict_Update(entry, made) == 0) {
         Py_XSETREF(slot->state, Py_NewRef(entry));
-        slot->fresh = true;
         self->n_known = 0;
         result = 0;
     }
     Py_XDECREF(entry);
     Py_XDECREF(state);
+    return result;
+}
+
+/* state[param].update(face._new_state(like)): like is the parameter or, where its state
+ * is to be of higher precision, an fp32 copy of it. */
+static int
+make_state(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *like)
+{
+    PyObject *made = ctpy_call_hook(face, self->state->str__new_state, &like, 1);
+    if (made != NULL && !PyDict_Check(made)) {
+        PyErr_Format(PyExc_TypeError, "_new_state() returned a %.200s; expected a dict",
+                     Py_TYPE(made)->tp_name);
+        Py_CLEAR(made);
+    }
+    int result = made == NULL ? -1 : add_state(self, face, slot, made);
+    slot->fresh = result == 0;
     Py_XDECREF(made);
+    return result;
+}
+
+static int
+keep_master(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *master)
+{
+    PyObject *made = PyDict_New();
+    int result =
+        made == NULL ? -1 : PyDict_SetItem(made, self->state->str_master_param, master);
+    if (result == 0) {
+        result = add_state(self, face, slot, made);
+    }
+    Py_XDECREF(made);
+    return result;
+}
+
+/* state[param]["master_param"] as slot->master; NULL where there is none yet. */
+static int
+find_master(OptimEngine *self, optim_slot *slot)
+{
+    PyObject *found =
+        slot->state == NULL
+            ? NULL
+            : PyDict_GetItemWithError(slot->state, self->state->str_master_param);
+    Py_XSETREF(slot->master, Py_XNewRef(found));
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Makes what is missing: the state if `lacks`, the master copy if `master`. */
+static int
+make_missing(OptimEngine *self, PyObject *face, optim_slot *slot, int lacks,
+             bool master, bool wide)
+{
+    PyObject *copy = NULL;
+    int result = 0;
+    if (master && find_master(self, slot) < 0) {
+        return -1;
+    }
+    const bool new_master = master && slot->master == NULL;
+    if (new_master || (lacks && wide)) {
+        copy = slot->master != NULL ? Py_NewRef(slot->master)
+                                    : ctpy_call_hook(face, self->state->str__new_master,
+                                                     &slot->param, 1);
+        result = copy == NULL ? -1 : 0;
+    }
+    if (result == 0 && lacks) {
+        result = make_state(self, face, slot, wide ? copy : slot->param);
+    }
+    if (result == 0 && new_master) {
+        result = keep_master(self, face, slot, copy);
+        Py_XSETREF(slot->master, Py_NewRef(copy));
+    }
+    Py_XDECREF(copy);
     return result;
 }
 
@@ -230,40 +291,116 @@ read_step(OptimEngine *self, optim_slot *slot, uint64_t *count)
     return 0;
 }
 
+static bool
+is_half(ct_dtype dtype)
+{
+    return dtype == CT_BF16 || dtype == CT_F16;
+}
+
+/* Views one array that belongs to a parameter: of its shape and order, and of its dtype
+ * or, beside a 16-bit one, of fp32. */
+static int
+view_like(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
+          PyObject *op, const char *what, bool fp32, ctpy_view *view)
+{
+    const ctpy_place place = {what, slot->group, slot->index};
+    ctpy_view like = *param;
+    if (ctpy_view_of(self->state, op, &place, view) < 0) {
+        return -1;
+    }
+    if (fp32 || (is_half(param->span.dtype) && view->span.dtype == CT_F32)) {
+        like.span.dtype = CT_F32;
+    }
+    return optim_check_like(slot, &like, view, what);
+}
+
 static int
 view_arrays(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
             const value_list *list, ct_optim_param *to)
 {
-    to->state_dtype = param->span.dtype;
+    bool first = true;
     for (size_t i = list->counts ? 1 : 0; i < list->spec->n_values; i++) {
         const optim_value *value = &list->spec->values[i];
-        const ctpy_place place = {value->place, slot->group, slot->index};
         ctpy_view view;
         if (!keeps(list, i)) {
             continue;
         }
-        if (ctpy_view_of(self->state, slot->values[i], &place, &view) < 0 ||
-            optim_check_like(slot, param, &view, value->place) < 0) {
+        if (view_like(self, slot, param, slot->values[i], value->place, false, &view) <
+            0) {
             return -1;
         }
+        if (!first && view.span.dtype != to->state_dtype) {
+            PyErr_Format(PyExc_ValueError,
+                         "param_groups[%u]['params'][%zd]%s is %s; expected %s, as the "
+                         "rest of its state is",
+                         slot->group, slot->index, value->place,
+                         ct_dtype_name(view.span.dtype),
+                         ct_dtype_name(to->state_dtype));
+            return -1;
+        }
+        to->state_dtype = view.span.dtype;
         to->state[value->array] = view.span.data;
+        first = false;
     }
     return 0;
+}
+
+/* The master copy is what is updated, and the parameter gets it rounded. */
+static int
+use_master(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
+           ct_optim_param *to)
+{
+    ctpy_view view;
+    if (view_like(self, slot, param, slot->master, " state 'master_param'", true,
+                  &view) < 0) {
+        return -1;
+    }
+    to->copy = to->param;
+    to->copy_dtype = to->dtype;
+    to->param = view.span.data;
+    to->dtype = CT_F32;
+    return 0;
+}
+
+static int
+check_rounding(const ct_optim_group *group, const optim_slot *slot, ct_dtype dtype)
+{
+    if (!group->stochastic || dtype != CT_F16) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "param_groups[%u]['params'][%zd] is float16 and its group has "
+                 "stochastic_rounding, which is for bfloat16: use bfloat16, or "
+                 "master_weights=True",
+                 slot->group, slot->index);
+    return -1;
 }
 
 int
 optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
                  ct_optim_param *param, const ctpy_view *view)
 {
+    const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[slot->group];
+    const bool half = is_half(view->span.dtype);
+    const bool master = half && group->master_weights;
     const value_list list = kept_values(self, slot->group);
     uint64_t count = 0;
     slot->step = NULL;
+    if (check_rounding(group, slot, view->span.dtype) < 0) {
+        return -1;
+    }
+    int lacks = list.kept == 0 ? 0 : lacks_state(self->state, slot, &list);
+    if (lacks < 0 ||
+        ((lacks || master) &&
+         make_missing(self, face, slot, lacks, master,
+                      half && (master || group->fp32_state)) < 0) ||
+        (master && use_master(self, slot, view, param) < 0)) {
+        return -1;
+    }
     if (list.kept == 0) {
         return 0;
     }
-    int lacks = lacks_state(self->state, slot, &list);
-    if (lacks < 0 || (lacks && make_state(self, face, slot) < 0) ||
-        read_values(self->state, slot, &list) < 0 ||
+    if (read_values(self->state, slot, &list) < 0 ||
         (list.counts && read_step(self, slot, &count) < 0) ||
         view_arrays(self, slot, view, &list, param) < 0) {
         return -1;

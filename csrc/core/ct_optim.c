@@ -115,6 +115,12 @@ ct_optim_params_borrow(ct_optim *optim)
 }
 
 size_t
+ct_optim_n_groups(const ct_optim *optim)
+{
+    return optim->n_groups;
+}
+
+size_t
 ct_optim_n_params(const ct_optim *optim)
 {
     return optim->n_params;
@@ -312,7 +318,7 @@ plan(ct_optim *optim, double grad_scale, rule_table *table, ct_error *err)
             status = find_coef(optim, p, grad_scale, &n_coefs, &coef, err);
             spans[next[rule]++] = span_of(p, group, coef, elements);
         }
-        elements += (p->n + 7) / 8 * 8; /* counted whether it has a gradient or not */
+        elements += (p->n + 7) / 8 * 8;
     }
     return status;
 }

@@ -35,6 +35,9 @@ typedef struct ct_optim_group {
     bool maximize;   /* step up the gradient */
     bool stochastic; /* what is stored as BF16 is rounded stochastically, by this: */
     ct_rounding rounding;
+    /* Of 16-bit parameters, for whoever fills in ct_optim_param: an fp32 copy is what
+     * is updated; the state is fp32. */
+    bool master_weights, fp32_state;
 } ct_optim_group;
 
 /* Borrowed memory of one parameter; all arrays have n elements. */
@@ -71,6 +74,7 @@ CT_NODISCARD ct_status ct_optim_resize(ct_optim *optim, size_t n_groups,
                                        size_t n_params, ct_error *err);
 ct_optim_group *ct_optim_groups_borrow(ct_optim *optim);
 ct_optim_param *ct_optim_params_borrow(ct_optim *optim);
+size_t ct_optim_n_groups(const ct_optim *optim);
 size_t ct_optim_n_params(const ct_optim *optim);
 
 const char *ct_optim_kind_name(ct_optim_kind kind); /* "adamw", "sgd", ... */

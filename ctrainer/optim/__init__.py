@@ -7,7 +7,15 @@ other way round. Parameters live on the CPU; on a GPU use torch.optim's with fus
 
 from ctrainer._C import LRScheduler
 from ctrainer.optim._adam import AdamW
+from ctrainer.optim._precision import Precision
 from ctrainer.optim._schedules import NATIVE_SCHEDULES, get_scheduler
 from ctrainer.optim._sgd import SGD
 
-__all__ = ["NATIVE_SCHEDULES", "SGD", "AdamW", "LRScheduler", "get_scheduler"]
+__all__ = [
+    "NATIVE_SCHEDULES",
+    "SGD",
+    "AdamW",
+    "LRScheduler",
+    "Precision",
+    "get_scheduler",
+]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer.optim._face import Face, refuse
+from ctrainer.optim._precision import Precision
 
 
 class AdamW(Face, torch.optim.AdamW):
     """AdamW, as torch.optim.AdamW.
 
     foreach and fused are accepted and change nothing: there is one implementation.
-    amsgrad, capturable and differentiable are refused.
+    amsgrad, capturable and differentiable are refused. For 16-bit parameters see
+    Precision.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
@@ -33,6 +37,7 @@ class AdamW(Face, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        **precision: Unpack[Precision],
     ) -> None:
         refuse(amsgrad=amsgrad, capturable=capturable, differentiable=differentiable)
         super().__init__(
@@ -44,6 +49,7 @@ class AdamW(Face, torch.optim.AdamW):
             maximize=maximize,
             foreach=foreach,
             fused=fused,
+            **precision,
         )
 
     def _new_state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:

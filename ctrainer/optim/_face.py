@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer._C import OptimEngine
+from ctrainer.optim._precision import Precision, keep_float32, new_master
 
 
 def refuse(**options: bool) -> None:
@@ -33,9 +34,29 @@ class Face(torch.optim.Optimizer):
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         self._engine = OptimEngine(self._kind)
+        names = Precision.__annotations__.keys() & options.keys()
+        self._precision = {name: options.pop(name) for name in names}
         super().__init__(params, **options)
+        self.defaults.update(self._precision)
+        self._fill_in_precision()
         # torch.amp.GradScaler would leave unscaling to a fused step.
         self._step_supports_amp_scaling = False
+
+    def _fill_in_precision(self) -> None:
+        """Give groups that came without our options those of the constructor."""
+        for group in self.param_groups:
+            for name, value in self._precision.items():
+                group.setdefault(name, value)
+
+    _new_master = staticmethod(new_master)  # called by the engine
+
+    @torch.no_grad()
+    def sync_master_weights(self) -> None:
+        """Take the parameters, as they are now, for the new master weights."""
+        self._engine.check_idle("sync_master_weights()")
+        for param, state in self.state.items():
+            if "master_param" in state:
+                state["master_param"].copy_(param)
 
     def step(
         self,
@@ -86,11 +107,14 @@ class Face(torch.optim.Optimizer):
         """Load what state_dict() of this class or of torch's gave."""
         self._engine.check_idle("load_state_dict()")
         inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)
+        self._fill_in_precision()
+        keep_float32(self, state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_engine" in self.__dict__:
             self._engine.check_idle("__setstate__()")
         else:
             self._engine = OptimEngine(self._kind)
+            self._precision = {}
         super().__setstate__(state)
         self._step_supports_amp_scaling = False

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer.optim._face import Face, refuse
+from ctrainer.optim._precision import Precision
 
 
 class SGD(Face, torch.optim.SGD):
     """Stochastic gradient descent with momentum, as torch.optim.SGD.
 
     foreach and fused are accepted and change nothing: there is one implementation.
-    differentiable is refused.
+    differentiable is refused. For 16-bit parameters see Precision.
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep
     learning", 2013, in torch's form.
@@ -33,6 +36,7 @@ class SGD(Face, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        **precision: Unpack[Precision],
     ) -> None:
         refuse(differentiable=differentiable)
         super().__init__(
@@ -45,6 +49,7 @@ class SGD(Face, torch.optim.SGD):
             maximize=maximize,
             foreach=foreach,
             fused=fused,
+            **precision,
         )
 
     def _new_state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
