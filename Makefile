@@ -110,7 +110,7 @@ asan-ext:
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(BUILD)/asan/lib \
 	  $(VENV)/bin/pytest tests/binding -k 'not memory'
 
-THREADED := test_pool test_kernels test_norm test_writer
+THREADED := test_comm test_pool test_kernels test_norm test_step_ranks test_writer
 tsan:
 	$(MAKE) BUILD=$(BUILD)/tsan SAN="-O1 -g -fsanitize=thread" \
 	  TESTS="$(THREADED:%=$(BUILD)/tsan/%)" check-core

@@ -39,10 +39,10 @@ ONLY_IN = {
 # The core's own floors, lowest first. What is not named stands on the floor of
 # policies, between devices and optimizers.
 FLOORS = (
-    {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool"},
+    {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool", "ct_meeting"},
     {"ct_adamw", "ct_sgd"},
     {"ct_update"},
-    {"ct_device", "ct_comm", "ct_comm_self", "ct_comm_local", "ct_plugin"},
+    {"ct_device", "ct_comm", "ct_comm_self", "ct_comm_local", "ct_reduce", "ct_plugin"},
     set[str](),
     {"ct_optim", "ct_optim_kind"},
     {"ct_step"},

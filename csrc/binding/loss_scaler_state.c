@@ -10,46 +10,46 @@ typedef enum field_kind {
 
 typedef struct field {
     const char *key; /* NULL ends a layout */
+    size_t offset;   /* in ct_scaler */
     field_kind kind;
-    size_t offset; /* in ct_scaler */
     bool required; /* else an absent one is as in a new scaler */
 } field;
 
 #define AT(member) offsetof(ct_scaler, member)
 
 static const field torch_layout[] = {
-    {"scale",           FIELD_DOUBLE,      AT(scale),                  true },
-    {"growth_factor",   FIELD_DOUBLE,      AT(config.growth_factor),   true },
-    {"backoff_factor",  FIELD_DOUBLE,      AT(config.backoff_factor),  true },
-    {"growth_interval", FIELD_INT64,       AT(config.growth_interval), true },
-    {"_growth_tracker", FIELD_CLEAN_STEPS, 0,                          true },
-    {NULL,              FIELD_DOUBLE,      0,                          false},
+    {"scale",           AT(scale),                  FIELD_DOUBLE,      true },
+    {"growth_factor",   AT(config.growth_factor),   FIELD_DOUBLE,      true },
+    {"backoff_factor",  AT(config.backoff_factor),  FIELD_DOUBLE,      true },
+    {"growth_interval", AT(config.growth_interval), FIELD_INT64,       true },
+    {"_growth_tracker", 0,                          FIELD_CLEAN_STEPS, true },
+    {NULL,              0,                          FIELD_DOUBLE,      false},
 };
 
 /* fairseq saves loss_scale alone; the counts keep the names of its attributes. */
 static const field fairseq_layout[] = {
-    {"loss_scale",               FIELD_DOUBLE, AT(scale),         true },
-    {"_iter",                    FIELD_INT64,  AT(iter),          false},
-    {"_last_overflow_iter",      FIELD_INT64,  AT(last_overflow), false},
-    {"_last_rescale_iter",       FIELD_INT64,  AT(last_rescale),  false},
-    {"_overflows_since_rescale", FIELD_INT64,  AT(overflows),     false},
-    {NULL,                       FIELD_DOUBLE, 0,                 false},
+    {"loss_scale",               AT(scale),         FIELD_DOUBLE, true },
+    {"_iter",                    AT(iter),          FIELD_INT64,  false},
+    {"_last_overflow_iter",      AT(last_overflow), FIELD_INT64,  false},
+    {"_last_rescale_iter",       AT(last_rescale),  FIELD_INT64,  false},
+    {"_overflows_since_rescale", AT(overflows),     FIELD_INT64,  false},
+    {NULL,                       0,                 FIELD_DOUBLE, false},
 };
 
 /* vars() of DeepSpeed's scaler; its FP16_Optimizer saves the first five. */
 static const field deepspeed_layout[] = {
-    {"cur_scale",                FIELD_DOUBLE, AT(scale),                   true },
-    {"cur_iter",                 FIELD_INT64,  AT(iter),                    false},
-    {"last_overflow_iter",       FIELD_INT64,  AT(last_overflow),           false},
-    {"scale_factor",             FIELD_DOUBLE, AT(config.growth_factor),    false},
-    {"scale_window",             FIELD_INT64,  AT(config.growth_interval),  false},
-    {"min_scale",                FIELD_DOUBLE, AT(config.floor),            false},
-    {"delayed_shift",            FIELD_INT64,  AT(config.hysteresis),       false},
-    {"cur_hysteresis",           FIELD_INT64,  AT(hysteresis),              false},
-    {"consecutive_hysteresis",   FIELD_BOOL,   AT(config.refill_each_step), false},
-    {"raise_error_at_min_scale", FIELD_BOOL,   AT(config.stop_at_floor),    false},
-    {"dynamic",                  FIELD_BOOL,   AT(config.dynamic),          false},
-    {NULL,                       FIELD_DOUBLE, 0,                           false},
+    {"cur_scale",                AT(scale),                   FIELD_DOUBLE, true },
+    {"cur_iter",                 AT(iter),                    FIELD_INT64,  false},
+    {"last_overflow_iter",       AT(last_overflow),           FIELD_INT64,  false},
+    {"scale_factor",             AT(config.growth_factor),    FIELD_DOUBLE, false},
+    {"scale_window",             AT(config.growth_interval),  FIELD_INT64,  false},
+    {"min_scale",                AT(config.floor),            FIELD_DOUBLE, false},
+    {"delayed_shift",            AT(config.hysteresis),       FIELD_INT64,  false},
+    {"cur_hysteresis",           AT(hysteresis),              FIELD_INT64,  false},
+    {"consecutive_hysteresis",   AT(config.refill_each_step), FIELD_BOOL,   false},
+    {"raise_error_at_min_scale", AT(config.stop_at_floor),    FIELD_BOOL,   false},
+    {"dynamic",                  AT(config.dynamic),          FIELD_BOOL,   false},
+    {NULL,                       0,                           FIELD_DOUBLE, false},
 };
 
 static const field *const layouts[CT_SCALER_DIALECT_COUNT] = {
@@ -62,17 +62,21 @@ static PyObject *
 field_value(const ct_scaler *scaler, const field *f)
 {
     const char *at = (const char *)scaler + f->offset;
+    double number;
+    int64_t whole = ct_scaler_clean_steps(scaler);
     switch (f->kind) {
     case FIELD_DOUBLE:
-        return PyFloat_FromDouble(*(const double *)(const void *)at);
-    case FIELD_INT64:
-        return PyLong_FromLongLong(*(const int64_t *)(const void *)at);
+        memcpy(&number, at, sizeof number);
+        return PyFloat_FromDouble(number);
     case FIELD_BOOL:
         return PyBool_FromLong(*(const bool *)at);
+    case FIELD_INT64:
+        memcpy(&whole, at, sizeof whole);
+        break;
     case FIELD_CLEAN_STEPS:
         break;
     }
-    return PyLong_FromLongLong(ct_scaler_clean_steps(scaler));
+    return PyLong_FromLongLong(whole);
 }
 
 const char LossScaler_state_dict_doc[] =
@@ -127,7 +131,7 @@ take_value(ct_scaler *scaler, const field *f, PyObject *value)
     char *at = (char *)scaler + f->offset;
     if (f->kind == FIELD_DOUBLE) {
         double number = PyFloat_AsDouble(value);
-        *(double *)(void *)at = number;
+        memcpy(at, &number, sizeof number);
         return number == -1.0 && PyErr_Occurred() ? -1 : 0;
     }
     if (f->kind == FIELD_BOOL) {
@@ -135,14 +139,14 @@ take_value(ct_scaler *scaler, const field *f, PyObject *value)
         *(bool *)at = truth > 0;
         return truth < 0 ? -1 : 0;
     }
-    long long number = PyLong_AsLongLong(value);
-    if (number == -1 && PyErr_Occurred()) {
+    int64_t whole = PyLong_AsLongLong(value);
+    if (whole == -1 && PyErr_Occurred()) {
         return -1;
     }
     if (f->kind == FIELD_CLEAN_STEPS) {
-        return take_clean_steps(scaler, number);
+        return take_clean_steps(scaler, whole);
     }
-    *(int64_t *)(void *)at = number;
+    memcpy(at, &whole, sizeof whole);
     return 0;
 }
 

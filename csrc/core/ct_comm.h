@@ -1,7 +1,8 @@
 /* The communicator table: collectives of a group of ranks.
  *
  * The one table whose entries may re-enter Python. The step engine is written against
- * the table; ct_comm_self, a group of one rank, is the backend that needs nobody. */
+ * the table; ct_comm_self, a group of one rank, is the backend that needs nobody, and
+ * ct_comm_local.h has one whose ranks are threads. */
 #ifndef CT_COMM_H
 #define CT_COMM_H
 

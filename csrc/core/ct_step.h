@@ -8,6 +8,7 @@
 #ifndef CT_STEP_H
 #define CT_STEP_H
 
+#include "core/ct_comm.h"
 #include "core/ct_optim.h"
 
 #ifdef __cplusplus
@@ -24,18 +25,25 @@ typedef struct ct_step_config {
     double max_norm; /* clip to this L2 norm; 0 or Inf: no clipping; < 0 is refused */
     ct_nonfinite nonfinite;
     bool zero_grads;
+    ct_comm *comm;    /* ranks that step together, or NULL: this one alone; its
+                         collectives take host memory */
+    bool global_norm; /* the norm is that of all ranks' gradients, as where each holds
+                         a shard of them; else each rank has its own */
 } ct_step_config;
 
 typedef struct ct_step_result {
     double grad_norm; /* after unscaling, before clipping */
     double clip_coef; /* 1 where nothing was clipped */
-    bool finite;
-    bool updated; /* false when the step was skipped */
+    bool finite;      /* on all ranks */
+    bool updated;     /* false when the step was skipped */
 } ct_step_result;
 
 /* Fills in grad_norm, clip_coef and finite. loss_scale is what the loss was multiplied
  * by (1 without scaling; > 0). The coefficient is max_norm / (norm + 1e-6), at most 1,
- * as torch.nn.utils.clip_grad_norm_ has it. */
+ * as torch.nn.utils.clip_grad_norm_ has it.
+ *
+ * With config->comm it is a collective: `finite` is the same on every rank, so all
+ * update or none, and loss scalers that are told of it stay equal. */
 CT_NODISCARD ct_status ct_step_measure(ct_optim *optim, void *stream,
                                        const ct_step_config *config, double loss_scale,
                                        ct_step_result *result, ct_error *err);

@@ -1,8 +1,16 @@
+#define _POSIX_C_SOURCE 200809L
 #include "core/ct_alloc.h"
-#include "core/ct_comm.h"
+#include "core/ct_comm_local.h"
+#include "ct_random.h"
+#include "ct_ranks.h"
 #include "ct_test.h"
 
+#include <math.h>
 #include <string.h>
+#include <time.h>
+
+/* ---- one rank ----------------------------------------------------------------------
+ */
 
 static void
 test_a_group_of_one_is_rank_zero_of_one(void)
@@ -73,6 +81,241 @@ test_no_memory_gives_no_group(void)
     ct_alloc_fail_after(0);
 }
 
+/* ---- ranks that are threads --------------------------------------------------------
+ */
+
+static void
+all_reduce_values(ct_comm *comm, void *arg)
+{
+    static const size_t lengths[] = {0, 1, 3, 4, 10, 1001};
+    (void)arg;
+    for (size_t k = 0; k < 6; k++) {
+        float values[1001];
+        for (size_t i = 0; i < lengths[k]; i++) {
+            values[i] = (float)(i + 1) * (float)(comm->rank + 1);
+        }
+        const ct_span span = {values, lengths[k], CT_F32};
+        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
+        for (size_t i = 0; i < lengths[k]; i++) {
+            CHECK(values[i] == (float)(i + 1) * 10.0f); /* 1 + 2 + 3 + 4 */
+        }
+    }
+}
+
+static void
+test_every_rank_gets_the_sum(void)
+{
+    run_ranks(4, 60.0, all_reduce_values, NULL);
+}
+
+/* The order of ranks shows: 1e16 + 1 is 1e16. */
+static void
+sum_in_order(ct_comm *comm, void *arg)
+{
+    static const double of_rank[] = {1e16, 1.0, -1e16, 1.0};
+    (void)arg;
+    for (int i = 0; i < 200; i++) {
+        double value = of_rank[comm->rank];
+        const ct_span span = {&value, 1, CT_F64};
+        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
+        CHECK(value == 1.0);
+    }
+}
+
+static void
+test_ranks_are_added_in_order_whoever_comes_first(void)
+{
+    run_ranks(4, 60.0, sum_in_order, NULL);
+}
+
+static void
+gather_and_scatter(ct_comm *comm, void *arg)
+{
+    const int rank = comm->rank;
+    int32_t all[6] = {0}, mine[2] = {10 * rank, 10 * rank + 1}, sum[2] = {0};
+    const ct_span whole = {all, 6, CT_I32}, part = {mine, 2, CT_I32};
+    const ct_span own = {&all[2 * rank], 2, CT_I32}, out = {sum, 2, CT_I32};
+    (void)arg;
+    CHECK(comm->ops->all_gather(comm, &whole, &part, NULL) == CT_OK);
+    for (int r = 0; r < 3; r++) {
+        CHECK(all[2 * r] == 10 * r && all[2 * r + 1] == 10 * r + 1);
+    }
+    CHECK(comm->ops->reduce_scatter(comm, &out, &whole, CT_REDUCE_SUM, NULL) == CT_OK);
+    CHECK(sum[0] == 30 * rank && sum[1] == 30 * rank + 3);
+    /* in place: a rank's part lies within its whole */
+    CHECK(comm->ops->reduce_scatter(comm, &own, &whole, CT_REDUCE_MAX, NULL) == CT_OK);
+    CHECK(comm->ops->all_gather(comm, &whole, &own, NULL) == CT_OK);
+    CHECK(all[4] == 20 && all[5] == 21 && all[0] == 0);
+}
+
+static void
+test_gather_and_scatter_are_in_rank_order(void)
+{
+    run_ranks(3, 60.0, gather_and_scatter, NULL);
+}
+
+static void
+broadcast_from_each(ct_comm *comm, void *arg)
+{
+    (void)arg;
+    for (int root = 0; root < comm->world_size; root++) {
+        double values[2] = {comm->rank, -comm->rank};
+        const ct_span span = {values, 2, CT_F64};
+        CHECK(comm->ops->broadcast(comm, &span, root, NULL) == CT_OK);
+        CHECK(values[0] == root && values[1] == -root);
+        CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+    }
+}
+
+static void
+test_a_broadcast_is_the_roots(void)
+{
+    run_ranks(4, 60.0, broadcast_from_each, NULL);
+}
+
+/* All ranks draw the same collectives, and some dawdle. */
+static void
+draw_collectives(ct_comm *comm, void *arg)
+{
+    ct_random shared = {7}, own = {(uint64_t)comm->rank + 1};
+    (void)arg;
+    for (int i = 0; i < 400; i++) {
+        double all[32], part[8];
+        const size_t n = 1 + ct_random_below(&shared, 8);
+        const size_t ranks = (size_t)comm->world_size;
+        const ct_span whole = {all, n * ranks, CT_F64}, piece = {part, n, CT_F64};
+        for (size_t k = 0; k < n * ranks; k++) {
+            all[k] = comm->rank;
+        }
+        if (ct_random_below(&own, 16) == 0) {
+            const struct timespec while_ = {0, 50000};
+            (void)nanosleep(&while_, NULL);
+        }
+        switch (ct_random_below(&shared, 3)) {
+        case 0:
+            CHECK(comm->ops->all_reduce(comm, &whole, CT_REDUCE_MEAN, NULL) == CT_OK);
+            CHECK(all[0] == 1.5 && all[n * ranks - 1] == 1.5);
+            break;
+        case 1:
+            CHECK(comm->ops->reduce_scatter(comm, &piece, &whole, CT_REDUCE_SUM,
+                                            NULL) == CT_OK);
+            CHECK(part[0] == 6.0 && part[n - 1] == 6.0);
+            break;
+        default:
+            part[0] = part[n - 1] = comm->rank;
+            CHECK(comm->ops->all_gather(comm, &whole, &piece, NULL) == CT_OK);
+            CHECK(all[0] == 0.0 && all[n * ranks - 1] == 3.0);
+        }
+    }
+}
+
+static void
+test_many_collectives_in_a_row(void)
+{
+    run_ranks(4, 60.0, draw_collectives, NULL);
+}
+
+static void
+call_differently(ct_comm *comm, void *arg)
+{
+    ct_error err;
+    double value = 1.0;
+    const ct_span one = {&value, 1, CT_F64}, none = {&value, 0, CT_F64};
+    (void)arg;
+    CHECK((comm->rank == 2
+               ? comm->ops->barrier(comm, &err)
+               : comm->ops->all_reduce(comm, &one, CT_REDUCE_SUM, &err)) == CT_EINVAL);
+    CHECK(strstr(err.message, "rank 0 called all_reduce of 1 float64") != NULL);
+    CHECK(strstr(err.message, "rank 2 barrier") != NULL);
+    CHECK(comm->ops->all_reduce(comm, comm->rank == 1 ? &none : &one, CT_REDUCE_SUM,
+                                &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "rank 1 all_reduce of 0 float64") != NULL);
+    CHECK(comm->ops->all_gather(comm, &one, &one, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "all_gather over 3 ranks needs 3 times") != NULL);
+    CHECK(comm->ops->reduce_scatter(comm, &one, &one, CT_REDUCE_SUM, &err) ==
+          CT_EINVAL);
+    CHECK(comm->ops->broadcast(comm, &one, 3, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "root must be in [0, 3), got 3") != NULL);
+    CHECK(value == 1.0);
+    CHECK(comm->ops->all_reduce(comm, &one, CT_REDUCE_SUM, &err) == CT_OK);
+    CHECK(value == 3.0);
+}
+
+static void
+test_ranks_that_disagree_are_all_refused_and_may_go_on(void)
+{
+    run_ranks(3, 60.0, call_differently, NULL);
+}
+
+static void
+leave_early(ct_comm *comm, void *arg)
+{
+    ct_error err;
+    char expected[80];
+    float value = 1.0f;
+    const ct_span span = {&value, 1, CT_F32};
+    (void)arg;
+    CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+    if (comm->rank == 2) {
+        return; /* as a rank does whose own work failed */
+    }
+    (void)snprintf(expected, sizeof expected,
+                   "all_reduce on rank %d of 4: rank 2 has left the group", comm->rank);
+    for (int i = 0; i < 2; i++) {
+        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+        CHECK(strcmp(err.message, expected) == 0 && value == 1.0f);
+    }
+}
+
+static void
+test_a_rank_that_leaves_makes_the_others_fail(void)
+{
+    run_ranks(4, 60.0, leave_early, NULL);
+}
+
+static void
+come_late(ct_comm *comm, void *arg)
+{
+    ct_error err;
+    (void)arg;
+    if (comm->rank == 1) {
+        const struct timespec longer = {0, 300000000};
+        (void)nanosleep(&longer, NULL);
+    }
+    CHECK(comm->ops->barrier(comm, &err) == CT_ECOMM);
+    CHECK(strstr(err.message, "barrier on rank ") == err.message);
+    CHECK(strstr(err.message, "rank 1 did not come within 0.05 seconds") != NULL);
+}
+
+static void
+test_a_rank_that_does_not_come_in_time_breaks_the_group(void)
+{
+    run_ranks(3, 0.05, come_late, NULL);
+}
+
+static void
+test_no_group_of_threads_without_ranks_time_or_memory(void)
+{
+    ct_comm *comms[2] = {NULL, NULL};
+    ct_error err;
+    static const double bad_times[] = {0.0, -1.0, INFINITY, NAN};
+    CHECK(ct_comm_local_new(comms, 0, 1.0, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "world_size") == err.message);
+    for (int i = 0; i < 4; i++) {
+        CHECK(ct_comm_local_new(comms, 2, bad_times[i], &err) == CT_EINVAL);
+        CHECK(strstr(err.message, "timeout_seconds") == err.message);
+    }
+    for (size_t n = 1; n <= 3; n++) {
+        ct_alloc_fail_after(n);
+        CHECK(ct_comm_local_new(comms, 2, 1.0, &err) == CT_ENOMEM);
+        ct_alloc_fail_after(0);
+        CHECK(comms[0] == NULL && comms[1] == NULL);
+    }
+    CHECK(ct_comm_local_new(comms, 2, 1.0, &err) == CT_OK);
+    comms[0]->ops->free(comms[0]);
+    comms[1]->ops->free(comms[1]);
+}
+
 int
 main(void)
 {
@@ -81,5 +324,14 @@ main(void)
     test_gather_and_scatter_of_one_rank_copy();
     test_only_rank_zero_can_broadcast();
     test_no_memory_gives_no_group();
+    test_every_rank_gets_the_sum();
+    test_ranks_are_added_in_order_whoever_comes_first();
+    test_gather_and_scatter_are_in_rank_order();
+    test_a_broadcast_is_the_roots();
+    test_many_collectives_in_a_row();
+    test_ranks_that_disagree_are_all_refused_and_may_go_on();
+    test_a_rank_that_leaves_makes_the_others_fail();
+    test_a_rank_that_does_not_come_in_time_breaks_the_group();
+    test_no_group_of_threads_without_ranks_time_or_memory();
     return 0;
 }

@@ -1,0 +1,136 @@
+#include "core/ct_reduce.h"
+#include "ct_kernels.h"
+#include "ct_test.h"
+
+#include <math.h>
+#include <stdint.h>
+
+static double
+reduced(ct_dtype dtype, const double *values, size_t n_in, ct_reduce_op op)
+{
+    double cells[4] = {0}, out = 0;
+    const void *in[4];
+    for (size_t r = 0; r < n_in; r++) {
+        ct_store(dtype, &cells[r], 0, values[r]);
+        in[r] = &cells[r];
+    }
+    ct_reduce(&out, in, n_in, 1, dtype, op);
+    return ct_load(dtype, &out, 0);
+}
+
+static void
+test_floats_of_every_width(void)
+{
+    static const ct_dtype dtypes[] = {CT_F32, CT_F64, CT_BF16, CT_F16};
+    static const double values[] = {1.0, -2.0, 5.0, 2.0};
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(reduced(dtypes[i], values, 4, CT_REDUCE_SUM) == 6.0);
+        CHECK(reduced(dtypes[i], values, 4, CT_REDUCE_MEAN) == 1.5);
+        CHECK(reduced(dtypes[i], values, 4, CT_REDUCE_MAX) == 5.0);
+        CHECK(reduced(dtypes[i], values, 4, CT_REDUCE_MIN) == -2.0);
+        CHECK(reduced(dtypes[i], values, 1, CT_REDUCE_MEAN) == 1.0);
+    }
+}
+
+static void
+test_floats_are_added_in_order_in_double_and_rounded_once(void)
+{
+    static const double wide[] = {1e16, 1.0, -1e16, 1.0}; /* 1e16 + 1 is 1e16 */
+    CHECK(reduced(CT_F64, wide, 4, CT_REDUCE_SUM) == 1.0);
+    static const double narrow[] = {0x1p24, 1.0, -0x1p24, 1.0};
+    CHECK(reduced(CT_F32, narrow, 4, CT_REDUCE_SUM) == 2.0);
+    static const double half[] = {2048.0, 1.0, 1.0, 1.0}; /* f16: 2 apart from 2048 */
+    CHECK(reduced(CT_F16, half, 4, CT_REDUCE_SUM) == 2052.0); /* 2051, ties to even */
+}
+
+static void
+test_a_nan_stays_wherever_it_is(void)
+{
+    double values[] = {NAN, 1.0, 2.0};
+    for (size_t at = 0; at < 3; at++) {
+        values[0] = values[1] = values[2] = 1.0;
+        values[at] = NAN;
+        CHECK(isnan(reduced(CT_F64, values, 3, CT_REDUCE_MAX)));
+        CHECK(isnan(reduced(CT_F32, values, 3, CT_REDUCE_MIN)));
+        CHECK(isnan(reduced(CT_BF16, values, 3, CT_REDUCE_SUM)));
+    }
+}
+
+#define CHECK_INTEGERS(dtype, type, sum)                                               \
+    do {                                                                               \
+        const type rows[3][2] = {                                                      \
+            {7, (type) - 1}, \
+            {1, 3         }, \
+            {2, 2         } \
+        };                                          \
+        const void *in[] = {rows[0], rows[1], rows[2]};                                \
+        type out[2];                                                                   \
+        ct_reduce(out, in, 3, 2, dtype, CT_REDUCE_SUM);                                \
+        CHECK(out[0] == 10 && out[1] == (type)(sum));                                  \
+        ct_reduce(out, in, 3, 2, dtype, CT_REDUCE_MEAN);                               \
+        CHECK(out[0] == 3 && out[1] == (type)((sum) / 3));                             \
+        ct_reduce(out, in, 3, 2, dtype, CT_REDUCE_MAX);                                \
+        CHECK(out[0] == 7 && out[1] == ((type) - 1 > 0 ? (type) - 1 : 3));             \
+        ct_reduce(out, in, 3, 2, dtype, CT_REDUCE_MIN);                                \
+        CHECK(out[0] == 1 && out[1] == ((type) - 1 > 0 ? 2 : (type) - 1));             \
+    } while (0)
+
+static void
+test_integers_of_every_width(void)
+{
+    CHECK_INTEGERS(CT_I64, int64_t, 4);
+    CHECK_INTEGERS(CT_I32, int32_t, 4);
+    CHECK_INTEGERS(CT_I16, int16_t, 4);
+    CHECK_INTEGERS(CT_I8, int8_t, 4);
+    CHECK_INTEGERS(CT_U8, uint8_t, 255 + 3 + 2);
+    const int64_t large[] = {INT64_MAX, 1};
+    const void *in[] = {&large[0], &large[1]};
+    int64_t wrapped;
+    ct_reduce(&wrapped, in, 2, 1, CT_I64, CT_REDUCE_SUM);
+    CHECK(wrapped == INT64_MIN);
+}
+
+static void
+test_bools_say_any_or_all(void)
+{
+    const bool rows[2][3] = {
+        {true, false, true },
+        {true, false, false}
+    };
+    const void *in[] = {rows[0], rows[1]};
+    static const ct_reduce_op any[] = {CT_REDUCE_SUM, CT_REDUCE_MAX};
+    static const ct_reduce_op all[] = {CT_REDUCE_MEAN, CT_REDUCE_MIN};
+    for (size_t i = 0; i < 2; i++) {
+        bool out[3];
+        ct_reduce(out, in, 2, 3, CT_BOOL, any[i]);
+        CHECK(out[0] && !out[1] && out[2]);
+        ct_reduce(out, in, 2, 3, CT_BOOL, all[i]);
+        CHECK(out[0] && !out[1] && !out[2]);
+    }
+}
+
+static void
+test_the_result_may_replace_one_of_the_rows(void)
+{
+    float rows[3][2] = {
+        {1.0f, 2.0f},
+        {3.0f, 4.0f},
+        {5.0f, 6.0f}
+    };
+    const void *in[] = {rows[0], rows[1], rows[2]};
+    ct_reduce(rows[1], in, 3, 2, CT_F32, CT_REDUCE_SUM);
+    CHECK(rows[1][0] == 9.0f && rows[1][1] == 12.0f);
+    CHECK(rows[0][0] == 1.0f && rows[2][1] == 6.0f);
+}
+
+int
+main(void)
+{
+    test_floats_of_every_width();
+    test_floats_are_added_in_order_in_double_and_rounded_once();
+    test_a_nan_stays_wherever_it_is();
+    test_integers_of_every_width();
+    test_bools_say_any_or_all();
+    test_the_result_may_replace_one_of_the_rows();
+    return 0;
+}
