@@ -38,6 +38,7 @@ _WORDS = {
     "lr_scheduler_type": SchedulerType,
     "optim": OptimizerNames,
 }
+_SCHEDULES_ON_METRIC = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 _COUNTS = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
@@ -125,8 +126,12 @@ def derive(args: TrainingArguments) -> None:
         args.do_eval = True
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
-    wants_best = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
-    if args.metric_for_best_model is None and wants_best:
+    wants_metric = (
+        args.load_best_model_at_end
+        or args.save_strategy == SaveStrategy.BEST
+        or args.lr_scheduler_type in _SCHEDULES_ON_METRIC
+    )
+    if args.metric_for_best_model is None and wants_metric:
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
@@ -158,6 +163,7 @@ def validate(args: TrainingArguments) -> None:
     """Raise ValueError for a value out of range or a contradiction."""
     _validate_numbers(args)
     _validate_steps(args)
+    _validate_schedule(args)
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
         _validate_best(args)
     for first, second in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
@@ -203,6 +209,20 @@ def _validate_steps(args: TrainingArguments) -> None:
             raise ValueError(
                 f"{kind}_strategy 'steps' needs {kind}_steps above 0, not {steps!r}"
             )
+
+
+def _validate_schedule(args: TrainingArguments) -> None:
+    on_metric = args.lr_scheduler_type in _SCHEDULES_ON_METRIC
+    if on_metric and args.eval_strategy == IntervalStrategy.NO:
+        raise ValueError(
+            f"lr_scheduler_type '{args.lr_scheduler_type}' follows a metric of the "
+            "evaluations, and eval_strategy is 'no'; set it to 'steps' or 'epoch'"
+        )
+    options = args.lr_scheduler_kwargs
+    if not (options is None or isinstance(options, dict)):
+        raise ValueError(
+            f"lr_scheduler_kwargs must be a dict, or its JSON, not {options!r}"
+        )
 
 
 def _validate_best(args: TrainingArguments) -> None:

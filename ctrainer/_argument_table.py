@@ -17,26 +17,25 @@ from typing import Any
 HONOURED = frozenset(
     """
     output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
-    lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2
-    adam_epsilon gradient_accumulation_steps max_grad_norm label_smoothing_factor bf16
-    fp16 bf16_full_eval fp16_full_eval tf32 gradient_checkpointing
-    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode
-    use_cache neftune_noise_alpha torch_empty_cache_steps logging_strategy logging_steps
-    logging_first_step logging_nan_inf_filter log_level
-    disable_tqdm report_to eval_strategy eval_steps eval_delay
-    per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
-    eval_accumulation_steps include_for_metrics batch_eval_metrics save_only_model
-    save_strategy save_steps save_total_limit enable_jit_checkpoint
-    load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-    restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu
-    dataloader_drop_last dataloader_num_workers dataloader_pin_memory
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim_args weight_decay
+    adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps max_grad_norm
+    label_smoothing_factor bf16 fp16 bf16_full_eval fp16_full_eval tf32
+    gradient_checkpointing gradient_checkpointing_kwargs torch_compile
+    torch_compile_backend torch_compile_mode use_cache neftune_noise_alpha
+    torch_empty_cache_steps logging_strategy logging_steps logging_first_step
+    logging_nan_inf_filter log_level disable_tqdm report_to eval_strategy eval_steps
+    eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start
+    eval_do_concat_batches eval_accumulation_steps include_for_metrics
+    batch_eval_metrics save_only_model save_strategy save_steps save_total_limit
+    enable_jit_checkpoint load_best_model_at_end metric_for_best_model greater_is_better
+    ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed
+    data_seed use_cpu dataloader_drop_last dataloader_num_workers dataloader_pin_memory
     dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
     label_names length_column_name skip_memory_metrics past_index logging_dir
     master_weights stochastic_rounding
     malloc_tuning async_save save_on_signal eval_loss_by_token eval_spill_bytes
-    use_legacy_prediction_loop
-    predict_with_generate generation_max_length
+    use_legacy_prediction_loop predict_with_generate generation_max_length
     generation_num_beams generation_config
     """.split()
 )
@@ -153,13 +152,6 @@ def _accelerate_accepts(config: Any) -> bool:
 
 
 LIMITED = {
-    "lr_scheduler_type": one_of(
-        "linear",
-        "cosine",
-        "constant",
-        "constant_with_warmup",
-        instead="make the scheduler and pass optimizers=(optimizer, scheduler)",
-    ),
     "optim": one_of(
         "adamw_torch",
         "adamw_torch_fused",

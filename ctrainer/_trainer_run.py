@@ -206,6 +206,12 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
         self._schedule_on_metric = self._adapter.is_metric_scheduler(self.lr_scheduler)
+        if self._schedule_on_metric and self.args.eval_strategy == "no":
+            logger.warning(
+                "%s is stepped when an evaluation ends, and eval_strategy is 'no': the "
+                "learning rate will not change.",
+                type(self.lr_scheduler).__name__,
+            )
         self._stray_parameters = self._adapter.stray_parameters(
             self.model, self.optimizer
         )

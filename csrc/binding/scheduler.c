@@ -35,73 +35,6 @@ LRScheduler_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* ---- groups ------------------------------------------------------------------------
- */
-
-/* param_groups as a new tuple of dicts: a hook cannot take one away meanwhile. */
-static PyObject *
-groups_of(PyObject *op, PyObject *optimizer)
-{
-    if (optimizer == NULL) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "LRScheduler has no optimizer: __init__ was not called");
-        return NULL;
-    }
-    PyObject *found =
-        PyObject_GetAttr(optimizer, ctpy_state_borrow(op)->str_param_groups);
-    PyObject *groups = found == NULL ? NULL : PySequence_Tuple(found);
-    Py_XDECREF(found);
-    for (Py_ssize_t g = 0; groups != NULL && g < PyTuple_GET_SIZE(groups); g++) {
-        if (!PyDict_Check(PyTuple_GET_ITEM(groups, g))) {
-            PyErr_Format(PyExc_TypeError,
-                         "param_groups[%zd] is a %.200s; expected a dict", g,
-                         Py_TYPE(PyTuple_GET_ITEM(groups, g))->tp_name);
-            Py_CLEAR(groups);
-        }
-    }
-    return groups;
-}
-
-/* group[key] as a new float object. */
-static PyObject *
-group_rate(PyObject *group, PyObject *key, Py_ssize_t g)
-{
-    PyObject *value = PyDict_GetItemWithError(group, key);
-    if (value == NULL) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_KeyError,
-                         "param_groups[%zd] has no %R: load the optimizer's state_dict "
-                         "before a scheduler that starts at last_epoch >= 0",
-                         g, key);
-        }
-        return NULL;
-    }
-    Py_INCREF(value);
-    PyObject *rate = PyNumber_Float(value);
-    Py_DECREF(value);
-    return rate;
-}
-
-/* A rate kept in a tensor is filled, so that whoever holds the tensor sees it. */
-static int
-write_rate(PyObject *op, PyObject *group, PyObject *rate)
-{
-    ctpy_state *state = ctpy_state_borrow(op);
-    PyObject *old = PyDict_GetItemWithError(group, state->str_lr);
-    if (old == NULL ? PyErr_Occurred() != NULL : PyFloat_CheckExact(old)) {
-        return old == NULL ? -1 : PyDict_SetItem(group, state->str_lr, rate);
-    }
-    PyObject *fill;
-    int tensor = old == NULL ? 0 : ctpy_lookup(old, state->str_fill_, &fill);
-    if (tensor < 1) {
-        return tensor < 0 ? -1 : PyDict_SetItem(group, state->str_lr, rate);
-    }
-    PyObject *done = PyObject_CallOneArg(fill, rate);
-    Py_DECREF(fill);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
 /* ---- stepping ----------------------------------------------------------------------
  */
 
@@ -109,7 +42,7 @@ write_rate(PyObject *op, PyObject *group, PyObject *rate)
 static PyObject *
 rates_at(const LRScheduler *self, long long epoch)
 {
-    const double factor = ct_schedule_factor(&self->schedule, epoch);
+    const double factor = ct_schedule_value(&self->schedule, epoch);
     PyObject *rates = PySequence_List(self->base_lrs);
     for (Py_ssize_t g = 0; rates != NULL && g < PyList_GET_SIZE(rates); g++) {
         double base = PyFloat_AsDouble(PyList_GET_ITEM(rates, g));
@@ -122,25 +55,6 @@ rates_at(const LRScheduler *self, long long epoch)
     return rates;
 }
 
-int
-scheduler_write_rates(PyObject *op, PyObject *rates)
-{
-    PyObject *groups = groups_of(op, ((LRScheduler *)op)->optimizer);
-    int result = groups == NULL ? -1 : 0;
-    if (result == 0 && PyTuple_GET_SIZE(groups) != PyList_GET_SIZE(rates)) {
-        PyErr_Format(PyExc_ValueError,
-                     "the optimizer has %zd groups, and had %zd when the scheduler was "
-                     "made: make a new scheduler after add_param_group()",
-                     PyTuple_GET_SIZE(groups), PyList_GET_SIZE(rates));
-        result = -1;
-    }
-    for (Py_ssize_t g = 0; result == 0 && g < PyTuple_GET_SIZE(groups); g++) {
-        result = write_rate(op, PyTuple_GET_ITEM(groups, g), PyList_GET_ITEM(rates, g));
-    }
-    Py_XDECREF(groups);
-    return result;
-}
-
 static int
 advance_to(PyObject *op, long long epoch)
 {
@@ -151,7 +65,7 @@ advance_to(PyObject *op, long long epoch)
         return -1;
     }
     PyObject *rates = rates_at(self, epoch);
-    if (rates == NULL || scheduler_write_rates(op, rates) < 0) {
+    if (rates == NULL || scheduler_write_rates(op, self->optimizer, rates, NULL) < 0) {
         Py_XDECREF(rates);
         return -1;
     }
@@ -170,19 +84,86 @@ ctpy_scheduler_step(PyObject *op)
 /* ---- making ------------------------------------------------------------------------
  */
 
+typedef struct init_arguments {
+    PyObject *optimizer, *warmup, *training, *options;
+    const char *name;
+    long long last_epoch;
+} init_arguments;
+
 static int
-parse_schedule(const char *name, ct_schedule *schedule)
+is_in(PyObject *options, const char *name)
 {
-    ct_error err;
-    schedule->kind = ct_schedule_from_name(name);
-    if (schedule->kind == CT_SCHEDULE_KIND_COUNT) {
-        PyErr_Format(PyExc_ValueError,
-                     "name is '%.100s'; expected 'constant', 'constant_with_warmup', "
-                     "'linear' or 'cosine'",
+    return PyDict_Check(options) && PyDict_GetItemString(options, name) != NULL;
+}
+
+/* Rates in the options of "polynomial" and the like are told in those of the optimizer:
+ * the factor is what they are of its default. */
+static int
+take_default_rate(PyObject *op, ct_schedule *schedule, const init_arguments *a)
+{
+    const int i = ct_schedule_find(schedule, "lr_init");
+    PyObject *defaults, *rate;
+    int found;
+    if (!ct_schedule_takes(schedule, (size_t)i)) {
+        return 0;
+    }
+    if (is_in(a->options, "lr_init")) {
+        PyErr_SetString(PyExc_ValueError, "lr_init is no option of a scheduler: it is "
+                                          "the optimizer's defaults['lr']");
+        return -1;
+    }
+    found = ctpy_lookup(a->optimizer, ctpy_state_borrow(op)->str_defaults, &defaults);
+    if (found < 1) {
+        return found;
+    }
+    rate = PyMapping_GetItemString(defaults, "lr");
+    Py_DECREF(defaults);
+    found = rate == NULL      ? -1
+            : rate == Py_None ? 0
+                              : ctpy_schedule_set_option(schedule, "lr_init", rate);
+    Py_XDECREF(rate);
+    return found;
+}
+
+/* A count of steps that get_scheduler is always given: kinds that do not read it pass
+ * it over, as transformers' do. */
+static int
+take_steps(ct_schedule *schedule, const char *name, PyObject *steps,
+           const init_arguments *a)
+{
+    const int i = ct_schedule_find(schedule, name);
+    if (steps == Py_None || !ct_schedule_takes(schedule, (size_t)i)) {
+        return 0;
+    }
+    if (is_in(a->options, name)) {
+        PyErr_Format(PyExc_ValueError, "%s is given twice: by itself and in options",
                      name);
         return -1;
     }
-    return ct_schedule_check(schedule, &err) == CT_OK ? 0 : ctpy_raise_int(&err);
+    return ctpy_schedule_set_option(schedule, name, steps);
+}
+
+static int
+make_schedule(PyObject *op, ct_schedule *schedule, const init_arguments *a)
+{
+    ct_error err;
+    if (ct_schedule_init(schedule, a->name, &err) != CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    if (ct_schedule_prefix(schedule)[0] != '\0') {
+        PyErr_Format(PyExc_ValueError,
+                     "name is '%.100s', which gives a rate; expected one of "
+                     "transformers' schedules, which give a factor",
+                     a->name);
+        return -1;
+    }
+    if (take_default_rate(op, schedule, a) < 0 ||
+        take_steps(schedule, "num_warmup_steps", a->warmup, a) < 0 ||
+        take_steps(schedule, "num_training_steps", a->training, a) < 0 ||
+        ctpy_schedule_set_options(schedule, a->options) < 0) {
+        return -1;
+    }
+    return ct_schedule_finish(schedule, &err) == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
 /* The groups' initial rates as a new list of floats. From the start they are the
@@ -191,16 +172,16 @@ static PyObject *
 initial_rates(PyObject *op, PyObject *optimizer, long long last_epoch)
 {
     ctpy_state *state = ctpy_state_borrow(op);
-    PyObject *groups = groups_of(op, optimizer), *rates = NULL;
+    PyObject *groups = scheduler_groups(op, optimizer), *rates = NULL;
     if (groups != NULL) {
         rates = PyList_New(PyTuple_GET_SIZE(groups));
     }
     for (Py_ssize_t g = 0; rates != NULL && g < PyTuple_GET_SIZE(groups); g++) {
-        PyObject *group = PyTuple_GET_ITEM(groups, g);
-        PyObject *rate = last_epoch == -1 ? group_rate(group, state->str_lr, g)
-                                          : group_rate(group, state->str_initial_lr, g);
+        PyObject *rate = scheduler_group_rate(
+            groups, g, last_epoch == -1 ? state->str_lr : state->str_initial_lr);
         if (rate != NULL && last_epoch == -1) {
-            PyObject *kept = PyDict_SetDefault(group, state->str_initial_lr, rate);
+            PyObject *kept = PyDict_SetDefault(PyTuple_GET_ITEM(groups, g),
+                                               state->str_initial_lr, rate);
             Py_SETREF(rate, kept == NULL ? NULL : PyNumber_Float(kept));
         }
         if (rate == NULL) {
@@ -217,37 +198,34 @@ static int
 LRScheduler_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {
-        "optimizer",  "name", "num_warmup_steps", "num_training_steps", "num_cycles",
+        "optimizer",  "name", "num_warmup_steps", "num_training_steps", "options",
         "last_epoch", NULL};
     LRScheduler *self = (LRScheduler *)op;
-    ct_schedule schedule = {.num_cycles = 0.5};
-    PyObject *optimizer;
-    const char *name;
-    long long warmup = 0, training = 0, last_epoch = -1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Os|LLdL:LRScheduler", names,
-                                     &optimizer, &name, &warmup, &training,
-                                     &schedule.num_cycles, &last_epoch)) {
+    init_arguments a = {
+        .warmup = Py_None, .training = Py_None, .options = Py_None, .last_epoch = -1};
+    ct_schedule schedule;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Os|OOOL:LRScheduler", names,
+                                     &a.optimizer, &a.name, &a.warmup, &a.training,
+                                     &a.options, &a.last_epoch)) {
         return -1;
     }
-    schedule.num_warmup_steps = warmup;
-    schedule.num_training_steps = training;
-    if (last_epoch < -1) {
+    if (a.last_epoch < -1) {
         PyErr_Format(PyExc_ValueError, "last_epoch must be >= -1, got %lld",
-                     last_epoch);
+                     a.last_epoch);
         return -1;
     }
-    if (parse_schedule(name, &schedule) < 0) {
+    if (make_schedule(op, &schedule, &a) < 0) {
         return -1;
     }
-    PyObject *rates = initial_rates(op, optimizer, last_epoch);
+    PyObject *rates = initial_rates(op, a.optimizer, a.last_epoch);
     if (rates == NULL) {
         return -1;
     }
-    Py_XSETREF(self->optimizer, Py_NewRef(optimizer));
+    Py_XSETREF(self->optimizer, Py_NewRef(a.optimizer));
     Py_XSETREF(self->base_lrs, rates);
     self->schedule = schedule;
     self->step_count = 0;
-    return advance_to(op, last_epoch + 1);
+    return advance_to(op, a.last_epoch + 1);
 }
 
 /* ---- methods -----------------------------------------------------------------------
@@ -277,14 +255,18 @@ LRScheduler_get_last_lr(PyObject *op, PyObject *Py_UNUSED(unused))
 }
 
 static PyMethodDef LRScheduler_methods[] = {
-    {"step",            LRScheduler_step,            METH_NOARGS, step_doc                  },
-    {"get_last_lr",     LRScheduler_get_last_lr,     METH_NOARGS, get_last_lr_doc           },
-    {"state_dict",      LRScheduler_state_dict,      METH_NOARGS, LRScheduler_state_dict_doc},
-    {"load_state_dict", LRScheduler_load_state_dict, METH_O,
-     LRScheduler_load_state_dict_doc                                                        },
-    {"__setstate__",    LRScheduler_setstate,        METH_O,      LRScheduler_setstate_doc  },
-    {"__reduce__",      LRScheduler_reduce,          METH_NOARGS, LRScheduler_reduce_doc    },
-    {NULL,              NULL,                        0,           NULL                      },
+    SCHEDULER_METHOD("step", LRScheduler_step, METH_NOARGS, step_doc),
+    SCHEDULER_METHOD("get_last_lr", LRScheduler_get_last_lr, METH_NOARGS,
+                     get_last_lr_doc),
+    SCHEDULER_METHOD("state_dict", LRScheduler_state_dict, METH_NOARGS,
+                     LRScheduler_state_dict_doc),
+    SCHEDULER_METHOD("load_state_dict", LRScheduler_load_state_dict, METH_O,
+                     LRScheduler_load_state_dict_doc),
+    SCHEDULER_METHOD("__setstate__", LRScheduler_setstate, METH_O,
+                     LRScheduler_setstate_doc),
+    SCHEDULER_METHOD("__reduce__", LRScheduler_reduce, METH_NOARGS,
+                     LRScheduler_reduce_doc),
+    {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef LRScheduler_members[] = {
@@ -299,12 +281,14 @@ static PyMemberDef LRScheduler_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-PyDoc_STRVAR(LRScheduler_doc,
-             "LRScheduler(optimizer, name, num_warmup_steps=0, num_training_steps=0,\n"
-             "            num_cycles=0.5, last_epoch=-1)\n--\n\n"
-             "Learning-rate schedule: 'constant', 'constant_with_warmup', 'linear', "
-             "'cosine'.\n\n"
-             "The rates of transformers.get_scheduler(name), with torch's protocol.");
+PyDoc_STRVAR(
+    LRScheduler_doc,
+    "LRScheduler(optimizer, name, num_warmup_steps=None,\n"
+    "            num_training_steps=None, options=None, last_epoch=-1)\n--\n\n"
+    "One of transformers' learning-rate schedules, with torch's protocol.\n\n"
+    "name and options, a dict, are those of transformers.get_scheduler. Steps\n"
+    "that the schedule does not read are passed over; those that it needs and\n"
+    "an option that it does not have raise ValueError.");
 
 static PyType_Slot LRScheduler_slots[] = {
     {Py_tp_doc,      (void *)LRScheduler_doc},

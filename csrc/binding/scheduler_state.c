@@ -1,6 +1,23 @@
 /* The scheduler's state_dict, interchangeable with that of torch's LambdaLR. */
 #include "binding/scheduler.h"
 
+#include <string.h>
+
+static const scheduler_field counts[] = {
+    {"last_epoch", FIELD_INTEGER, offsetof(LRScheduler, last_epoch), NULL},
+    {"_step_count", FIELD_INTEGER, offsetof(LRScheduler, step_count), NULL},
+    {NULL, FIELD_INTEGER, 0, NULL},
+};
+
+/* torch keeps None for a function and the attributes of anything else that is called:
+ * transformers' constant schedule is a function, and the rest are partial objects. */
+static int
+is_function(const LRScheduler *self)
+{
+    return self->schedule.kind != NULL &&
+           strcmp(ct_schedule_name(&self->schedule), "constant") == 0;
+}
+
 const char LRScheduler_state_dict_doc[] =
     "state_dict($self, /)\n--\n\n"
     "Return what torch's LambdaLR would: counts and rates, not the optimizer.";
@@ -9,7 +26,7 @@ PyObject *
 LRScheduler_state_dict(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     LRScheduler *self = (LRScheduler *)op;
-    const int constant = self->schedule.kind == CT_SCHEDULE_CONSTANT;
+    const int constant = is_function(self);
     PyObject *none = PyList_New(0), *lambdas = PyList_New(0), *result = NULL;
     PyObject *base = self->base_lrs == NULL ? none : self->base_lrs;
     PyObject *last = self->last_lr == NULL ? none : self->last_lr;
@@ -21,45 +38,14 @@ LRScheduler_state_dict(PyObject *op, PyObject *Py_UNUSED(unused))
     }
     if (n >= 0) {
         result = Py_BuildValue("{sNsLsLsOsOsNsO}", "base_lrs", PySequence_List(base),
-                               "last_epoch", self->last_epoch, "_step_count",
-                               self->step_count, "_is_initial", Py_False,
+                               "last_epoch", (long long)self->last_epoch, "_step_count",
+                               (long long)self->step_count, "_is_initial", Py_False,
                                "_get_lr_called_within_step", Py_False, "_last_lr",
                                PySequence_List(last), "lr_lambdas", lambdas);
     }
     Py_XDECREF(lambdas);
     Py_XDECREF(none);
     return result;
-}
-
-/* state[key] as a new list of floats, one for each of n groups. */
-static PyObject *
-state_rates(PyObject *state, const char *key, Py_ssize_t n)
-{
-    PyObject *found = PyMapping_GetItemString(state, key);
-    PyObject *rates = found == NULL ? NULL : PySequence_List(found);
-    Py_XDECREF(found);
-    if (rates != NULL && PyList_GET_SIZE(rates) != n) {
-        PyErr_Format(PyExc_ValueError,
-                     "state_dict['%s'] has %zd rates; the optimizer has %zd groups",
-                     key, PyList_GET_SIZE(rates), n);
-        Py_CLEAR(rates);
-    }
-    for (Py_ssize_t g = 0; rates != NULL && g < n; g++) {
-        PyObject *rate = PyNumber_Float(PyList_GET_ITEM(rates, g));
-        if (rate == NULL || PyList_SetItem(rates, g, rate) < 0) {
-            Py_CLEAR(rates);
-        }
-    }
-    return rates;
-}
-
-static int
-state_integer(PyObject *state, const char *key, long long *value)
-{
-    PyObject *found = PyMapping_GetItemString(state, key);
-    *value = found == NULL ? -1 : PyLong_AsLongLong(found);
-    Py_XDECREF(found);
-    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* transformers' schedules keep nothing in lr_lambdas: each entry is None or {}. */
@@ -93,22 +79,20 @@ const char LRScheduler_load_state_dict_doc[] =
 PyObject *
 LRScheduler_load_state_dict(PyObject *op, PyObject *state)
 {
-    LRScheduler *self = (LRScheduler *)op;
-    long long last_epoch, step_count;
+    LRScheduler *self = (LRScheduler *)op, loaded;
     Py_ssize_t n = self->last_lr == NULL ? 0 : PySequence_Size(self->last_lr);
-    PyObject *base = n < 0 ? NULL : state_rates(state, "base_lrs", n);
-    PyObject *last = base == NULL ? NULL : state_rates(state, "_last_lr", n);
+    PyObject *base = n < 0 ? NULL : scheduler_state_rates(state, "base_lrs", n);
+    PyObject *last = base == NULL ? NULL : scheduler_state_rates(state, "_last_lr", n);
     if (last == NULL || refuse_lambdas(state) < 0 ||
-        state_integer(state, "last_epoch", &last_epoch) < 0 ||
-        state_integer(state, "_step_count", &step_count) < 0) {
+        scheduler_fields_load(counts, &loaded, state) < 0) {
         Py_XDECREF(last);
         Py_XDECREF(base);
         return NULL;
     }
     Py_XSETREF(self->base_lrs, base);
     Py_XSETREF(self->last_lr, last);
-    self->last_epoch = last_epoch;
-    self->step_count = step_count;
+    self->last_epoch = loaded.last_epoch;
+    self->step_count = loaded.step_count;
     Py_RETURN_NONE;
 }
 
@@ -121,7 +105,8 @@ LRScheduler_setstate(PyObject *op, PyObject *state)
 {
     PyObject *loaded = LRScheduler_load_state_dict(op, state);
     if (loaded != NULL && ((LRScheduler *)op)->last_lr != NULL &&
-        scheduler_write_rates(op, ((LRScheduler *)op)->last_lr) < 0) {
+        scheduler_write_rates(op, ((LRScheduler *)op)->optimizer,
+                              ((LRScheduler *)op)->last_lr, NULL) < 0) {
         Py_CLEAR(loaded);
     }
     return loaded;
@@ -130,17 +115,28 @@ LRScheduler_setstate(PyObject *op, PyObject *state)
 const char LRScheduler_reduce_doc[] =
     "__reduce__($self, /)\n--\n\nHelper for pickle and copy.";
 
+/* Without what the optimizer says, which it is asked for again. */
+static PyObject *
+own_options(const ct_schedule *schedule)
+{
+    PyObject *options = ctpy_schedule_options(schedule);
+    if (options != NULL && PyDict_GetItemString(options, "lr_init") != NULL &&
+        PyDict_DelItemString(options, "lr_init") < 0) {
+        Py_CLEAR(options);
+    }
+    return options;
+}
+
 PyObject *
 LRScheduler_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     LRScheduler *self = (LRScheduler *)op;
-    const ct_schedule *s = &self->schedule;
     if (self->optimizer == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "LRScheduler without an optimizer");
         return NULL;
     }
-    return Py_BuildValue("O(OsLLd)N", Py_TYPE(op), self->optimizer,
-                         ct_schedule_name(s->kind), (long long)s->num_warmup_steps,
-                         (long long)s->num_training_steps, s->num_cycles,
+    return Py_BuildValue("O(OsOON)N", Py_TYPE(op), self->optimizer,
+                         ct_schedule_name(&self->schedule), Py_None, Py_None,
+                         own_options(&self->schedule),
                          LRScheduler_state_dict(op, NULL));
 }

@@ -1,86 +1,224 @@
 #include "core/ct_schedule.h"
 
-#include <inttypes.h>
+#include "core/ct_schedule_family.h"
+
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
-static const double PI = 3.141592653589793;
+static const double MOST_EXACT = 9007199254740992.0; /* 2^53 */
 
-static const char *const names[CT_SCHEDULE_KIND_COUNT] = {
-    [CT_SCHEDULE_CONSTANT] = "constant",
-    [CT_SCHEDULE_CONSTANT_WITH_WARMUP] = "constant_with_warmup",
-    [CT_SCHEDULE_LINEAR] = "linear",
-    [CT_SCHEDULE_COSINE] = "cosine",
+/* Longer prefixes first: every name begins with "". */
+static const ct_schedule_family *const families[] = {
+    &ct_schedule_transformers,
 };
+static const size_t LAST_FAMILY = sizeof families / sizeof families[0] - 1;
 
-const char *
-ct_schedule_name(ct_schedule_kind kind)
+/* ---- lists for messages --------------------------------------------------------- */
+
+typedef struct word_list {
+    char text[300];
+    size_t length;
+} word_list;
+
+static void
+word_list_add(word_list *list, const char *prefix, const char *word)
 {
-    return names[kind];
+    const char *comma = list->length == 0 ? "" : ", ";
+    const size_t room = sizeof list->text - list->length;
+    int n = snprintf(list->text + list->length, room, "%s%s%s", comma, prefix, word);
+    if (n > 0 && (size_t)n < room) {
+        list->length += (size_t)n;
+    }
 }
 
-ct_schedule_kind
-ct_schedule_from_name(const char *name)
+static ct_status
+refuse_name(const ct_schedule_family *family, const char *name, ct_error *err)
 {
-    int kind = 0;
-    while (kind < CT_SCHEDULE_KIND_COUNT && strcmp(names[kind], name) != 0) {
-        kind++;
+    word_list known = {.length = 0};
+    for (size_t k = 0; k < family->n_kinds; k++) {
+        word_list_add(&known, family->prefix, family->kinds[k].name);
     }
-    return (ct_schedule_kind)kind;
+    return ct_fail(err, CT_EINVAL, "name is '%.60s'; expected one of %s", name,
+                   known.text);
+}
+
+static ct_status
+refuse_option(const ct_schedule *schedule, const char *name, ct_error *err)
+{
+    word_list taken = {.length = 0};
+    for (size_t i = 0; i < schedule->family->n_options; i++) {
+        if (ct_schedule_takes(schedule, i)) {
+            word_list_add(&taken, "", schedule->family->options[i].name);
+        }
+    }
+    return ct_fail(err, CT_EINVAL, "schedule '%s' has no option '%.60s'; it takes %s",
+                   schedule->kind->name, name, taken.length ? taken.text : "none");
+}
+
+static ct_status
+refuse_word(const ct_schedule_option *option, const char *word, ct_error *err)
+{
+    word_list known = {.length = 0};
+    for (size_t w = 0; option->words[w] != NULL; w++) {
+        word_list_add(&known, "", option->words[w]);
+    }
+    return ct_fail(err, CT_EINVAL, "%s is '%.60s'; expected one of %s", option->name,
+                   word, known.text);
+}
+
+/* ---- kinds ------------------------------------------------------------------------
+ */
+
+static const ct_schedule_family *
+family_of(const char *name)
+{
+    size_t f = 0;
+    while (f < LAST_FAMILY &&
+           strncmp(name, families[f]->prefix, strlen(families[f]->prefix)) != 0) {
+        f++;
+    }
+    return families[f];
 }
 
 ct_status
-ct_schedule_check(const ct_schedule *schedule, ct_error *err)
+ct_schedule_init(ct_schedule *schedule, const char *name, ct_error *err)
 {
-    if ((unsigned)schedule->kind >= CT_SCHEDULE_KIND_COUNT) {
-        return ct_fail(err, CT_EINVAL, "kind must be below %d, got %d",
-                       CT_SCHEDULE_KIND_COUNT, (int)schedule->kind);
+    const ct_schedule_family *family = family_of(name);
+    const char *own = name + strlen(family->prefix);
+    size_t k = 0;
+    while (k < family->n_kinds && strcmp(family->kinds[k].name, own) != 0) {
+        k++;
     }
-    if (schedule->num_warmup_steps < 0) {
-        return ct_fail(err, CT_EINVAL, "num_warmup_steps must be >= 0, got %" PRId64,
-                       schedule->num_warmup_steps);
+    if (k == family->n_kinds) {
+        return refuse_name(family, name, err);
     }
-    if (schedule->num_training_steps < 0) {
-        return ct_fail(err, CT_EINVAL, "num_training_steps must be >= 0, got %" PRId64,
-                       schedule->num_training_steps);
-    }
-    if (!isfinite(schedule->num_cycles)) {
-        return ct_fail(err, CT_EINVAL, "num_cycles must be finite, got %g",
-                       schedule->num_cycles);
+    schedule->family = family;
+    schedule->kind = &family->kinds[k];
+    for (size_t i = 0; i < CT_SCHEDULE_SLOTS; i++) {
+        schedule->slots[i] =
+            i < family->n_options ? family->options[i].initial : (double)NAN;
     }
     return CT_OK;
 }
 
-/* a / max(1, b), the division that every part of the schedules is made of. */
-static double
-ratio(int64_t a, int64_t b)
+const char *
+ct_schedule_name(const ct_schedule *schedule)
 {
-    return (double)a / (double)(b > 1 ? b : 1);
+    return schedule->kind->name;
 }
 
-/* Below 0 becomes 0, as does -0, which is how Python's max(0.0, x) has it. */
-static double
-at_least_zero(double x)
+const char *
+ct_schedule_prefix(const ct_schedule *schedule)
 {
-    return x > 0.0 ? x : 0.0;
+    return schedule->family->prefix;
+}
+
+/* ---- options ----------------------------------------------------------------------
+ */
+
+const ct_schedule_option *
+ct_schedule_option_at(const ct_schedule *schedule, size_t i)
+{
+    return i < schedule->family->n_options ? &schedule->family->options[i] : NULL;
+}
+
+int
+ct_schedule_takes(const ct_schedule *schedule, size_t i)
+{
+    return (schedule->kind->takes & CT_BIT(i)) != 0;
+}
+
+int
+ct_schedule_find(const ct_schedule *schedule, const char *name)
+{
+    for (size_t i = 0; i < schedule->family->n_options; i++) {
+        if (strcmp(schedule->family->options[i].name, name) == 0) {
+            return (int)i;
+        }
+    }
+    return -1;
+}
+
+static ct_status
+check_value(const ct_schedule_option *option, double value, ct_error *err)
+{
+    const char *what = "a finite number";
+    int fits = isfinite(value) != 0;
+    if (option->form == CT_OPTION_WORD) {
+        return ct_fail(err, CT_EINVAL, "%s is a number; expected a word such as '%s'",
+                       option->name, option->words[0]);
+    }
+    if (option->form == CT_OPTION_INTEGER) {
+        what = "a whole number of at most 2**53";
+        fits = fits && floor(value) == value && fabs(value) <= MOST_EXACT;
+    }
+    else if (option->form == CT_OPTION_FLAG) {
+        what = "True or False";
+        fits = value == 0.0 || value == 1.0;
+    }
+    if (!fits) {
+        return ct_fail(err, CT_EINVAL, "%s must be %s, got %g", option->name, what,
+                       value);
+    }
+    if (option->above ? !(value > option->low) : !(value >= option->low)) {
+        return ct_fail(err, CT_EINVAL, "%s must be %s %g, got %g", option->name,
+                       option->above ? ">" : ">=", option->low, value);
+    }
+    return CT_OK;
+}
+
+ct_status
+ct_schedule_set(ct_schedule *schedule, const char *name, double value, ct_error *err)
+{
+    const int i = ct_schedule_find(schedule, name);
+    if (i < 0 || !ct_schedule_takes(schedule, (size_t)i)) {
+        return refuse_option(schedule, name, err);
+    }
+    ct_status status = check_value(&schedule->family->options[i], value, err);
+    if (status == CT_OK) {
+        schedule->slots[i] = value;
+    }
+    return status;
+}
+
+ct_status
+ct_schedule_set_word(ct_schedule *schedule, const char *name, const char *word,
+                     ct_error *err)
+{
+    const int i = ct_schedule_find(schedule, name);
+    if (i < 0 || !ct_schedule_takes(schedule, (size_t)i)) {
+        return refuse_option(schedule, name, err);
+    }
+    const ct_schedule_option *option = &schedule->family->options[i];
+    if (option->form != CT_OPTION_WORD) {
+        return ct_fail(err, CT_EINVAL, "%s is '%.60s'; expected a number", name, word);
+    }
+    for (size_t w = 0; option->words[w] != NULL; w++) {
+        if (strcmp(option->words[w], word) == 0) {
+            schedule->slots[i] = (double)w;
+            return CT_OK;
+        }
+    }
+    return refuse_word(option, word, err);
+}
+
+ct_status
+ct_schedule_finish(ct_schedule *schedule, ct_error *err)
+{
+    for (size_t i = 0; i < schedule->family->n_options; i++) {
+        if ((schedule->kind->needs & CT_BIT(i)) && isnan(schedule->slots[i])) {
+            return ct_fail(err, CT_EINVAL, "schedule '%s' needs %s, which is not given",
+                           schedule->kind->name, schedule->family->options[i].name);
+        }
+    }
+    return schedule->kind->prepare == NULL
+               ? CT_OK
+               : schedule->kind->prepare(schedule->slots, err);
 }
 
 double
-ct_schedule_factor(const ct_schedule *s, int64_t step)
+ct_schedule_value(const ct_schedule *schedule, int64_t step)
 {
-    if (s->kind == CT_SCHEDULE_CONSTANT) {
-        return 1.0;
-    }
-    if (step < s->num_warmup_steps) {
-        return ratio(step, s->num_warmup_steps);
-    }
-    if (s->kind == CT_SCHEDULE_CONSTANT_WITH_WARMUP) {
-        return 1.0;
-    }
-    const int64_t decay_steps = s->num_training_steps - s->num_warmup_steps;
-    if (s->kind == CT_SCHEDULE_LINEAR) {
-        return at_least_zero(ratio(s->num_training_steps - step, decay_steps));
-    }
-    const double progress = ratio(step - s->num_warmup_steps, decay_steps);
-    return at_least_zero(0.5 * (1.0 + cos(PI * s->num_cycles * 2.0 * progress)));
+    return schedule->kind->value(schedule->slots, (double)step);
 }

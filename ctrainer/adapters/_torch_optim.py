@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import torch
 from torch import nn
+
+from ctrainer import schedules
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -59,14 +62,18 @@ def optimizer_class(
 def make_scheduler(
     name: str, optimizer: Any, warmup: int, total: int, options: dict[str, Any]
 ) -> Any:
-    from ctrainer import optim
-
-    return optim.get_scheduler(name, optimizer, warmup, total, **options)
+    return schedules.get_scheduler(name, optimizer, warmup, total, options)
 
 
 def is_metric_scheduler(scheduler: Any) -> bool:
     """Is it stepped with an evaluation's metric instead of once an update?"""
-    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    known: list[type[Any]] = [torch.optim.lr_scheduler.ReduceLROnPlateau]
+    greedy = getattr(sys.modules.get("transformers.optimization"), "GreedyLR", None)
+    if greedy is not None:
+        known.append(greedy)
+    return schedules.is_stepped_on_metric(scheduler) or isinstance(
+        scheduler, tuple(known)
+    )
 
 
 def stray_parameters(model: nn.Module, optimizer: Any) -> bool:

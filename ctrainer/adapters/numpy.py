@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ctrainer import schedules
 from ctrainer.adapters import _numpy_batches as batches
 from ctrainer.adapters import _numpy_checkpoint as checkpoints  # noqa: F401
 from ctrainer.adapters._numpy_model import (
@@ -228,13 +229,11 @@ def optimizer_class(
 def make_scheduler(
     name: str, optimizer: Any, warmup: int, total: int, options: dict[str, Any]
 ) -> Any:
-    from ctrainer._C import LRScheduler
-
-    return LRScheduler(optimizer, name, warmup, total, **options)
+    return schedules.get_scheduler(name, optimizer, warmup, total, options)
 
 
 def is_metric_scheduler(scheduler: Any) -> bool:
-    return False
+    return schedules.is_stepped_on_metric(scheduler)
 
 
 def stray_parameters(model: Any, optimizer: Any) -> bool:

@@ -5,14 +5,12 @@ original's own layout, so state_dict() loads into the optimizer of the same name
 other way round. Parameters live on the CPU; on a GPU use torch.optim's with fused=True.
 """
 
-from ctrainer._C import LRScheduler
 from ctrainer.optim._adam import AdamW
 from ctrainer.optim._precision import Precision
-from ctrainer.optim._schedules import NATIVE_SCHEDULES, get_scheduler
 from ctrainer.optim._sgd import SGD
+from ctrainer.schedules import LRScheduler, get_scheduler
 
 __all__ = [
-    "NATIVE_SCHEDULES",
     "SGD",
     "AdamW",
     "LRScheduler",

@@ -14,18 +14,49 @@ import transformers
 from ctrainer import optim
 from ctrainer._C import LRScheduler
 
+SHAPES = ("linear", "cosine", "1-sqrt")
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("constant", {}),
+    ("constant_with_warmup", {}),
+    ("linear", {}),
+    ("cosine", {}),
+    ("cosine", {"num_cycles": 1.5}),
+    ("cosine", {"num_cycles": 0.3}),
+    ("cosine_with_restarts", {}),
+    ("cosine_with_restarts", {"num_cycles": 4}),
+    ("cosine_with_restarts", {"num_cycles": -2.5}),
+    ("polynomial", {}),
+    ("polynomial", {"power": 2.5, "lr_end": 1e-3}),
+    ("inverse_sqrt", {}),
+    ("inverse_sqrt", {"timescale": 77}),
+    ("cosine_with_min_lr", {"min_lr": 1e-3}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 1.5}),
+    ("cosine_warmup_with_min_lr", {"min_lr": 1e-3}),
+    ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1, "warmup_lr_rate": 0.05}),
+    ("warmup_stable_decay", {"num_decay_steps": 17, "num_stable_steps": 5}),
+    ("warmup_stable_decay", {"num_decay_steps": 9, "num_cycles": 1.5}),
+    *[
+        (
+            "warmup_stable_decay",
+            {
+                "num_decay_steps": 13,
+                "warmup_type": warmup,
+                "decay_type": decay,
+                "min_lr_ratio": 0.1,
+            },
+        )
+        for warmup in SHAPES
+        for decay in SHAPES
+    ],
+]
+# The warm-up is none, a part, all or more than the run; a long run; an empty one.
+RUNS = [(0, 40), (10, 40), (40, 40), (50, 40), (333, 6000), (3, 0)]
+# But for where the original divides by zero: see test_polynomial_without_a_decay.
 TABLE = [
-    ("constant", 0, 40, {}),
-    ("constant", 5, 40, {}),
-    ("constant_with_warmup", 7, 40, {}),
-    ("linear", 0, 40, {}),
-    ("linear", 10, 40, {}),
-    ("linear", 40, 40, {}),
-    ("linear", 50, 40, {}),
-    ("cosine", 0, 40, {}),
-    ("cosine", 10, 40, {}),
-    ("cosine", 3, 40, {"num_cycles": 1.5}),
-    ("cosine", 3, 40, {"num_cycles": 0.3}),
+    (name, options, warmup, training)
+    for name, options in OPTIONS
+    for warmup, training in RUNS
+    if not (name == "polynomial" and warmup == training)
 ]
 
 
@@ -40,21 +71,41 @@ def rates(opt: torch.optim.Optimizer) -> list[float]:
     return [group["lr"] for group in opt.param_groups]
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize(("name", "warmup", "training", "options"), TABLE)
+@pytest.mark.filterwarnings("ignore:Detected call of", "ignore:Both num_training")
+@pytest.mark.parametrize(("name", "options", "warmup", "training"), TABLE)
 def test_every_step_equals_transformers(
-    name: str, warmup: int, training: int, options: dict[str, Any]
+    name: str, options: dict[str, Any], warmup: int, training: int
 ) -> None:
+    """To the last bit: the operations are Python's in the same order, and cos and pow
+    are those of the C library that Python's math calls."""
     ours, theirs = optimizer(), optimizer()
     mine = optim.get_scheduler(name, ours, warmup, training, options)
     reference = transformers.get_scheduler(name, theirs, warmup, training, options)
     assert isinstance(mine, LRScheduler)
-    for _ in range(60):
-        assert rates(ours) == rates(theirs)
+    for _ in range(training + 60):
         assert mine.get_last_lr() == reference.get_last_lr()
-        assert mine.state_dict() == reference.state_dict()
         mine.step()
         reference.step()
+    assert rates(ours) == rates(theirs)
+    assert mine.state_dict() == reference.state_dict()
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+def test_pickle_keeps_the_options(name: str, options: dict[str, Any]) -> None:
+    scheduler = optim.get_scheduler(name, optimizer(), 3, 20, options)
+    twin = pickle.loads(pickle.dumps(scheduler))
+    for _ in range(30):
+        scheduler.step()
+        twin.step()
+        assert twin.get_last_lr() == scheduler.get_last_lr()
+
+
+def test_polynomial_without_a_decay_ends_at_lr_end() -> None:
+    opt = optimizer()
+    scheduler = optim.get_scheduler("polynomial", opt, 4, 4, {"lr_end": 1e-3})
+    for _ in range(4):
+        scheduler.step()
+    assert rates(opt) == [0.1 * (1e-3 / 0.1), 3e-5 * (1e-3 / 0.1)]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
@@ -106,19 +157,57 @@ def test_pickle_and_deepcopy_keep_the_position() -> None:
         assert rates(twin.optimizer) == rates(opt)
 
 
-def test_other_schedules_come_from_transformers() -> None:
-    scheduler = optim.get_scheduler("polynomial", optimizer(), 2, 20)
-    assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
+@pytest.mark.parametrize("member", transformers.SchedulerType)
+def test_transformers_enumeration_is_understood(member: Any) -> None:
+    needed = {
+        "cosine_with_min_lr": {"min_lr_rate": 0.1},
+        "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+        "warmup_stable_decay": {"num_decay_steps": 5},
+    }
+    made = optim.get_scheduler(member, optimizer(), 2, 20, needed.get(member.value))
+    assert type(made).__module__ == "ctrainer._C"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("quadratic",), "name is 'quadratic'"),
-        (("linear", -1), "num_warmup_steps"),
+        (("quadratic",), "name is 'quadratic'; expected one of constant, "),
+        (("linear",), "needs num_warmup_steps"),
+        (("cosine", 3), "needs num_training_steps"),
+        (("linear", -1, 9), "num_warmup_steps must be >= 0, got -1"),
         (("linear", 0, -1), "num_training_steps"),
-        (("cosine", 0, 1, float("inf")), "num_cycles"),
-        (("linear", 0, 1, 0.5, -2), "last_epoch"),
+        (("linear", 0, 1, {"num_cycles": 2}), "'linear' has no option 'num_cycles'"),
+        (("constant", 0, 1, {"num_cycles": 2}), "'constant' has no option"),
+        (("cosine", 0, 1, {"num_cycles": float("inf")}), "num_cycles must be a finite"),
+        (
+            ("cosine", 0, 1, {"num_cycles": "two"}),
+            "num_cycles is 'two'; expected a",
+        ),
+        (("cosine", 0, 1, {"num_warmup_steps": 2}), "num_warmup_steps is given twice"),
+        (("polynomial", 0, 9, {"lr_end": 0.2}), "lr_end must be below .* 0.1, got 0.2"),
+        (("polynomial", 0, 9, {"lr_init": 0.2}), "lr_init is no option"),
+        (("polynomial", 0, 9, {"power": -1}), "power must be >= 0"),
+        (("inverse_sqrt", 0, 9, {"timescale": 0}), "timescale must be > 0"),
+        (("cosine_with_min_lr", 0, 9), "one of min_lr and min_lr_rate"),
+        (
+            ("cosine_with_min_lr", 0, 9, {"min_lr": 1e-3, "min_lr_rate": 0.1}),
+            "both are given",
+        ),
+        (("warmup_stable_decay", 0, 9), "needs num_decay_steps"),
+        (
+            ("warmup_stable_decay", 0, None, {"num_decay_steps": 3}),
+            "num_training_steps or num_stable_steps",
+        ),
+        (
+            ("warmup_stable_decay", 0, 9, {"num_decay_steps": 3, "decay_type": "exp"}),
+            "decay_type is 'exp'; expected one of linear, cosine, 1-sqrt",
+        ),
+        (
+            ("warmup_stable_decay", 0, 9, {"num_decay_steps": 2.5}),
+            "num_decay_steps must be a whole number",
+        ),
+        (("linear", 0, 1, None, -2), "last_epoch"),
+        (("fairseq.cosine", 0, 1), "name is 'fairseq.cosine'"),
     ],
 )
 def test_bad_argument_is_named(arguments: tuple[Any, ...], message: str) -> None:
@@ -126,11 +215,31 @@ def test_bad_argument_is_named(arguments: tuple[Any, ...], message: str) -> None
         LRScheduler(optimizer(), *arguments)
 
 
-def test_missing_step_counts_are_named() -> None:
-    with pytest.raises(ValueError, match="num_warmup_steps"):
-        optim.get_scheduler("linear", optimizer(), num_training_steps=3)
-    with pytest.raises(ValueError, match="num_training_steps"):
-        optim.get_scheduler("cosine", optimizer(), num_warmup_steps=3)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_cycles": []}, "num_cycles is a list; expected a number"),
+        ({3: 1}, "the option 3 is no str"),
+        ([("num_cycles", 1)], "options is a list; expected a dict"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_named(options: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        LRScheduler(optimizer(), "cosine", 0, 9, options)
+
+
+def test_an_option_of_none_counts_as_not_given() -> None:
+    opt = optimizer()
+    optim.get_scheduler("inverse_sqrt", opt, 0, None, {"timescale": None})
+    assert rates(opt) == [0.1, 3e-5]
+
+
+def test_layerwise_optimizers_are_refused() -> None:
+    class LayerWise:
+        optimizer_dict: dict[Any, Any] = {}  # noqa: RUF012
+
+    with pytest.raises(ValueError, match="LayerWise steps one optimizer for each"):
+        optim.get_scheduler("linear", LayerWise(), 0, 9)
 
 
 def test_added_group_is_refused() -> None:

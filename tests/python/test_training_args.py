@@ -231,7 +231,6 @@ class TestTable:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("lr_scheduler_type", "polynomial"),
             ("optim", "adafactor"),
             ("train_sampling_strategy", "batch_rebalance"),
             ("accelerator_config", {"use_seedable_sampler": False}),
@@ -565,7 +564,6 @@ class TestAdopt:
         ("name", "value"),
         [
             ("optim", "adafactor"),
-            ("lr_scheduler_type", "polynomial"),
             ("debug", "underflow_overflow"),
         ],
     )

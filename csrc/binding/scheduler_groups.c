@@ -1,0 +1,151 @@
+/* Rates of an optimizer's groups, for every type of scheduler. */
+#include "binding/scheduler.h"
+
+PyObject *
+scheduler_groups(PyObject *op, PyObject *optimizer)
+{
+    if (optimizer == NULL) {
+        return PyErr_Format(PyExc_RuntimeError,
+                            "%.200s has no optimizer: __init__ was not called",
+                            Py_TYPE(op)->tp_name);
+    }
+    PyObject *found =
+        PyObject_GetAttr(optimizer, ctpy_state_borrow(op)->str_param_groups);
+    PyObject *groups = found == NULL ? NULL : PySequence_Tuple(found);
+    Py_XDECREF(found);
+    for (Py_ssize_t g = 0; groups != NULL && g < PyTuple_GET_SIZE(groups); g++) {
+        if (!PyDict_Check(PyTuple_GET_ITEM(groups, g))) {
+            PyErr_Format(PyExc_TypeError,
+                         "param_groups[%zd] is a %.200s; expected a dict", g,
+                         Py_TYPE(PyTuple_GET_ITEM(groups, g))->tp_name);
+            Py_CLEAR(groups);
+        }
+    }
+    return groups;
+}
+
+PyObject *
+scheduler_group_rate(PyObject *groups, Py_ssize_t g, PyObject *key)
+{
+    PyObject *value = PyDict_GetItemWithError(PyTuple_GET_ITEM(groups, g), key);
+    if (value == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_KeyError,
+                         "param_groups[%zd] has no %R: load the optimizer's state_dict "
+                         "before a scheduler that starts at last_epoch >= 0",
+                         g, key);
+        }
+        return NULL;
+    }
+    Py_INCREF(value);
+    PyObject *rate = PyNumber_Float(value);
+    Py_DECREF(value);
+    return rate;
+}
+
+PyObject *
+scheduler_rates(PyObject *op, PyObject *optimizer)
+{
+    PyObject *groups = scheduler_groups(op, optimizer);
+    PyObject *rates = groups == NULL ? NULL : PyList_New(PyTuple_GET_SIZE(groups));
+    for (Py_ssize_t g = 0; rates != NULL && g < PyTuple_GET_SIZE(groups); g++) {
+        PyObject *rate = scheduler_group_rate(groups, g, ctpy_state_borrow(op)->str_lr);
+        if (rate == NULL) {
+            Py_CLEAR(rates);
+            break;
+        }
+        PyList_SET_ITEM(rates, g, rate);
+    }
+    Py_XDECREF(groups);
+    return rates;
+}
+
+/* A rate kept in a tensor is filled, so that whoever holds the tensor sees it. */
+static int
+write_rate(PyObject *op, PyObject *group, PyObject *rate)
+{
+    ctpy_state *state = ctpy_state_borrow(op);
+    PyObject *old = PyDict_GetItemWithError(group, state->str_lr);
+    if (old == NULL ? PyErr_Occurred() != NULL : PyFloat_CheckExact(old)) {
+        return old == NULL ? -1 : PyDict_SetItem(group, state->str_lr, rate);
+    }
+    PyObject *fill;
+    int tensor = old == NULL ? 0 : ctpy_lookup(old, state->str_fill_, &fill);
+    if (tensor < 1) {
+        return tensor < 0 ? -1 : PyDict_SetItem(group, state->str_lr, rate);
+    }
+    PyObject *done = PyObject_CallOneArg(fill, rate);
+    Py_DECREF(fill);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+int
+scheduler_write_rates(PyObject *op, PyObject *optimizer, PyObject *rates, PyObject *old)
+{
+    PyObject *groups = scheduler_groups(op, optimizer);
+    int result = groups == NULL ? -1 : 0;
+    if (result == 0 && PyTuple_GET_SIZE(groups) != PyList_GET_SIZE(rates)) {
+        PyErr_Format(PyExc_ValueError,
+                     "the optimizer has %zd groups, and had %zd when the scheduler was "
+                     "made: make a new scheduler after add_param_group()",
+                     PyTuple_GET_SIZE(groups), PyList_GET_SIZE(rates));
+        result = -1;
+    }
+    for (Py_ssize_t g = 0; result == 0 && g < PyTuple_GET_SIZE(groups); g++) {
+        PyObject *rate = PyList_GET_ITEM(rates, g);
+        int same = old == NULL
+                       ? 0
+                       : PyObject_RichCompareBool(PyList_GET_ITEM(old, g), rate, Py_EQ);
+        result =
+            same != 0 ? -(same < 0) : write_rate(op, PyTuple_GET_ITEM(groups, g), rate);
+    }
+    Py_XDECREF(groups);
+    return result;
+}
+
+int
+scheduler_doubles(PyObject *numbers, const char *name, double *values, Py_ssize_t n)
+{
+    PyObject *list = numbers == NULL ? NULL : PySequence_Tuple(numbers);
+    int result = list == NULL ? -1 : 0;
+    if (numbers == NULL) {
+        PyErr_Format(PyExc_RuntimeError, "%s is not set: __init__ was not called",
+                     name);
+    }
+    if (result == 0 && PyTuple_GET_SIZE(list) != n) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s has %zd entries; the optimizer has %zd groups: set it, or "
+                     "make a new scheduler, after add_param_group()",
+                     name, PyTuple_GET_SIZE(list), n);
+        result = -1;
+    }
+    for (Py_ssize_t g = 0; result == 0 && g < n; g++) {
+        values[g] = PyFloat_AsDouble(PyTuple_GET_ITEM(list, g));
+        result = values[g] == -1.0 && PyErr_Occurred() ? -1 : 0;
+    }
+    Py_XDECREF(list);
+    return result;
+}
+
+PyObject *
+scheduler_limits(PyObject *limit, const char *name, Py_ssize_t n)
+{
+    const int one_each = PyList_Check(limit) || PyTuple_Check(limit);
+    PyObject *limits = one_each ? PySequence_List(limit) : PyList_New(n);
+    if (limits != NULL && PyList_GET_SIZE(limits) != n) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s has %zd entries; expected one number, or one for each of the "
+                     "optimizer's %zd groups",
+                     name, PyList_GET_SIZE(limits), n);
+        Py_CLEAR(limits);
+    }
+    for (Py_ssize_t g = 0; limits != NULL && g < n; g++) {
+        PyObject *item = one_each ? PyList_GET_ITEM(limits, g) : limit;
+        PyObject *number = PyNumber_Float(item);
+        if (number == NULL || PyList_SetItem(limits, g, number) < 0) {
+            Py_CLEAR(limits);
+        }
+    }
+    return limits;
+}
