@@ -108,4 +108,27 @@ ct_visit_float(ct_dtype dtype, Visit visit)
     }
 }
 
+/* Element i of an array of any float dtype; no warp diverges. */
+template <typename Real>
+__device__ inline Real
+ct_load_as(const void *data, ct_dtype dtype, size_t i)
+{
+    Real value = Real();
+    ct_visit_float(dtype, [&](auto tag) {
+        typedef typename decltype(tag)::type element;
+        value = (Real)ct_load(((const element *)data)[i]);
+    });
+    return value;
+}
+
+template <typename Real>
+__device__ inline void
+ct_store_as(Real value, void *data, ct_dtype dtype, size_t i)
+{
+    ct_visit_float(dtype, [&](auto tag) {
+        typedef typename decltype(tag)::type element;
+        ct_store(value, &((element *)data)[i]);
+    });
+}
+
 #endif

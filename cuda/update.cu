@@ -1,9 +1,9 @@
 /* The update on a CUDA device. Mirrors csrc/cpu/update.c. */
+#include "average.cuh"
 #include "element.cuh"
 #include "kernels.h"
 #include "launch.cuh"
 
-#include "math/ct_ema_math.h"
 #include "math/ct_philox_math.h"
 
 struct update_operand : ct_update_span {
@@ -53,29 +53,8 @@ struct update_options {
 #include "math/ct_rules.def"
 #undef CT_RULE
 
-/* ---- one element of any float dtype; no warp diverges --------------------------- */
-
-template <typename Real>
-__device__ static inline Real
-load_as(const void *data, ct_dtype dtype, size_t i)
-{
-    Real value = Real();
-    ct_visit_float(dtype, [&](auto tag) {
-        typedef typename decltype(tag)::type element;
-        value = (Real)ct_load(((const element *)data)[i]);
-    });
-    return value;
-}
-
-template <typename Real>
-__device__ static inline void
-store_as(Real value, void *data, ct_dtype dtype, size_t i)
-{
-    ct_visit_float(dtype, [&](auto tag) {
-        typedef typename decltype(tag)::type element;
-        ct_store(value, &((element *)data)[i]);
-    });
-}
+/* ---- one chunk --------------------------------------------------------------------
+ */
 
 template <typename Real>
 __device__ static inline void
@@ -89,24 +68,9 @@ put(Real value, const update_operand &operand, void *data, ct_dtype dtype, size_
             ct_bf16_from_f32_stochastic((float)value, ct_philox_half(words, number));
     }
     else {
-        store_as(value, data, dtype, i);
+        ct_store_as(value, data, dtype, i);
     }
 }
-
-__device__ static inline float
-average(const ct_ema_coef &c, float ema, float param)
-{
-    return ct_ema_apply_f32(&c, ema, param);
-}
-
-__device__ static inline double
-average(const ct_ema_coef &c, double ema, double param)
-{
-    return ct_ema_apply_f64(&c, ema, param);
-}
-
-/* ---- one chunk --------------------------------------------------------------------
- */
 
 /* Everything that may follow the rule, for element i. */
 template <typename Real>
@@ -117,10 +81,11 @@ finish(const update_operand &operand, const update_options &options, size_t i,
     if (operand.copy != NULL) {
         put(param, operand, operand.copy, operand.copy_dtype, i);
     }
-    if (operand.ema != NULL) {
-        const Real stored = load_as<Real>(operand.param, operand.dtype, i);
-        const Real ema = load_as<Real>(operand.ema, operand.ema_dtype, i);
-        store_as(average(options.ema, ema, stored), operand.ema, operand.ema_dtype, i);
+    if (operand.ema != NULL) { /* of what the model computes with */
+        const Real stored = operand.copy != NULL
+                                ? ct_load_as<Real>(operand.copy, operand.copy_dtype, i)
+                                : ct_load_as<Real>(operand.param, operand.dtype, i);
+        ct_average_element(options.ema, stored, operand.ema, operand.ema_dtype, i);
     }
 }
 
@@ -132,20 +97,20 @@ update_mixed(const update_operand &operand, const ct_cuda_range &range,
 {
     const auto c = Rule::rounded(&operand.constants, Real());
     for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
-        Real param = load_as<Real>(operand.param, operand.dtype, i);
+        Real param = ct_load_as<Real>(operand.param, operand.dtype, i);
         Real state[CT_RULE_MAX_STATES] = {};
         for (int k = 0; k < Rule::n_states; k++) {
-            state[k] = load_as<Real>(operand.state[k], operand.state_dtype, i);
+            state[k] = ct_load_as<Real>(operand.state[k], operand.state_dtype, i);
         }
-        Rule::apply(&c, load_as<Real>(operand.grad, operand.grad_dtype, i), &param,
+        Rule::apply(&c, ct_load_as<Real>(operand.grad, operand.grad_dtype, i), &param,
                     state);
         for (int k = 0; k < Rule::n_states; k++) {
-            store_as(state[k], operand.state[k], operand.state_dtype, i);
+            ct_store_as(state[k], operand.state[k], operand.state_dtype, i);
         }
         put(param, operand, operand.param, operand.dtype, i);
         finish(operand, options, i, param);
         if (options.zero_grads) {
-            store_as(Real(), operand.grad, operand.grad_dtype, i);
+            ct_store_as(Real(), operand.grad, operand.grad_dtype, i);
         }
     }
 }

@@ -18,7 +18,7 @@ extern "C" {
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 3
+#define CT_DEVICE_VERSION 4
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -41,6 +41,12 @@ typedef ct_status ct_norms_fn(void *stream, ct_scratch *scratch, const ct_span *
 
 /* Updates every span by one rule, each with its own constants. */
 typedef ct_status ct_update_fn(void *stream, const ct_update *update, ct_error *err);
+
+/* averages[i] = averages[i] * decay + values[i] * (1 - decay), for float dtypes; equal
+ * lengths, not overlapping. Computed in fp64 where the values are F64, else in fp32. */
+typedef ct_status
+ct_average_fn(void *stream, const ct_span *averages, const ct_span *values,
+              size_t n_spans, double decay, ct_error *err);
 
 /* spans[i] *= factor, for float dtypes: what clips the gradients of an optimizer that
  * is not ours. */
@@ -82,6 +88,7 @@ typedef struct ct_device {
     ct_norm_fn *norm;
     ct_norms_fn *norms;
     ct_update_fn *update;
+    ct_average_fn *average;
     ct_scale_fn *scale;
     ct_zero_fn *zero;
     ct_copy_fn *copy;

@@ -7,7 +7,7 @@
 #ifndef CT_UPDATE_H
 #define CT_UPDATE_H
 
-#include "core/ct_dtype.h"
+#include "core/ct_span.h"
 #include "core/ct_status.h"
 #include "math/ct_rules.h"
 
@@ -33,7 +33,9 @@ typedef struct ct_update_span {
     void *param;
     void *state[CT_RULE_MAX_STATES]; /* as many as the rule has */
     void *copy;                      /* gets the new parameter; or NULL */
-    void *ema; /* gets ema * ema_decay + param * (1 - ema_decay); or NULL */
+    /* gets ema * ema_decay + x * (1 - ema_decay), x being the new copy, or the new
+     * parameter where there is no copy; or NULL */
+    void *ema;
     ct_dtype dtype, grad_dtype, state_dtype, copy_dtype, ema_dtype;
     uint32_t coef; /* index into the update's list of constants */
     /* Unless NULL, what is stored as BF16 in `param` or `copy` is rounded up or down at
@@ -55,6 +57,11 @@ typedef struct ct_update {
 /* CT_EINVAL names the first span whose dtypes or arrays do not fit the rule. For the
  * kernels of every device. */
 CT_NODISCARD ct_status ct_update_check(const ct_update *update, ct_error *err);
+
+/* CT_EINVAL names the first pair that the device table's `average`
+ * cannot work on. */
+CT_NODISCARD ct_status ct_check_averages(const ct_span *averages, const ct_span *values,
+                                         size_t n_spans, ct_error *err);
 
 const char *ct_rule_name(ct_rule rule);
 size_t ct_rule_n_states(ct_rule rule);

@@ -30,6 +30,7 @@ const ct_device ct_device_cpu = {
     .norm = ct_cpu_norm,
     .norms = ct_cpu_norms,
     .update = ct_cpu_update,
+    .average = ct_cpu_average,
     .scale = ct_cpu_scale,
     .zero = ct_cpu_zero,
     .copy = ct_cpu_copy,

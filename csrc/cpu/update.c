@@ -4,12 +4,12 @@
  * rule computes in are handed to it where they are; others pass through tiles in the
  * first-level cache, so that a rule is compiled for float and double alone and every
  * mixture of dtypes costs little more than its traffic. */
+#include "cpu/average.h"
 #include "cpu/cuts.h"
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
 
 #include "core/ct_pool.h"
-#include "math/ct_ema_math.h"
 #include "math/ct_philox_math.h"
 
 #include <string.h>
@@ -25,7 +25,6 @@ typedef struct operands {
 #include "cpu/expand.h"
 
 typedef void rule_body(const ct_rule_coef *coef, const operands *at, size_t n);
-typedef void average_body(void *ema, const void *param, double decay, size_t n);
 typedef void dither_body(const void *from, uint16_t *restrict to,
                          const ct_rounding *rounding, uint64_t number, size_t n);
 
@@ -35,7 +34,6 @@ static rule_body *const rules[CT_RULE_COUNT][CT_ISA_COUNT][CT_F64 + 1] = {
 #include "math/ct_rules.def"
 #undef CT_RULE
 };
-static average_body *const averages[CT_ISA_COUNT][CT_F64 + 1] = CT_REAL_BODIES(average);
 static dither_body *const dithers[CT_ISA_COUNT][CT_F64 + 1] = CT_REAL_BODIES(dither);
 
 enum {
@@ -102,17 +100,16 @@ give_back(const stretch *s, const void *from, void *data, ct_dtype dtype)
 /* ---- a stretch --------------------------------------------------------------------
  */
 
-/* The average is of the parameter as it is stored. */
+/* Of what the model computes with, as it is stored. */
 static void
-average(const stretch *s, const void *param)
+average(const stretch *s)
 {
     const ct_update_span *span = s->span;
-    ct_tile stored, ema;
-    const void *p =
-        span->dtype == s->real ? param : borrow(s, span->param, span->dtype, &stored);
-    void *e = borrow(s, span->ema, span->ema_dtype, &ema);
-    averages[s->job->isa][s->real](e, p, s->job->update->ema_decay, s->n);
-    give_back(s, e, span->ema, span->ema_dtype);
+    const bool copied = span->copy != NULL;
+    ct_average_elements(s->job->isa, s->real, span->ema, span->ema_dtype,
+                        copied ? span->copy : span->param,
+                        copied ? span->copy_dtype : span->dtype, s->at, s->n,
+                        s->job->update->ema_decay);
 }
 
 static void
@@ -153,7 +150,7 @@ update_stretch(const stretch *s)
         copy(s, at.param);
     }
     if (span->ema != NULL) {
-        average(s, at.param);
+        average(s);
     }
     if (update->zero_grads) {
         memset(element(span->grad, span->grad_dtype, s->at), 0,

@@ -1,5 +1,5 @@
-/* One rule after the other over elements of one type, the average, and stochastic
- * rounding. Expanded by cpu/expand.h for float and double. */
+/* One rule after the other over elements of one type, and stochastic rounding. Expanded
+ * by cpu/expand.h for float and double. */
 #define CT_RULE(rule, constants, n_states)                                             \
     static void CT_NAME(update_##rule)(const ct_rule_coef *coef, const operands *at,   \
                                        size_t n)                                       \
@@ -34,17 +34,6 @@
     }
 #include "math/ct_rules.def"
 #undef CT_RULE
-
-static void
-CT_NAME(average)(void *ema, const void *param, double decay, size_t n)
-{
-    const ct_ema_coef coef = ct_ema_coef_of(decay);
-    ct_real *restrict e = ema;
-    const ct_real *restrict p = param;
-    for (size_t i = 0; i < n; i++) {
-        e[i] = CT_REAL(ct_ema_apply)(&coef, e[i], p[i]);
-    }
-}
 
 /* To bfloat16, by the random bits of elements number, number + 1, ... The blocks are
  * worked out side by side. */

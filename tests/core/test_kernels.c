@@ -222,7 +222,8 @@ expect_element(list *l, const slot *s, size_t e)
         store_rounded(s, COPY, at[COPY], e, x[PARAM]);
     }
     if (s->has_ema) {
-        const double stored = ct_load(s->dtype[PARAM], at[PARAM], e);
+        const int source = s->has_copy ? COPY : PARAM;
+        const double stored = ct_load(s->dtype[source], at[source], e);
         const double narrow =
             (double)ct_ema_apply_f32(&average, (float)x[EMA], (float)stored);
         ct_store(s->dtype[EMA], at[EMA], e,
@@ -311,6 +312,40 @@ spans_of(const list *l, int role, ct_span *spans)
     }
 }
 
+/* EMA takes in PARAM. */
+static void
+expect_average(list *l)
+{
+    const ct_ema_coef coef = ct_ema_coef_of(ema_decay);
+    reset(l, l->expected);
+    for (size_t i = 0; i < l->n_slots; i++) {
+        const slot *s = &l->slots[i];
+        char *at = l->expected[EMA] + s->at[EMA];
+        for (size_t e = 0; e < s->n; e++) {
+            const double x =
+                ct_load(s->dtype[PARAM], l->expected[PARAM] + s->at[PARAM], e);
+            const double old = ct_load(s->dtype[EMA], at, e);
+            const double narrow = (double)ct_ema_apply_f32(&coef, (float)old, (float)x);
+            ct_store(s->dtype[EMA], at, e,
+                     s->dtype[PARAM] == CT_F64 ? ct_ema_apply_f64(&coef, old, x)
+                                               : narrow);
+        }
+    }
+}
+
+static void
+check_average(void *arg)
+{
+    list *l = arg;
+    ct_span averages[MOST_SPANS], values[MOST_SPANS];
+    reset(l, l->memory);
+    spans_of(l, EMA, averages);
+    spans_of(l, PARAM, values);
+    CHECK(ct_device_cpu.average(NULL, averages, values, l->n_slots, ema_decay, NULL) ==
+          CT_OK);
+    check_equals_expected(l);
+}
+
 /* Scales role 0 and zeroes role 1. */
 static void
 expect_scale_and_zero(list *l)
@@ -348,6 +383,8 @@ test_random_lists_equal_plain_loops_over_the_formulas(void)
     for (int round = 0; round < 25; round++) {
         list l = list_make(&r);
         check_every_rule(&l);
+        expect_average(&l);
+        ct_for_each_setting(check_average, &l);
         expect_scale_and_zero(&l);
         ct_for_each_setting(check_scale_and_zero, &l);
         list_free(&l);
@@ -358,6 +395,7 @@ static void
 test_an_empty_list_is_no_work(void)
 {
     CHECK(ct_device_cpu.update(NULL, &(ct_update){.rule = CT_RULE_sgd}, NULL) == CT_OK);
+    CHECK(ct_device_cpu.average(NULL, NULL, NULL, 0, 0.5, NULL) == CT_OK);
     CHECK(ct_device_cpu.scale(NULL, 2.0, NULL, 0, NULL) == CT_OK);
     CHECK(ct_device_cpu.zero(NULL, NULL, 0, NULL) == CT_OK);
     CHECK(ct_device_cpu.copy(NULL, NULL, NULL, 0, NULL) == CT_OK);

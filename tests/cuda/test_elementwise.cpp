@@ -106,6 +106,27 @@ check_rule(ct_rule rule, bool mixed)
 }
 
 static void
+test_average_equals_the_cpu()
+{
+    update_fixture f(60, true);
+    std::vector<ct_span> host_averages, host_values, averages, values;
+    for (size_t i = 0; i < f.host.size(); i++) {
+        const ct_update_span &h = f.host[i], &d = f.device[i];
+        host_averages.push_back({h.ema, h.n, h.ema_dtype});
+        host_values.push_back({h.param, h.n, h.dtype});
+        averages.push_back({d.ema, d.n, d.ema_dtype});
+        values.push_back({d.param, d.n, d.dtype});
+    }
+    CHECK(ct_device_cpu.average(NULL, host_averages.data(), host_values.data(),
+                                f.host.size(), 0.9, NULL) == CT_OK);
+    CHECK(ct_device_cuda.average(NULL, averages.data(), values.data(), f.host.size(),
+                                 0.9, NULL) == CT_OK);
+    for (const twin &it : f.arrays) {
+        CHECK(it.agree());
+    }
+}
+
+static void
 test_every_rule_equals_the_cpu()
 {
     for (int rule = 0; rule < CT_RULE_COUNT; rule++) {
@@ -254,6 +275,7 @@ main()
     skip_without_device();
     in_both_orders([] {
         test_every_rule_equals_the_cpu();
+        test_average_equals_the_cpu();
         test_scale_equals_the_cpu();
         test_zero_fills_every_dtype_and_nothing_beside_it();
         test_copy_converts_as_the_cpu_does();
