@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ctrainer._C import LossScaler
+    from ctrainer.average import EMA, SWA
     from ctrainer.callbacks import (
         DefaultFlowCallback,
         EarlyStoppingCallback,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments
 
 _HOMES = {
+    "EMA": "average",
+    "SWA": "average",
     "DefaultFlowCallback": "callbacks",
     "EarlyStoppingCallback": "callbacks",
     "EvalPrediction": "trainer_utils",
@@ -48,6 +51,8 @@ _HOMES = {
 _MODULES = {"optim", "trainer_utils", "training_args", "callbacks", "adapters"}
 
 __all__ = [
+    "EMA",
+    "SWA",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "EvalPrediction",

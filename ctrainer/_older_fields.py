@@ -249,6 +249,30 @@ class OwnFields(OlderFields):
         "without a float32 copy.",
         kw_only=True,
     )
+    ema_decay: float | None = arg(
+        None,
+        "Keep an exponential moving average of the weights, which keeps this share of "
+        "itself at each update; None keeps none.",
+        kw_only=True,
+    )
+    ema_start_update: int = arg(
+        0, "Before this update the average is a copy of the weights.", kw_only=True
+    )
+    ema_update_freq: int = arg(1, "Average one update in this many.", kw_only=True)
+    ema_fp32: bool = arg(
+        False, "Keep the average of 16-bit weights in float32.", kw_only=True
+    )
+    swa_start_update: int | None = arg(
+        None,
+        "Keep an equal average of the weights from this update on; None keeps none.",
+        kw_only=True,
+    )
+    swa_update_freq: int = arg(
+        1, "Take one update in this many into the equal average.", kw_only=True
+    )
+    average_in_eval: bool = arg(
+        True, "Evaluate and predict with the averaged weights.", kw_only=True
+    )
     malloc_tuning: bool = arg(
         True,
         "On the CPU, have glibc keep large blocks instead of mapping them anew each "

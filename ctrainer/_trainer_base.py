@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from ctrainer import _C
+from ctrainer.average import WeightAverage
 from ctrainer.callbacks import CallbackHandler
 from ctrainer.memory_tracker import TrainerMemoryTracker
 from ctrainer.trainer_state import TrainerControl, TrainerState
@@ -62,6 +63,7 @@ class TrainerBase(_C.Trainer):
     _globalstep_last_logged: int
     _handles_signals: bool
     _loss_scaler: _C.LossScaler | None
+    weight_average: WeightAverage | None
     _neftune: Any
     _epoch: int
     _saved_step: int

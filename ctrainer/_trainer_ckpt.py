@@ -81,6 +81,14 @@ class CheckpointMixin(TrainerBase):
                 self._sink(output_dir), "scaler.pt", state
             )
 
+    def _save_weight_average(self, output_dir: str) -> None:
+        """Save weight_average.pt, the averaged weights, if there are any. Hook."""
+        if self.weight_average is not None:
+            state = self.weight_average.state_dict()
+            self._adapter.checkpoints.save_object(
+                self._sink(output_dir), "weight_average.pt", state
+            )
+
     def _save_rng_state(self, output_dir: str) -> None:
         """Save rng_state.pth, the states of all generators. Hook."""
         sink = self._sink(output_dir)
@@ -259,6 +267,20 @@ class CheckpointMixin(TrainerBase):
             if state is not None:
                 self._loss_scaler.load_state_dict(state)
 
+    def _load_weight_average(self, checkpoint: str | None) -> None:
+        """Load weight_average.pt; without it the average starts from the weights.
+        Hook."""
+        if checkpoint is None or self.weight_average is None:
+            return
+        state = self._adapter.checkpoints.load_object(checkpoint, "weight_average.pt")
+        if state is None:
+            logger.warning(
+                "%s has no weight_average.pt: the average starts from its weights",
+                checkpoint,
+            )
+            return
+        self.weight_average.load_state_dict(state)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set all generators as they were when the checkpoint was saved. Hook."""
         if checkpoint is None:
@@ -314,6 +336,8 @@ class CheckpointMixin(TrainerBase):
             "Loading the best model from %s (%s).", best, self.state.best_metric
         )
         self._adapter.checkpoints.load_model(self.model, best)
+        if not self.args.save_only_model:
+            self._load_weight_average(best)
 
 
 def _overridden(trainer: TrainerBase, name: str) -> bool:

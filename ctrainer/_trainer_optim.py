@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ctrainer import average
 from ctrainer._trainer_base import TrainerBase
 
 
@@ -66,6 +67,27 @@ class OptimMixin(TrainerBase):
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    # The average of the weights
+
+    def _make_weight_average(self) -> None:
+        """Make self.weight_average anew if the arguments ask for one."""
+        made = average.from_arguments(self.args, self.model)
+        if made is not None:
+            self.weight_average = made
+
+    @property
+    def _weight_average(self) -> Any:
+        """What the loop drives."""
+        return None if self.weight_average is None else self.weight_average.core
+
+    def _averaged_weights(self) -> Any:
+        """A context in which the model has the averaged weights, or None: what
+        evaluation and prediction run in."""
+        chosen = self.weight_average
+        if chosen is None or not getattr(self.args, "average_in_eval", True):
+            return None
+        return chosen.applied() if chosen.core.n_averaged > 0 else None
 
     # What the loop asks of the framework
 

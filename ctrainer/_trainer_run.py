@@ -202,9 +202,11 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
         self._loss_scaler = _C.LossScaler() if self.args.fp16 else None
+        self._make_weight_average()
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
+            self._load_weight_average(resume_from_checkpoint)
         self._schedule_on_metric = self._adapter.is_metric_scheduler(self.lr_scheduler)
         if self._schedule_on_metric and self.args.eval_strategy == "no":
             logger.warning(

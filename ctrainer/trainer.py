@@ -254,6 +254,7 @@ _ATTRIBUTES: dict[str, Any] = {
     "_globalstep_last_logged": 0,
     "_epoch": 0,
     "_loss_scaler": None,
+    "weight_average": None,
     "_schedule_on_metric": False,
     "_stray_parameters": False,
     "_flos_per_token": 0.0,

@@ -21,6 +21,10 @@ int ctpy_engine_measure(PyObject *engine, PyObject *op, const ct_step_config *co
 int ctpy_engine_apply(PyObject *engine, PyObject *op, const ct_step_config *config,
                       double loss_scale, ct_step_result *result);
 
+/* The next update of the engine takes part in this WeightAverage, with
+ * config->ema_decay, marking what it averages; NULL: in none. */
+int ctpy_engine_attach(PyObject *engine, PyObject *average);
+
 /* Gradients of the parameters of a foreign optimizer (its param_groups, live; on the
  * CPU): their L2 norm, and their scaling in place. Returns 0, or -1 with an
  * exception. */

@@ -60,6 +60,7 @@ OptimEngine_traverse(PyObject *op, visitproc visit, void *arg)
 {
     OptimEngine *self = (OptimEngine *)op;
     Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->average);
     for (size_t k = 0; k < self->n_slots; k++) {
         const optim_slot *slot = &self->slots[k];
         Py_VISIT(slot->param);
@@ -78,6 +79,7 @@ static int
 OptimEngine_clear(PyObject *op)
 {
     optim_drop_slots((OptimEngine *)op, 0);
+    Py_CLEAR(((OptimEngine *)op)->average);
     return 0;
 }
 

@@ -22,7 +22,9 @@ typedef struct optim_slot {
     ct_dtype step_dtype;
     bool fresh; /* the state was made for an update that has not been done yet */
     uint32_t group;
-    Py_ssize_t index; /* in its group */
+    Py_ssize_t index;   /* in its group */
+    Py_ssize_t average; /* its place in the engine's average, -1 without one */
+    bool average_known;
 } optim_slot;
 
 /* An entry of the face's state when slots[].state was set: compared, never used. */
@@ -39,8 +41,10 @@ typedef struct OptimEngine {
     size_t n_slots, slots_capacity;
     optim_entry *known;
     size_t n_known, known_capacity;
-    int busy;      /* > 0: a pass or a plan is under way; nothing may be changed */
-    bool measured; /* the last update knew the norm of its gradients */
+    PyObject *average; /* a WeightAverage, or NULL */
+    bool averages;     /* the next update takes part in it */
+    int busy;          /* > 0: a pass or a plan is under way; nothing may be changed */
+    bool measured;     /* the last update knew the norm of its gradients */
     ct_step_result result; /* of the last update */
 } OptimEngine;
 
@@ -63,6 +67,9 @@ int optim_remember_state(OptimEngine *self, PyObject *face);
 /* After an update: writes the next rounding_step of groups that round stochastically.
  */
 int optim_count_roundings(OptimEngine *self, PyObject *face);
+/* Has the update of slots[k] write its average too, where it has one. */
+int optim_plan_average(OptimEngine *self, size_t k, ct_optim_param *param,
+                       const ctpy_view *view);
 /* Checks that `what` of the slot, seen as view, is like its parameter. */
 int optim_check_like(const optim_slot *slot, const ctpy_view *param,
                      const ctpy_view *view, const char *what);

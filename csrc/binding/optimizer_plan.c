@@ -22,6 +22,7 @@ slot_clear(optim_slot *slot)
         Py_CLEAR(slot->values[i]);
     }
     slot->fresh = false;
+    slot->average_known = false;
 }
 
 void
@@ -339,7 +340,8 @@ optim_plan_operands(OptimEngine *self, PyObject *face)
         }
         params[k].param = view.span.data;
         params[k].dtype = view.span.dtype;
-        if (optim_plan_state(self, face, slot, &params[k], &view) < 0) {
+        if (optim_plan_state(self, face, slot, &params[k], &view) < 0 ||
+            (self->averages && optim_plan_average(self, k, &params[k], &view) < 0)) {
             return -1;
         }
     }

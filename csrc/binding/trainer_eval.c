@@ -72,6 +72,29 @@ fire_with_metrics(PyObject *op, PyObject *event, PyObject *metrics)
     return result;
 }
 
+/* op.name(...), with the averaged weights in the model where there are any. */
+static PyObject *
+with_averages(PyObject *op, PyObject *name, PyObject *const *stack, PyObject *keywords,
+              const ctpy_state *names)
+{
+    PyObject *context = PyObject_CallMethodNoArgs(op, names->str__averaged_weights);
+    if (context == NULL) {
+        return NULL;
+    }
+    PyObject *entered = context == Py_None
+                            ? Py_NewRef(context)
+                            : PyObject_CallMethodNoArgs(context, names->str___enter__);
+    PyObject *output =
+        entered == NULL ? NULL : ctpy_call_adapted(op, name, stack, 1, keywords);
+    if (entered != NULL && context != Py_None &&
+        ctpy_leave_context(context, names->str___exit__) < 0) {
+        Py_CLEAR(output);
+    }
+    Py_XDECREF(entered);
+    Py_DECREF(context);
+    return output;
+}
+
 /* The hook evaluation_loop, or prediction_loop where args ask for the old one. */
 static PyObject *
 call_loop(PyObject *op, PyObject *loader, const char *description, PyObject *loss_only,
@@ -92,9 +115,8 @@ call_loop(PyObject *op, PyObject *loader, const char *description, PyObject *los
         goto done;
     }
     PyObject *stack[] = {loader, text, loss_only, ignore, prefix};
-    output = ctpy_call_adapted(
-        op, legacy ? names->str_prediction_loop : names->str_evaluation_loop, stack, 1,
-        keywords);
+    PyObject *name = legacy ? names->str_prediction_loop : names->str_evaluation_loop;
+    output = with_averages(op, name, stack, keywords, names);
 done:
     Py_XDECREF(keywords);
     Py_XDECREF(text);

@@ -3,6 +3,7 @@
  * Our optimizers are measured and updated in two C calls. Any other is driven through
  * its own step(), with our norm, our clipping and our look for Inf and NaN before it.
  */
+#include "binding/ctpy_average.h"
 #include "binding/ctpy_callbacks.h"
 #include "binding/ctpy_optim.h"
 #include "binding/ctpy_scheduler.h"
@@ -12,7 +13,9 @@ typedef struct update {
     PyObject *optimizer;
     PyObject
         *engine; /* of one of our optimizers whose step() nobody replaced, or NULL */
-    PyObject *scaler; /* the loss scaler, or NULL */
+    PyObject *scaler;  /* the loss scaler, or NULL */
+    PyObject *average; /* of the weights, or NULL */
+    bool average_due;
     double loss_scale;
     bool clip_first; /* somebody looks at the gradients between clipping and update */
     ct_step_config config;
@@ -22,6 +25,10 @@ typedef struct update {
 static void
 update_release(update *u)
 {
+    if (u->average != NULL) {
+        ctpy_average_drop(u->average);
+        Py_CLEAR(u->average);
+    }
     Py_CLEAR(u->scaler);
     Py_CLEAR(u->engine);
     Py_CLEAR(u->optimizer);
@@ -77,6 +84,41 @@ update_open_scaler(PyObject *op, update *u)
 }
 
 static int
+update_open_average(PyObject *op, update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *average = PyObject_GetAttr(op, names->str__weight_average);
+    if (average == NULL || average == Py_None) {
+        Py_XDECREF(average);
+        return average == NULL ? -1 : 0;
+    }
+    u->average = average;
+    if (!Py_IS_TYPE(average, names->WeightAverage)) {
+        PyErr_Format(PyExc_TypeError,
+                     "_weight_average is a %.200s; expected None or the core of a "
+                     "ctrainer.EMA or ctrainer.SWA",
+                     Py_TYPE(average)->tp_name);
+        return -1;
+    }
+    u->average_due = ctpy_average_due(average, &u->config.ema_decay);
+    return 0;
+}
+
+/* After the update: what it has not averaged itself. */
+static int
+finish_average(update *u)
+{
+    if (u->average == NULL) {
+        return 0;
+    }
+    if (!u->result.updated) {
+        ctpy_average_drop(u->average);
+        return 0;
+    }
+    return ctpy_average_finish(u->average, u->average_due, u->config.ema_decay);
+}
+
+static int
 update_open(PyObject *op, update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -85,6 +127,7 @@ update_open(PyObject *op, update *u)
         ctpy_field_double(op, names->str_args, names->str_max_grad_norm,
                           &u->config.max_norm) < 0 ||
         read_policy(op, &u->config.nonfinite) < 0 || update_open_scaler(op, u) < 0 ||
+        update_open_average(op, u) < 0 ||
         (u->optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL) {
         return -1;
     }
@@ -281,11 +324,12 @@ update_apply(PyObject *op, ctpy_run *run, update *u)
             return -1;
         }
     }
-    else if (ctpy_engine_apply(u->engine, u->optimizer, &u->config, u->loss_scale,
+    else if (ctpy_engine_attach(u->engine, u->average_due ? u->average : NULL) < 0 ||
+             ctpy_engine_apply(u->engine, u->optimizer, &u->config, u->loss_scale,
                                &u->result) < 0) {
         return -1;
     }
-    return scaler_update(u, names) < 0
+    return finish_average(u) < 0 || scaler_update(u, names) < 0
                ? -1
                : ctpy_trainer_fire(op, names->str_on_optimizer_step, NULL);
 }

@@ -93,6 +93,7 @@ ct_step_apply(ct_optim *optim, void *stream, const ct_step_config *config,
         const ct_optim_pass pass = {
             .grad_scale = result->clip_coef / loss_scale,
             .zero_grads = config->zero_grads,
+            .ema_decay = config->ema_decay,
         };
         status = ct_optim_update(optim, stream, &pass, err);
     }

@@ -29,6 +29,7 @@ typedef struct ct_step_config {
                          collectives take host memory */
     bool global_norm; /* the norm is that of all ranks' gradients, as where each holds
                          a shard of them; else each rank has its own */
+    double ema_decay; /* of parameters that have an average */
 } ct_step_config;
 
 typedef struct ct_step_result {

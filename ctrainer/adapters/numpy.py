@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ctrainer import schedules
+from ctrainer.adapters import _numpy_average as averages  # noqa: F401
 from ctrainer.adapters import _numpy_batches as batches
 from ctrainer.adapters import _numpy_checkpoint as checkpoints  # noqa: F401
 from ctrainer.adapters._numpy_model import (

@@ -1,0 +1,37 @@
+"""torch: the tensors of a model that an average is of."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What state_dict() holds but for frozen parameters, each tensor once."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    parameters = {id(p): p.requires_grad for p in model.parameters()}
+    for name, value in model.state_dict(keep_vars=True).items():
+        trains = parameters.get(id(value), True)  # a buffer changes too
+        if isinstance(value, torch.Tensor) and trains and id(value) not in seen:
+            seen.add(id(value))
+            found[name] = value
+    return found
+
+
+def copy_of(tensor: torch.Tensor, fp32: bool) -> torch.Tensor:
+    wanted = torch.float32 if fp32 and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(wanted, copy=True)
+
+
+@torch.no_grad()
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+@torch.no_grad()
+def exchange(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Swap the contents of two tensors of one dtype."""
+    kept = a.detach().clone()
+    a.copy_(b)
+    b.copy_(kept)

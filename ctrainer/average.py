@@ -1,0 +1,182 @@
+"""Averages of a model's weights over its training: exponential ones, and equal ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from ctrainer import _C, adapters
+
+__all__ = ["EMA", "SWA", "WeightAverage"]
+
+
+class WeightAverage:
+    """What EMA and SWA share: averages of the tensors of a model, by name.
+
+    A frozen parameter is no part of it; buffers are, and those that are no floats, such
+    as counters, are copied. The memory is that of the model once more.
+
+    averages: dict[str, Tensor]
+        By the names of state_dict(), of the shapes of the model's tensors.
+    core: _C.WeightAverage
+        What a Trainer drives; it counts num_updates and n_averaged.
+    """
+
+    def __init__(self, model: Any, options: dict[str, Any], fp32: bool) -> None:
+        self._tools = adapters.for_model(model).averages
+        self._values: dict[str, Any] = self._tools.tensors(model)
+        self.averages: dict[str, Any] = {
+            name: self._tools.copy_of(value, fp32)
+            for name, value in self._values.items()
+        }
+        self.core = _C.WeightAverage(
+            list(self._values.values()), list(self.averages.values()), **options
+        )
+
+    def update(self) -> bool:
+        """Count an update of the optimizer; average if that is due, and say whether.
+
+        A Trainer that has this average does so itself, in the optimizer's pass.
+        """
+        return self.core.update()
+
+    def copy_to(self, model: Any) -> None:
+        """Write the averages into a model with tensors of the same names."""
+        targets = self._tools.tensors(model)
+        missing = self.averages.keys() - targets.keys()
+        if missing:
+            raise ValueError(f"the model has no {sorted(missing)[0]!r}")
+        for name, average in self.averages.items():
+            self._tools.copy_into(targets[name], average)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """While it is open the model's weights are the averages.
+
+        Tensors of the model's own dtype are exchanged with it, one at a time; of others
+        a copy of the model's is kept. Do not train inside.
+        """
+        kept: dict[str, Any] = {}
+        for name, value in self._values.items():
+            if value.dtype == self.averages[name].dtype:
+                self._tools.exchange(value, self.averages[name])
+            else:
+                kept[name] = self._tools.copy_of(value, False)
+                self._tools.copy_into(value, self.averages[name])
+        try:
+            yield
+        finally:
+            for name, value in self._values.items():
+                if name in kept:
+                    self._tools.copy_into(value, kept[name])
+                else:
+                    self._tools.exchange(value, self.averages[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and averages; the tensors are not copied."""
+        return {
+            "num_updates": self.core.num_updates,
+            "n_averaged": self.core.n_averaged,
+            "averages": dict(self.averages),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what state_dict() gave.
+
+        Raises:
+            ValueError: names or shapes differ; nothing has changed.
+        """
+        saved = state_dict["averages"]
+        differing = saved.keys() ^ self.averages.keys()
+        if differing:
+            name = sorted(differing)[0]
+            place = "the state alone" if name in saved else "this average alone"
+            raise ValueError(f"{name!r} is in {place}: it is of another model")
+        for name, average in self.averages.items():
+            if tuple(saved[name].shape) != tuple(average.shape):
+                raise ValueError(
+                    f"{name!r} has shape {tuple(saved[name].shape)} in the state; "
+                    f"expected {tuple(average.shape)}"
+                )
+        for name, average in self.averages.items():
+            self._tools.copy_into(average, saved[name])
+        self.core.num_updates = int(state_dict["num_updates"])
+        self.core.n_averaged = int(state_dict["n_averaged"])
+
+
+class EMA(WeightAverage):
+    """An exponential moving average: average * decay + weights * (1 - decay).
+
+    decay: in [0, 1]. Before update number start_update the average is a copy of the
+    weights. One update in update_freq is averaged. fp32 keeps float32 averages of
+    16-bit weights, in which small steps are not lost. seed_model, a model of the same
+    tensors, is what the average starts as.
+
+    Source: fairseq's EMA (ema_decay, ema_start_update, ema_update_freq, ema_fp32,
+    ema_seed_model), and its order of operations.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        decay: float = 0.999,
+        *,
+        start_update: int = 0,
+        update_freq: int = 1,
+        fp32: bool = False,
+        seed_model: Any = None,
+    ) -> None:
+        options = {"decay": decay, "start": start_update, "every": update_freq}
+        super().__init__(model, {"kind": "ema", **options}, fp32)
+        if seed_model is not None:
+            seed = self._tools.tensors(seed_model)
+            if seed.keys() != self.averages.keys():
+                name = sorted(seed.keys() ^ self.averages.keys())[0]
+                raise ValueError(
+                    f"seed_model and model differ: {name!r} is in one only"
+                )
+            for name, average in self.averages.items():
+                self._tools.copy_into(average, seed[name])
+
+
+class SWA(WeightAverage):
+    """An equal average of the weights after update start_update and of every
+    update_freq-th update from there on.
+
+    Source: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better
+    Generalization", 2018.
+    """
+
+    def __init__(
+        self, model: Any, *, start_update: int = 0, update_freq: int = 1,
+        fp32: bool = False,
+    ) -> None:  # fmt: skip
+        options = {"start": start_update, "every": update_freq}
+        super().__init__(model, {"kind": "swa", **options}, fp32)
+
+
+def from_arguments(args: Any, model: Any) -> WeightAverage | None:
+    """The average that training arguments ask for, if they do."""
+    swa_start = getattr(args, "swa_start_update", None)
+    if swa_start is not None and getattr(args, "ema_decay", None) is not None:
+        raise ValueError(
+            "ema_decay and swa_start_update are both set; a run keeps one average: "
+            "leave one of them None"
+        )
+    if getattr(args, "ema_decay", None) is not None:
+        return EMA(
+            model,
+            args.ema_decay,
+            start_update=args.ema_start_update,
+            update_freq=args.ema_update_freq,
+            fp32=args.ema_fp32,
+        )
+    if swa_start is not None:
+        return SWA(
+            model,
+            start_update=swa_start,
+            update_freq=args.swa_update_freq,
+            fp32=args.ema_fp32,
+        )
+    return None
