@@ -40,7 +40,7 @@ ONLY_IN = {
 # policies, between devices and optimizers.
 FLOORS = (
     {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool", "ct_meeting"},
-    {"ct_adamw", "ct_sgd"},
+    {"ct_adamw", "ct_hyper", "ct_sgd"},
     {"ct_update"},
     {"ct_device", "ct_comm", "ct_comm_self", "ct_comm_local", "ct_reduce", "ct_plugin"},
     set[str](),

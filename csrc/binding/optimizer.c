@@ -1,8 +1,8 @@
 /* ctrainer._C.OptimEngine: what ctrainer.optim's faces update their parameters with.
  *
  * A face is a torch.optim.Optimizer, or an object with param_groups, state and
- * _new_state(param); the engine belongs to it and keeps nothing that the face's dicts
- * do not hold, but for what saves time. */
+ * _new_state(param, group); the engine belongs to it and keeps nothing that the face's
+ * dicts do not hold, but for what saves time. */
 #include "binding/optimizer.h"
 
 #include "core/ct_alloc.h"
@@ -182,7 +182,7 @@ finish(OptimEngine *self, PyObject *face, const ct_step_config *config,
     int skip = !self->result.finite && config->nonfinite != CT_NONFINITE_KEEP;
     return (!skip && optim_plan_operands(self, face) < 0) ||
                    apply(self, config, loss_scale) < 0 ||
-                   (self->result.updated && optim_count_roundings(self, face) < 0) ||
+                   (self->result.updated && optim_write_groups(self, face) < 0) ||
                    note_step(self, face) < 0
                ? -1
                : 0;

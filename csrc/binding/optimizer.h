@@ -51,12 +51,15 @@ typedef struct OptimEngine {
 /* Reads the hyperparameters of every group of `groups`, a list, into the core. */
 int optim_read_groups(OptimEngine *self, PyObject *groups);
 
+/* Writes what an update has changed in the groups into the face's. */
+int optim_write_groups(OptimEngine *self, PyObject *face);
+
 /* Makes slots agree with the face's live param_groups. */
 int optim_plan_params(OptimEngine *self, PyObject *face);
 /* Reads every parameter's .grad into its slot and the core. */
 int optim_plan_grads(OptimEngine *self);
 /* Reads parameters, gradients and state of every slot with a gradient, making state
- * by face._new_state(param) where there is none. */
+ * by face._new_state(param, group) where there is none. */
 int optim_plan_operands(OptimEngine *self, PyObject *face);
 /* The parts of it in optimizer_state.c: find the entries of the face's state; make and
  * read that of one slot, whose parameter is seen as `view`; note what is known. */
@@ -64,9 +67,6 @@ int optim_sync_state(OptimEngine *self, PyObject *face);
 int optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
                      ct_optim_param *param, const ctpy_view *view);
 int optim_remember_state(OptimEngine *self, PyObject *face);
-/* After an update: writes the next rounding_step of groups that round stochastically.
- */
-int optim_count_roundings(OptimEngine *self, PyObject *face);
 /* Has the update of slots[k] write its average too, where it has one. */
 int optim_plan_average(OptimEngine *self, size_t k, ct_optim_param *param,
                        const ctpy_view *view);

@@ -42,13 +42,13 @@ read_double(PyObject *group, PyObject *key, size_t g, double *out)
     return result;
 }
 
-/* The truth of group[key]; a missing key is false. -1 with an exception. */
+/* The truth of group[key], or `missing`. -1 with an exception. */
 static int
-read_flag(PyObject *group, PyObject *key)
+read_flag(PyObject *group, PyObject *key, int missing)
 {
     PyObject *value = PyDict_GetItemWithError(group, key);
     if (value == NULL) {
-        return PyErr_Occurred() ? -1 : 0;
+        return PyErr_Occurred() ? -1 : missing;
     }
     Py_INCREF(value);
     int truth = PyObject_IsTrue(value);
@@ -77,21 +77,12 @@ read_pair(PyObject *group, PyObject *key, size_t g, double *out)
     return result;
 }
 
-/* An option whose other value would change the arithmetic or the way of running. It may
- * come with a state_dict of torch's. */
 static int
-refuse(PyObject *group, PyObject *key, size_t g, bool wanted)
+read_optional(PyObject *group, PyObject *key, size_t g, double *out)
 {
     int known = PyDict_Contains(group, key);
-    int set = known <= 0 ? known : read_flag(group, key);
-    if (set < 0 || known == 0 || (set != 0) == wanted) {
-        return set < 0 ? -1 : 0;
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "param_groups[%zu][%R] is %s, which this optimizer does not have: set "
-                 "it to %s, or use torch.optim",
-                 g, key, wanted ? "False" : "True", wanted ? "True" : "False");
-    return -1;
+    *out = Py_NAN;
+    return known > 0 ? read_double(group, key, g, out) : known;
 }
 
 static int
@@ -118,6 +109,23 @@ read_count(PyObject *group, PyObject *key, size_t g, uint64_t *out)
     return 0;
 }
 
+/* An option whose other value would change the arithmetic or the way of running. It may
+ * come with a state_dict of torch's. */
+static int
+refuse(PyObject *group, PyObject *key, size_t g, bool wanted)
+{
+    int known = PyDict_Contains(group, key);
+    int set = known <= 0 ? known : read_flag(group, key, 0);
+    if (set < 0 || known == 0 || (set != 0) == wanted) {
+        return set < 0 ? -1 : 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "param_groups[%zu][%R] is %s, which this optimizer does not have: set "
+                 "it to %s, or use torch.optim",
+                 g, key, wanted ? "False" : "True", wanted ? "True" : "False");
+    return -1;
+}
+
 static int
 read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field *field,
            ct_optim_group *to)
@@ -130,12 +138,15 @@ read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field
         return read_double(group, key, g, member);
     case OPTIM_PAIR:
         return read_pair(group, key, g, member);
-    case OPTIM_FLAG:
-        flag = read_flag(group, key);
-        *(bool *)member = flag > 0;
-        return flag < 0 ? -1 : 0;
+    case OPTIM_OPTIONAL:
+        return read_optional(group, key, g, member);
     case OPTIM_COUNT:
         return read_count(group, key, g, member);
+    case OPTIM_FLAG:
+    case OPTIM_FLAG_ON:
+        flag = read_flag(group, key, field->type == OPTIM_FLAG_ON);
+        *(bool *)member = flag > 0;
+        return flag < 0 ? -1 : 0;
     case OPTIM_NEVER:
         return refuse(group, key, g, false);
     case OPTIM_ALWAYS:
@@ -194,6 +205,11 @@ read_group(OptimEngine *self, PyObject *group, size_t g)
                     &read) < 0) {
         return -1;
     }
+    /* Here and not in the update alone, by when state has been made. */
+    ct_error err;
+    if (ct_optim_check_group(&read, &err) != CT_OK) {
+        return ctpy_raise_int(&err);
+    }
     ct_optim_groups_borrow(self->core)[g] = read;
     return 0;
 }
@@ -218,40 +234,64 @@ optim_read_groups(OptimEngine *self, PyObject *groups)
     return 0;
 }
 
-/* The counter of stochastic rounding lives in the group, so that it is saved with it.
+/* ---- what an update changes in a group --------------------------------------------
  */
+
 static int
-count_rounding(OptimEngine *self, PyObject *groups, size_t g)
+write_field(const ctpy_state *state, PyObject *group, const optim_field *field,
+            const ct_optim_group *from)
 {
-    const ct_rounding *rounding = &ct_optim_groups_borrow(self->core)[g].rounding;
-    PyObject *group = (size_t)PyList_GET_SIZE(groups) > g
-                          ? PyList_GET_ITEM(groups, (Py_ssize_t)g)
-                          : NULL;
-    PyObject *step = PyLong_FromUnsignedLongLong(rounding->step + 1);
-    int result = step == NULL ? -1 : 0;
-    if (result == 0 && group != NULL && PyDict_Check(group)) {
-        result = PyDict_SetItem(group, self->state->str_rounding_step, step);
-    }
-    Py_XDECREF(step);
+    const void *member = (const char *)from + field->member;
+    PyObject *value = field->type == OPTIM_COUNT
+                          ? PyLong_FromUnsignedLongLong(*(const uint64_t *)member)
+                          : PyFloat_FromDouble(*(const double *)member);
+    int result =
+        value == NULL
+            ? -1
+            : PyDict_SetItem(group, optim_name_borrow(state, field->name), value);
+    Py_XDECREF(value);
     return result;
 }
 
-int
-optim_count_roundings(OptimEngine *self, PyObject *face)
+static int
+write_fields(const ctpy_state *state, PyObject *group, const optim_field *fields,
+             size_t n, const ct_optim_group *from)
 {
-    size_t n = ct_optim_n_groups(self->core), g = 0;
-    while (g < n && !ct_optim_groups_borrow(self->core)[g].stochastic) {
-        g++;
+    int result = 0;
+    for (size_t i = 0; i < n && result == 0; i++) {
+        if (fields[i].live) {
+            result = write_field(state, group, &fields[i], from);
+        }
     }
-    if (g == n) {
-        return 0;
+    return result;
+}
+
+static int
+write_group(OptimEngine *self, PyObject *group, size_t g)
+{
+    const ct_optim_group *from = &ct_optim_groups_borrow(self->core)[g];
+    const optim_spec *spec = &optim_specs[from->kind];
+    if (!PyDict_Check(group) ||
+        write_fields(self->state, group, spec->fields, spec->n_fields, from) < 0) {
+        return PyErr_Occurred() ? -1 : 0;
     }
+    return from->stochastic ? write_fields(self->state, group, optim_common_fields,
+                                           optim_n_common_fields, from)
+                            : 0;
+}
+
+int
+optim_write_groups(OptimEngine *self, PyObject *face)
+{
     PyObject *groups = PyObject_GetAttr(face, self->state->str_param_groups);
     int result = groups == NULL ? -1 : 0;
-    for (; result == 0 && PyList_Check(groups) && g < n; g++) {
-        if (ct_optim_groups_borrow(self->core)[g].stochastic) {
-            result = count_rounding(self, groups, g);
-        }
+    for (size_t g = 0;
+         result == 0 && PyList_Check(groups) && g < (size_t)PyList_GET_SIZE(groups) &&
+         g < ct_optim_n_groups(self->core);
+         g++) {
+        PyObject *group = Py_NewRef(PyList_GET_ITEM(groups, (Py_ssize_t)g));
+        result = write_group(self, group, g);
+        Py_DECREF(group);
     }
     Py_XDECREF(groups);
     return result;

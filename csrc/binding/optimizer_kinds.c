@@ -1,16 +1,18 @@
 #include "binding/optimizer_kinds.h"
 
 #define FIELD(key, member, type)                                                       \
-    {offsetof(ctpy_state, str_##key), offsetof(ct_optim_group, member), type}
-#define REFUSED(key, type) {offsetof(ctpy_state, str_##key), 0, type}
+    {offsetof(ctpy_state, str_##key), offsetof(ct_optim_group, member), type, false}
+#define LIVE(key, member, type)                                                        \
+    {offsetof(ctpy_state, str_##key), offsetof(ct_optim_group, member), type, true}
+#define REFUSED(key, type) {offsetof(ctpy_state, str_##key), 0, type, false}
 #define COUNT {offsetof(ctpy_state, str_step), " state 'step'", -1}
 #define ARRAY(key, array) {offsetof(ctpy_state, str_##key), " state '" #key "'", array}
-#define SPEC(kind)                                                                     \
+#define SPEC(kind, state)                                                              \
     {                                                                                  \
         .fields = kind##_fields,                                                       \
         .n_fields = sizeof kind##_fields / sizeof *kind##_fields,                      \
-        .values = kind##_values,                                                       \
-        .n_values = sizeof kind##_values / sizeof *kind##_values,                      \
+        .values = state##_values,                                                      \
+        .n_values = sizeof state##_values / sizeof *state##_values,                    \
     }
 
 const optim_field optim_common_fields[] = {
@@ -19,7 +21,7 @@ const optim_field optim_common_fields[] = {
     FIELD(fp32_state, fp32_state, OPTIM_FLAG),
     FIELD(stochastic_rounding, stochastic, OPTIM_FLAG),
     FIELD(rounding_seed, rounding.seed, OPTIM_COUNT),
-    FIELD(rounding_step, rounding.step, OPTIM_COUNT),
+    LIVE(rounding_step, rounding.step, OPTIM_COUNT),
     /* What torch's optimizers have and ours do not; it may come with a state_dict. */
     REFUSED(capturable, OPTIM_NEVER),
     REFUSED(differentiable, OPTIM_NEVER),
@@ -27,22 +29,80 @@ const optim_field optim_common_fields[] = {
 const size_t optim_n_common_fields =
     sizeof optim_common_fields / sizeof *optim_common_fields;
 
+/* ---- Adam and its kin -------------------------------------------------------------
+ */
+
+#define PAIRED(config)                                                                 \
+    _Static_assert(offsetof(config, beta2) ==                                          \
+                       offsetof(config, beta1) + sizeof(double),                       \
+                   "betas are read as a pair")
+PAIRED(ct_adamax_config);
+PAIRED(ct_adamw_config);
+PAIRED(ct_lion_config);
+PAIRED(ct_schedule_free_config);
+
 static const optim_field adamw_fields[] = {
     FIELD(lr, adamw.lr, OPTIM_NUMBER),
     FIELD(betas, adamw.beta1, OPTIM_PAIR),
     FIELD(eps, adamw.eps, OPTIM_NUMBER),
     FIELD(weight_decay, adamw.weight_decay, OPTIM_NUMBER),
-    REFUSED(decoupled_weight_decay, OPTIM_ALWAYS),
-    REFUSED(amsgrad, OPTIM_NEVER),
+    FIELD(amsgrad, adamw.amsgrad, OPTIM_FLAG),
+    FIELD(decoupled_weight_decay, adamw.decoupled, OPTIM_FLAG_ON),
 };
-static const optim_value adamw_values[] = {
+static const optim_value adam_values[] = {
     COUNT,
     ARRAY(exp_avg, 0),
     ARRAY(exp_avg_sq, 1),
+    ARRAY(max_exp_avg_sq, 2),
 };
-_Static_assert(offsetof(ct_adamw_config, beta2) ==
-                   offsetof(ct_adamw_config, beta1) + sizeof(double),
-               "betas are read as a pair");
+
+static const optim_field adam_fields[] = {
+    FIELD(lr, adamw.lr, OPTIM_NUMBER),
+    FIELD(betas, adamw.beta1, OPTIM_PAIR),
+    FIELD(eps, adamw.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, adamw.weight_decay, OPTIM_NUMBER),
+    FIELD(amsgrad, adamw.amsgrad, OPTIM_FLAG),
+    FIELD(decoupled_weight_decay, adamw.decoupled, OPTIM_FLAG),
+};
+
+static const optim_field fairseq_adam_fields[] = {
+    FIELD(lr, adamw.lr, OPTIM_NUMBER),
+    FIELD(betas, adamw.beta1, OPTIM_PAIR),
+    FIELD(eps, adamw.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, adamw.weight_decay, OPTIM_NUMBER),
+    FIELD(amsgrad, adamw.amsgrad, OPTIM_FLAG),
+};
+
+static const optim_field radam_fields[] = {
+    FIELD(lr, adamw.lr, OPTIM_NUMBER),
+    FIELD(betas, adamw.beta1, OPTIM_PAIR),
+    FIELD(eps, adamw.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, adamw.weight_decay, OPTIM_NUMBER),
+    FIELD(decoupled_weight_decay, adamw.decoupled, OPTIM_FLAG),
+};
+
+static const optim_field adamax_fields[] = {
+    FIELD(lr, adamax.lr, OPTIM_NUMBER),
+    FIELD(betas, adamax.beta1, OPTIM_PAIR),
+    FIELD(eps, adamax.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, adamax.weight_decay, OPTIM_NUMBER),
+};
+static const optim_value adamax_values[] = {
+    COUNT,
+    ARRAY(exp_avg, 0),
+    ARRAY(exp_inf, 1),
+};
+
+static const optim_field fairseq_adamax_fields[] = {
+    FIELD(lr, adamax.lr, OPTIM_NUMBER),
+    FIELD(betas, adamax.beta1, OPTIM_PAIR),
+    FIELD(eps, adamax.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, adamax.weight_decay, OPTIM_NUMBER),
+    FIELD(bias_correction, adamax.bias_correction, OPTIM_FLAG_ON),
+};
+
+/* ---- SGD and NAG ------------------------------------------------------------------
+ */
 
 static const optim_field sgd_fields[] = {
     FIELD(lr, sgd.lr, OPTIM_NUMBER),
@@ -55,7 +115,113 @@ static const optim_value sgd_values[] = {
     ARRAY(momentum_buffer, 0),
 };
 
+static const optim_field nag_fields[] = {
+    FIELD(lr, nag.lr, OPTIM_NUMBER),
+    FIELD(momentum, nag.momentum, OPTIM_NUMBER),
+    FIELD(weight_decay, nag.weight_decay, OPTIM_NUMBER),
+    LIVE(lr_old, nag.lr_old, OPTIM_OPTIONAL),
+};
+static const optim_value nag_values[] = {
+    ARRAY(momentum_buffer, 0),
+};
+
+/* ---- Adagrad, Adadelta, RMSprop, Lion ---------------------------------------------
+ */
+
+static const optim_field adagrad_fields[] = {
+    FIELD(lr, adagrad.lr, OPTIM_NUMBER),
+    FIELD(lr_decay, adagrad.lr_decay, OPTIM_NUMBER),
+    FIELD(eps, adagrad.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, adagrad.weight_decay, OPTIM_NUMBER),
+};
+static const optim_value adagrad_values[] = {
+    COUNT,
+    ARRAY(sum, 0),
+};
+
+static const optim_field adadelta_fields[] = {
+    FIELD(lr, adadelta.lr, OPTIM_NUMBER),
+    FIELD(rho, adadelta.rho, OPTIM_NUMBER),
+    FIELD(eps, adadelta.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, adadelta.weight_decay, OPTIM_NUMBER),
+};
+static const optim_value adadelta_values[] = {
+    COUNT,
+    ARRAY(square_avg, 0),
+    ARRAY(acc_delta, 1),
+};
+
+static const optim_field rmsprop_fields[] = {
+    FIELD(lr, rmsprop.lr, OPTIM_NUMBER),
+    FIELD(alpha, rmsprop.alpha, OPTIM_NUMBER),
+    FIELD(eps, rmsprop.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, rmsprop.weight_decay, OPTIM_NUMBER),
+    FIELD(momentum, rmsprop.momentum, OPTIM_NUMBER),
+    FIELD(centered, rmsprop.centered, OPTIM_FLAG),
+};
+static const optim_value rmsprop_values[] = {
+    COUNT,
+    ARRAY(square_avg, 0),
+    ARRAY(momentum_buffer, 1),
+    ARRAY(grad_avg, 2),
+};
+
+static const optim_field lion_fields[] = {
+    FIELD(lr, lion.lr, OPTIM_NUMBER),
+    FIELD(betas, lion.beta1, OPTIM_PAIR),
+    FIELD(weight_decay, lion.weight_decay, OPTIM_NUMBER),
+};
+static const optim_value lion_values[] = {
+    ARRAY(exp_avg, 0),
+};
+
+/* ---- schedule-free ----------------------------------------------------------------
+ */
+
+/* What both forms have. */
+#define SCHEDULE_FREE_FIELDS                                                           \
+    FIELD(lr, schedule_free.lr, OPTIM_NUMBER),                                         \
+        FIELD(weight_decay, schedule_free.weight_decay, OPTIM_NUMBER),                 \
+        FIELD(r, schedule_free.r, OPTIM_NUMBER),                                       \
+        FIELD(weight_lr_power, schedule_free.weight_lr_power, OPTIM_NUMBER),           \
+        FIELD(warmup_steps, schedule_free.warmup_steps, OPTIM_NUMBER),                 \
+        FIELD(train_mode, schedule_free.train_mode, OPTIM_FLAG),                       \
+        LIVE(k, schedule_free.k, OPTIM_COUNT),                                         \
+        LIVE(weight_sum, schedule_free.weight_sum, OPTIM_NUMBER),                      \
+        LIVE(lr_max, schedule_free.lr_max, OPTIM_NUMBER),                              \
+        LIVE(scheduled_lr, schedule_free.scheduled_lr, OPTIM_NUMBER)
+
+static const optim_field schedule_free_adamw_fields[] = {
+    SCHEDULE_FREE_FIELDS,
+    FIELD(betas, schedule_free.beta1, OPTIM_PAIR),
+    FIELD(eps, schedule_free.eps, OPTIM_NUMBER),
+};
+static const optim_value schedule_free_adamw_values[] = {
+    ARRAY(z, 0),
+    ARRAY(exp_avg_sq, 1),
+};
+
+static const optim_field schedule_free_sgd_fields[] = {
+    SCHEDULE_FREE_FIELDS,
+    FIELD(momentum, schedule_free.beta1, OPTIM_NUMBER),
+};
+static const optim_value schedule_free_sgd_values[] = {
+    ARRAY(z, 0),
+};
+
 const optim_spec optim_specs[CT_OPTIM_KIND_COUNT] = {
-    [CT_OPTIM_ADAMW] = SPEC(adamw),
-    [CT_OPTIM_SGD] = SPEC(sgd),
+    [CT_OPTIM_ADADELTA] = SPEC(adadelta, adadelta),
+    [CT_OPTIM_ADAGRAD] = SPEC(adagrad, adagrad),
+    [CT_OPTIM_ADAM] = SPEC(adam, adam),
+    [CT_OPTIM_ADAMAX] = SPEC(adamax, adamax),
+    [CT_OPTIM_ADAMW] = SPEC(adamw, adam),
+    [CT_OPTIM_FAIRSEQ_ADAM] = SPEC(fairseq_adam, adam),
+    [CT_OPTIM_FAIRSEQ_ADAMAX] = SPEC(fairseq_adamax, adamax),
+    [CT_OPTIM_LION] = SPEC(lion, lion),
+    [CT_OPTIM_NAG] = SPEC(nag, nag),
+    [CT_OPTIM_RADAM] = SPEC(radam, adam),
+    [CT_OPTIM_RMSPROP] = SPEC(rmsprop, rmsprop),
+    [CT_OPTIM_SCHEDULE_FREE_ADAMW] = SPEC(schedule_free_adamw, schedule_free_adamw),
+    [CT_OPTIM_SCHEDULE_FREE_SGD] = SPEC(schedule_free_sgd, schedule_free_sgd),
+    [CT_OPTIM_SGD] = SPEC(sgd, sgd),
 };

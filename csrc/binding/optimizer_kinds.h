@@ -7,12 +7,14 @@
 #include "core/ct_optim.h"
 
 typedef enum optim_field_type {
-    OPTIM_NUMBER, /* a double; required */
-    OPTIM_PAIR,   /* two doubles, one behind the other; required */
-    OPTIM_FLAG,   /* a bool; false where the key is missing */
-    OPTIM_COUNT,  /* a whole number from 0 to 2^64 - 1; 0 where the key is missing */
-    OPTIM_NEVER,  /* an option that we lack: it must be false or missing */
-    OPTIM_ALWAYS  /* one that cannot be turned off: it must be true or missing */
+    OPTIM_NUMBER,   /* a double; required */
+    OPTIM_PAIR,     /* two doubles, one behind the other; required */
+    OPTIM_OPTIONAL, /* a double; NaN where the key is missing */
+    OPTIM_FLAG,     /* a bool; false where the key is missing */
+    OPTIM_FLAG_ON,  /* a bool; true where the key is missing */
+    OPTIM_COUNT,    /* a whole number from 0 to 2^64 - 1; 0 where the key is missing */
+    OPTIM_NEVER,    /* an option that we lack: it must be false or missing */
+    OPTIM_ALWAYS    /* one that cannot be turned off: it must be true or missing */
 } optim_field_type;
 
 /* A key of a param_group: a name in ctpy_state and a member of ct_optim_group, both by
@@ -20,6 +22,7 @@ typedef enum optim_field_type {
 typedef struct optim_field {
     size_t name, member;
     optim_field_type type;
+    bool live; /* an update changes it: a number or count that is written back */
 } optim_field;
 
 /* A key of state[param]. */

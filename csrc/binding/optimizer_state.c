@@ -121,12 +121,32 @@ add_state(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *made)
     return result;
 }
 
-/* state[param].update(face._new_state(like)): like is the parameter or, where its state
- * is to be of higher precision, an fp32 copy of it. */
+/* face.param_groups[g], owned. */
+static PyObject *
+face_group(OptimEngine *self, PyObject *face, uint32_t g)
+{
+    PyObject *groups = PyObject_GetAttr(face, self->state->str_param_groups);
+    PyObject *group = NULL;
+    if (groups != NULL && PyList_Check(groups) && g < (size_t)PyList_GET_SIZE(groups)) {
+        group = Py_NewRef(PyList_GET_ITEM(groups, (Py_ssize_t)g));
+    }
+    else if (groups != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "param_groups changed while being read");
+    }
+    Py_XDECREF(groups);
+    return group;
+}
+
+/* state[param].update(face._new_state(like, group)): like is the parameter or, where
+ * its state is to be of higher precision, an fp32 copy of it. */
 static int
 make_state(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *like)
 {
-    PyObject *made = ctpy_call_hook(face, self->state->str__new_state, &like, 1);
+    PyObject *args[] = {like, face_group(self, face, slot->group)};
+    PyObject *made = args[1] == NULL
+                         ? NULL
+                         : ctpy_call_hook(face, self->state->str__new_state, args, 2);
+    Py_XDECREF(args[1]);
     if (made != NULL && !PyDict_Check(made)) {
         PyErr_Format(PyExc_TypeError, "_new_state() returned a %.200s; expected a dict",
                      Py_TYPE(made)->tp_name);

@@ -142,6 +142,13 @@ ct_optim_kind_from_name(const char *name)
     return (ct_optim_kind)kind;
 }
 
+ct_status
+ct_optim_check_group(const ct_optim_group *group, ct_error *err)
+{
+    ct_rule_coef coef;
+    return ct_optim_kinds[group->kind].coef_init(&coef, group, 1, 1.0, err);
+}
+
 unsigned
 ct_optim_states(const ct_optim_group *group)
 {
@@ -326,6 +333,15 @@ plan(ct_optim *optim, double grad_scale, rule_table *table, ct_error *err)
 static void
 count_steps(ct_optim *optim)
 {
+    for (size_t g = 0; g < optim->n_groups; g++) {
+        const ct_optim_ops *ops = &ct_optim_kinds[optim->groups[g].kind];
+        if (ops->advance != NULL) {
+            ops->advance(&optim->groups[g]);
+        }
+        if (optim->groups[g].stochastic) {
+            optim->groups[g].rounding.step++;
+        }
+    }
     for (size_t i = 0; i < optim->n_params; i++) {
         ct_optim_param *p = &optim->params[i];
         if (p->grad != NULL) {

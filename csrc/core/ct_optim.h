@@ -8,8 +8,15 @@
 #ifndef CT_OPTIM_H
 #define CT_OPTIM_H
 
+#include "core/ct_adadelta.h"
+#include "core/ct_adagrad.h"
+#include "core/ct_adamax.h"
 #include "core/ct_adamw.h"
 #include "core/ct_device.h"
+#include "core/ct_lion.h"
+#include "core/ct_nag.h"
+#include "core/ct_rmsprop.h"
+#include "core/ct_schedule_free.h"
 #include "core/ct_sgd.h"
 
 #ifdef __cplusplus
@@ -19,6 +26,18 @@ extern "C" {
 typedef enum ct_optim_kind {
     CT_OPTIM_ADAMW,
     CT_OPTIM_SGD,
+    CT_OPTIM_ADADELTA,
+    CT_OPTIM_ADAGRAD,
+    CT_OPTIM_ADAM,
+    CT_OPTIM_ADAMAX,
+    CT_OPTIM_FAIRSEQ_ADAM,
+    CT_OPTIM_FAIRSEQ_ADAMAX,
+    CT_OPTIM_LION,
+    CT_OPTIM_NAG,
+    CT_OPTIM_RADAM,
+    CT_OPTIM_RMSPROP,
+    CT_OPTIM_SCHEDULE_FREE_ADAMW,
+    CT_OPTIM_SCHEDULE_FREE_SGD,
     CT_OPTIM_KIND_COUNT
 } ct_optim_kind;
 
@@ -29,7 +48,14 @@ enum {
 typedef struct ct_optim_group {
     ct_optim_kind kind;
     union {
-        ct_adamw_config adamw;
+        ct_adadelta_config adadelta;
+        ct_adagrad_config adagrad;
+        ct_adamax_config adamax; /* and of fairseq_adamax */
+        ct_adamw_config adamw;   /* and of adam, fairseq_adam and radam */
+        ct_lion_config lion;
+        ct_nag_config nag;
+        ct_rmsprop_config rmsprop;
+        ct_schedule_free_config schedule_free; /* of both */
         ct_sgd_config sgd;
     };
     bool maximize;   /* step up the gradient */
@@ -81,6 +107,9 @@ const char *ct_optim_kind_name(ct_optim_kind kind); /* "adamw", "sgd", ... */
 
 /* The kind of that name, or CT_OPTIM_KIND_COUNT. */
 ct_optim_kind ct_optim_kind_from_name(const char *name);
+
+/* CT_EINVAL names a hyperparameter that is out of its range. */
+CT_NODISCARD ct_status ct_optim_check_group(const ct_optim_group *group, ct_error *err);
 
 /* Which state arrays a parameter of this group needs: bit k says state[k]. */
 unsigned ct_optim_states(const ct_optim_group *group);

@@ -1,5 +1,13 @@
 #include "core/ct_optim_kind.h"
 
+/* Constants that no parameter's own count enters. */
+static uint64_t
+key_of_none(const ct_optim_param *param)
+{
+    (void)param;
+    return 0;
+}
+
 /* Constants that depend on the number of the update. */
 static uint64_t
 key_of_step(const ct_optim_param *param)
@@ -14,31 +22,84 @@ key_of_first(const ct_optim_param *param)
     return param->step == 0;
 }
 
-/* ---- AdamW ------------------------------------------------------------------------
+/* The functions of a kind that has one rule with all of its state arrays. */
+#define ONE_RULE(kind, states_of)                                                      \
+    static ct_rule kind##_rule(const ct_optim_group *group)                            \
+    {                                                                                  \
+        (void)group;                                                                   \
+        return CT_RULE_##kind;                                                         \
+    }                                                                                  \
+    static unsigned kind##_states(const ct_optim_group *group)                         \
+    {                                                                                  \
+        (void)group;                                                                   \
+        return states_of;                                                              \
+    }
+
+/* ---- Adam and its kin -------------------------------------------------------------
  */
 
 static ct_rule
-adamw_rule(const ct_optim_group *group)
+adam_rule(const ct_optim_group *group)
 {
-    (void)group;
-    return CT_RULE_adamw;
+    const bool decays_grad =
+        !group->adamw.decoupled && group->adamw.weight_decay != 0.0;
+    if (group->adamw.amsgrad) {
+        return decays_grad ? CT_RULE_adam_amsgrad : CT_RULE_adamw_amsgrad;
+    }
+    return decays_grad ? CT_RULE_adam : CT_RULE_adamw;
+}
+
+static ct_rule
+fairseq_adam_rule(const ct_optim_group *group)
+{
+    return group->adamw.amsgrad ? CT_RULE_adamw_amsgrad : CT_RULE_adamw;
 }
 
 static unsigned
-adamw_states(const ct_optim_group *group)
+adam_states(const ct_optim_group *group)
 {
-    (void)group;
-    return 3;
+    return group->adamw.amsgrad ? 7 : 3;
 }
 
 static ct_status
-adamw_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
-                double grad_scale, ct_error *err)
+adam_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+               double grad_scale, ct_error *err)
 {
     return ct_adamw_coef_init(&coef->adamw, &group->adamw, key, grad_scale, err);
 }
 
-/* ---- SGD --------------------------------------------------------------------------
+static ct_status
+fairseq_adam_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                       double grad_scale, ct_error *err)
+{
+    return ct_fairseq_adam_coef_init(&coef->adamw, &group->adamw, key, grad_scale, err);
+}
+
+static ct_status
+radam_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                double grad_scale, ct_error *err)
+{
+    return ct_radam_coef_init(&coef->adamw, &group->adamw, key, grad_scale, err);
+}
+
+ONE_RULE(adamax, 3)
+
+static ct_status
+adamax_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                 double grad_scale, ct_error *err)
+{
+    return ct_adamax_coef_init(&coef->adamax, &group->adamax, key, grad_scale, err);
+}
+
+static ct_status
+fairseq_adamax_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                         double grad_scale, ct_error *err)
+{
+    return ct_fairseq_adamax_coef_init(&coef->adamax, &group->adamax, key, grad_scale,
+                                       err);
+}
+
+/* ---- SGD and NAG ------------------------------------------------------------------
  */
 
 static ct_rule
@@ -60,8 +121,123 @@ sgd_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
     return ct_sgd_coef_init(&coef->sgd, &group->sgd, key != 0, grad_scale, err);
 }
 
+ONE_RULE(nag, 1)
+
+static ct_status
+nag_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+              double grad_scale, ct_error *err)
+{
+    (void)key;
+    return ct_nag_coef_init(&coef->nag, &group->nag, grad_scale, err);
+}
+
+static void
+nag_advance(ct_optim_group *group)
+{
+    ct_nag_advance(&group->nag);
+}
+
+/* ---- Adagrad, Adadelta, RMSprop, Lion ---------------------------------------------
+ */
+
+ONE_RULE(adagrad, 1)
+
+static ct_status
+adagrad_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                  double grad_scale, ct_error *err)
+{
+    return ct_adagrad_coef_init(&coef->adagrad, &group->adagrad, key, grad_scale, err);
+}
+
+ONE_RULE(adadelta, 3)
+
+static ct_status
+adadelta_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                   double grad_scale, ct_error *err)
+{
+    (void)key;
+    return ct_adadelta_coef_init(&coef->adadelta, &group->adadelta, grad_scale, err);
+}
+
+static ct_rule
+rmsprop_rule(const ct_optim_group *group)
+{
+    if (group->rmsprop.momentum != 0.0) {
+        return group->rmsprop.centered ? CT_RULE_rmsprop_centered_momentum
+                                       : CT_RULE_rmsprop_momentum;
+    }
+    return group->rmsprop.centered ? CT_RULE_rmsprop_centered : CT_RULE_rmsprop;
+}
+
+/* The average of squares, the momentum buffer, the average of gradients. */
+static unsigned
+rmsprop_states(const ct_optim_group *group)
+{
+    return 1u | (group->rmsprop.momentum != 0.0 ? 2u : 0u) |
+           (group->rmsprop.centered ? 4u : 0u);
+}
+
+static ct_status
+rmsprop_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                  double grad_scale, ct_error *err)
+{
+    (void)key;
+    return ct_rmsprop_coef_init(&coef->rmsprop, &group->rmsprop, grad_scale, err);
+}
+
+ONE_RULE(lion, 1)
+
+static ct_status
+lion_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+               double grad_scale, ct_error *err)
+{
+    (void)key;
+    return ct_lion_coef_init(&coef->lion, &group->lion, grad_scale, err);
+}
+
+/* ---- schedule-free ----------------------------------------------------------------
+ */
+
+ONE_RULE(schedule_free_adamw, 3)
+ONE_RULE(schedule_free_sgd, 1)
+
+static ct_status
+schedule_free_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                        double grad_scale, ct_error *err)
+{
+    (void)key;
+    return ct_schedule_free_coef_init(&coef->schedule_free_adamw, &group->schedule_free,
+                                      grad_scale, err);
+}
+
+static void
+schedule_free_advance(ct_optim_group *group)
+{
+    ct_schedule_free_advance(&group->schedule_free);
+}
+
+/* In the order of ct_optim_ops. */
+#define OPS(name, rule, states, key, coef_init, advance)                               \
+    {name, rule##_rule, states##_states, key_of_##key, coef_init##_coef_init, advance}
 const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT] = {
-    [CT_OPTIM_ADAMW] = {"adamw", adamw_rule, adamw_states, key_of_step,
-                        adamw_coef_init                                               },
-    [CT_OPTIM_SGD] = {"sgd",   sgd_rule,   sgd_states,   key_of_first, sgd_coef_init},
+    [CT_OPTIM_ADADELTA] = OPS("adadelta", adadelta, adadelta, none, adadelta, NULL),
+    [CT_OPTIM_ADAGRAD] = OPS("adagrad", adagrad, adagrad, step, adagrad, NULL),
+    [CT_OPTIM_ADAM] = OPS("adam", adam, adam, step, adam, NULL),
+    [CT_OPTIM_ADAMAX] = OPS("adamax", adamax, adamax, step, adamax, NULL),
+    [CT_OPTIM_ADAMW] = OPS("adamw", adam, adam, step, adam, NULL),
+    [CT_OPTIM_FAIRSEQ_ADAM] =
+        OPS("fairseq_adam", fairseq_adam, adam, step, fairseq_adam, NULL),
+    [CT_OPTIM_FAIRSEQ_ADAMAX] =
+        OPS("fairseq_adamax", adamax, adamax, step, fairseq_adamax, NULL),
+    [CT_OPTIM_LION] = OPS("lion", lion, lion, none, lion, NULL),
+    [CT_OPTIM_NAG] = OPS("nag", nag, nag, none, nag, nag_advance),
+    [CT_OPTIM_RADAM] = OPS("radam", adam, adam, step, radam, NULL),
+    [CT_OPTIM_RMSPROP] = OPS("rmsprop", rmsprop, rmsprop, none, rmsprop, NULL),
+    [CT_OPTIM_SCHEDULE_FREE_ADAMW] =
+        OPS("schedule_free_adamw", schedule_free_adamw, schedule_free_adamw, none,
+            schedule_free, schedule_free_advance),
+    [CT_OPTIM_SCHEDULE_FREE_SGD] =
+        OPS("schedule_free_sgd", schedule_free_sgd, schedule_free_sgd, none,
+            schedule_free, schedule_free_advance),
+    [CT_OPTIM_SGD] = OPS("sgd", sgd, sgd, first, sgd, NULL),
 };

@@ -16,6 +16,8 @@ typedef struct ct_optim_ops {
     uint64_t (*key)(const ct_optim_param *param);
     ct_status (*coef_init)(ct_rule_coef *coef, const ct_optim_group *group,
                            uint64_t key, double grad_scale, ct_error *err);
+    /* Notes in the group that an update has been done, or NULL. */
+    void (*advance)(ct_optim_group *group);
 } ct_optim_ops;
 
 extern const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT];

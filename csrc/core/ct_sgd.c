@@ -1,22 +1,19 @@
 #include "core/ct_sgd.h"
 
-/* Each test is written so that NaN fails it. */
+#include "core/ct_hyper.h"
+
 static ct_status
 config_check(const ct_sgd_config *config, ct_error *err)
 {
-    if (!(config->lr >= 0.0)) {
-        return ct_fail(err, CT_EINVAL, "lr must be >= 0, got %g", config->lr);
-    }
-    if (!(config->momentum >= 0.0)) {
-        return ct_fail(err, CT_EINVAL, "momentum must be >= 0, got %g",
-                       config->momentum);
-    }
-    if (config->dampening != config->dampening) {
-        return ct_fail(err, CT_EINVAL, "dampening must be a number, got nan");
-    }
-    if (!(config->weight_decay >= 0.0)) {
-        return ct_fail(err, CT_EINVAL, "weight_decay must be >= 0, got %g",
-                       config->weight_decay);
+    const ct_hyper numbers[] = {
+        {"lr",           config->lr,           0.0,       INFINITY},
+        {"momentum",     config->momentum,     0.0,       INFINITY},
+        {"dampening",    config->dampening,    -INFINITY, INFINITY},
+        {"weight_decay", config->weight_decay, 0.0,       INFINITY},
+    };
+    ct_status status = ct_hyper_check(numbers, sizeof numbers / sizeof *numbers, err);
+    if (status != CT_OK) {
+        return status;
     }
     if (config->nesterov && (config->momentum == 0.0 || config->dampening != 0.0)) {
         return ct_fail(err, CT_EINVAL,

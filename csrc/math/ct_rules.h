@@ -2,7 +2,14 @@
 #ifndef CT_RULES_H
 #define CT_RULES_H
 
+#include "math/ct_adadelta_math.h"
+#include "math/ct_adagrad_math.h"
+#include "math/ct_adamax_math.h"
 #include "math/ct_adamw_math.h"
+#include "math/ct_lion_math.h"
+#include "math/ct_nag_math.h"
+#include "math/ct_rmsprop_math.h"
+#include "math/ct_schedule_free_math.h"
 #include "math/ct_sgd_math.h"
 
 typedef enum ct_rule {

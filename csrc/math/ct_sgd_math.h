@@ -5,18 +5,18 @@
 #ifndef CT_SGD_MATH_H
 #define CT_SGD_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/ct_parts_math.h"
 
 /* What is constant over one step, worked out in double. */
-typedef struct ct_sgd_coef {
-    double grad_scale; /* clip coefficient / loss scale: saves a pass over grads */
-    double lr;
-    double momentum;
-    double one_minus_dampening;
-    double weight_decay;
-    int nesterov;
-    int first; /* the momentum buffer starts as the gradient */
-} ct_sgd_coef;
+#define CT_SGD_COEF(REAL, FLAG)                                                        \
+    REAL(grad_scale) /* clip coefficient / loss scale: saves a pass over grads */      \
+    REAL(lr)                                                                           \
+    REAL(momentum)                                                                     \
+    REAL(one_minus_dampening)                                                          \
+    REAL(weight_decay)                                                                 \
+    FLAG(nesterov)                                                                     \
+    FLAG(first) /* the momentum buffer starts as the gradient */
+CT_COEF(ct_sgd, CT_SGD_COEF)
 
 #define CT_FORMULA "math/ct_sgd_formula.h"
 #include "math/ct_each_real.h"

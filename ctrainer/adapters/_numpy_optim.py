@@ -119,7 +119,7 @@ class Optimizer:
         self.param_groups = [{**s, "params": g["params"]} for g, s in groups]
         self.state = state
 
-    def _new_state(self, parameter: Parameter) -> dict[str, Any]:
+    def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -144,7 +144,7 @@ class AdamW(Optimizer):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize})
 
-    def _new_state(self, parameter: Parameter) -> dict[str, Any]:
+    def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
         return {
             "step": np.zeros((), np.float32),
             "exp_avg": np.zeros_like(parameter.data),
@@ -172,5 +172,5 @@ class SGD(Optimizer):
         more = {"weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, {**options, **more, "maximize": maximize})
 
-    def _new_state(self, parameter: Parameter) -> dict[str, Any]:
+    def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
         return {"momentum_buffer": np.zeros_like(parameter.data)}

@@ -5,15 +5,31 @@ original's own layout, so state_dict() loads into the optimizer of the same name
 other way round. Parameters live on the CPU; on a GPU use torch.optim's with fused=True.
 """
 
-from ctrainer.optim._adam import AdamW
+from ctrainer.optim._adam import Adam, Adamax, AdamW, RAdam
+from ctrainer.optim._adaptive import Adadelta, Adagrad, RMSprop
+from ctrainer.optim._fairseq import FairseqAdam, FairseqAdamax, FairseqNAG
+from ctrainer.optim._lion import Lion
 from ctrainer.optim._precision import Precision
+from ctrainer.optim._schedule_free import AdamWScheduleFree, SGDScheduleFree
 from ctrainer.optim._sgd import SGD
 from ctrainer.schedules import LRScheduler, get_scheduler
 
 __all__ = [
     "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
     "AdamW",
+    "AdamWScheduleFree",
+    "Adamax",
+    "FairseqAdam",
+    "FairseqAdamax",
+    "FairseqNAG",
     "LRScheduler",
+    "Lion",
     "Precision",
+    "RAdam",
+    "RMSprop",
+    "SGDScheduleFree",
     "get_scheduler",
 ]

@@ -2,21 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, refuse
+from ctrainer.optim._face import Face, count, refuse, zeros
 from ctrainer.optim._precision import Precision
 
+Betas = tuple[float | torch.Tensor, float | torch.Tensor]
 
-class AdamW(Face, torch.optim.AdamW):
+
+class _Adam(Face):
+    """State that every form of Adam keeps."""
+
+    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = {"step": count(), "exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
+        if group.get("amsgrad"):
+            state["max_exp_avg_sq"] = zeros(param)
+        return state
+
+
+class Adam(_Adam, torch.optim.Adam):
+    """Adam, as torch.optim.Adam: the weight decay is added to the gradient, unless
+    decoupled_weight_decay asks for AdamW's.
+
+    foreach and fused are accepted and change nothing: there is one implementation.
+    capturable and differentiable are refused. For 16-bit parameters see Precision.
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015; amsgrad:
+    Reddi, Kale and Kumar, "On the Convergence of Adam and Beyond", 2018.
+    """
+
+    _kind = "adam"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **precision: Unpack[Precision],
+    ) -> None:
+        refuse(capturable=capturable, differentiable=differentiable)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **precision,
+        )
+
+
+class AdamW(_Adam, torch.optim.AdamW):
     """AdamW, as torch.optim.AdamW.
 
     foreach and fused are accepted and change nothing: there is one implementation.
-    amsgrad, capturable and differentiable are refused. For 16-bit parameters see
-    Precision.
+    capturable and differentiable are refused. For 16-bit parameters see Precision.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
@@ -27,7 +84,7 @@ class AdamW(Face, torch.optim.AdamW):
         self,
         params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
@@ -39,23 +96,99 @@ class AdamW(Face, torch.optim.AdamW):
         fused: bool | None = None,
         **precision: Unpack[Precision],
     ) -> None:
-        refuse(amsgrad=amsgrad, capturable=capturable, differentiable=differentiable)
+        refuse(capturable=capturable, differentiable=differentiable)
         super().__init__(
             params,
             lr=lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
+            amsgrad=amsgrad,
             maximize=maximize,
             foreach=foreach,
             fused=fused,
             **precision,
         )
 
-    def _new_state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what torch.optim.AdamW keeps for a parameter before its first step."""
-        return {
-            "step": torch.tensor(0.0, dtype=torch.float32),
-            "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
-        }
+
+class RAdam(_Adam, torch.optim.RAdam):
+    """RAdam, as torch.optim.RAdam.
+
+    foreach is accepted and changes nothing; capturable and differentiable are refused.
+    For 16-bit parameters see Precision.
+
+    Source: Liu et al., "On the Variance of the Adaptive Learning Rate and
+    Beyond", 2020.
+    """
+
+    _kind = "radam"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **precision: Unpack[Precision],
+    ) -> None:
+        refuse(capturable=capturable, differentiable=differentiable)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled_weight_decay=decoupled_weight_decay,
+            foreach=foreach,
+            maximize=maximize,
+            **precision,
+        )
+
+
+class Adamax(Face, torch.optim.Adamax):
+    """Adamax, as torch.optim.Adamax.
+
+    foreach is accepted and changes nothing; capturable and differentiable are refused.
+    For 16-bit parameters see Precision.
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015,
+    section 7.
+    """
+
+    _kind = "adamax"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        **precision: Unpack[Precision],
+    ) -> None:
+        refuse(capturable=capturable, differentiable=differentiable)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            foreach=foreach,
+            maximize=maximize,
+            **precision,
+        )
+
+    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {"step": count(), "exp_avg": zeros(param), "exp_inf": zeros(param)}

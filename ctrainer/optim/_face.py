@@ -14,12 +14,23 @@ from ctrainer.optim._precision import Precision, keep_float32, new_master
 
 
 def refuse(**options: bool) -> None:
+    """Raise ValueError for an option of torch's that is set and that we lack."""
     for name, value in options.items():
         if value:
             raise ValueError(
                 f"{name}=True: this optimizer does not have it; leave it out, or use "
                 "torch.optim"
             )
+
+
+def count() -> torch.Tensor:
+    """Return a count of steps as torch keeps it: float32, of no dimension."""
+    return torch.tensor(0.0, dtype=torch.float32)
+
+
+def zeros(param: torch.Tensor) -> torch.Tensor:
+    """Return zeros like the parameter, in its order of memory."""
+    return torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
 class Face(torch.optim.Optimizer):
@@ -47,6 +58,11 @@ class Face(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self._precision.items():
                 group.setdefault(name, value)
+
+    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return what the original keeps for `param` before its first step. Called by
+        the engine."""
+        raise NotImplementedError
 
     _new_master = staticmethod(new_master)  # called by the engine
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, refuse
+from ctrainer.optim._face import Face, refuse, zeros
 from ctrainer.optim._precision import Precision
 
 
@@ -52,6 +52,6 @@ class SGD(Face, torch.optim.SGD):
             **precision,
         )
 
-    def _new_state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return an empty momentum buffer; the first step fills it."""
-        return {"momentum_buffer": torch.zeros_like(param)}
+        return {"momentum_buffer": zeros(param)}

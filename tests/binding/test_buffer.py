@@ -203,7 +203,7 @@ class TestRefusals:
     @pytest.mark.parametrize("made", [3, None, {}, {"step": 3}, {"step": ones(1)}])
     def test_new_state_of_another_form(self, made: Any) -> None:
         class Odd(arrays.AdamW):
-            def _new_state(self, parameter: Any) -> Any:
+            def _new_state(self, parameter: Any, group: Any) -> Any:
                 return made
 
         param = arrays.Parameter(ones(2))
@@ -250,20 +250,29 @@ class TestHostileAttributes:
         with pytest.raises(RuntimeError, match="a second step began"):
             face.step()
 
-    def test_new_state_that_empties_the_state(self) -> None:
+    @staticmethod
+    def emptying(attribute: str) -> Any:
         class Emptying(arrays.AdamW):
-            def _new_state(self, parameter: Any) -> Any:
-                self.state.clear()
-                self.param_groups.clear()
+            def _new_state(self, parameter: Any, group: Any) -> Any:
+                getattr(self, attribute).clear()
                 gc.collect()
-                return super()._new_state(parameter)
+                return super()._new_state(parameter, group)
 
         params = [arrays.Parameter(ones(2)) for _ in range(4)]
         for param in params:
             param.grad = ones(2)
-        opt = Emptying(params)
+        return Emptying(params), params
+
+    def test_new_state_that_empties_the_state(self) -> None:
+        opt, params = self.emptying("state")
         opt.step()
         assert all((p.data < 1).all() for p in params)
+
+    def test_new_state_that_empties_the_groups(self) -> None:
+        opt, params = self.emptying("param_groups")
+        with pytest.raises(RuntimeError, match="param_groups changed"):
+            opt.step()
+        assert all((p.data == 1).all() for p in params)
 
 
 def test_torch_without_the_exchange_table_is_read_by_its_methods() -> None:

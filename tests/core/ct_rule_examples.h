@@ -2,26 +2,59 @@
 #ifndef CT_RULE_EXAMPLES_H
 #define CT_RULE_EXAMPLES_H
 
+#include "core/ct_adadelta.h"
+#include "core/ct_adagrad.h"
+#include "core/ct_adamax.h"
 #include "core/ct_adamw.h"
+#include "core/ct_lion.h"
+#include "core/ct_nag.h"
+#include "core/ct_rmsprop.h"
+#include "core/ct_schedule_free.h"
 #include "core/ct_sgd.h"
 #include "ct_test.h"
 #include "math/ct_rules.h"
+
+#include <string.h>
 
 enum {
     CT_RULE_VARIANTS = 3
 };
 
+/* Options that rules share, by variant. */
+static const double ct_example_scale = 0.7;
+
+static inline double
+ct_example_lr(size_t variant)
+{
+    return 1e-3 * (double)(variant + 1);
+}
+
+static inline double
+ct_example_decay(size_t variant)
+{
+    return 0.1 * (double)variant;
+}
+
+static inline double
+ct_example_beta1(size_t variant)
+{
+    return variant == 1 ? 0.3 : 0.9;
+}
+
 static inline ct_rule_coef
-ct_adamw_example(size_t variant)
+ct_adamw_example(size_t variant, bool decoupled)
 {
     ct_rule_coef coef;
     ct_adamw_config config;
-    config.lr = 1e-3 * (double)(variant + 1);
-    config.beta1 = variant == 1 ? 0.3 : 0.9;
+    memset(&config, 0, sizeof config);
+    config.lr = ct_example_lr(variant);
+    config.beta1 = ct_example_beta1(variant);
     config.beta2 = 0.99;
     config.eps = 1e-6;
-    config.weight_decay = 0.1 * (double)variant;
-    CHECK(ct_adamw_coef_init(&coef.adamw, &config, variant + 1, 0.7, NULL) == CT_OK);
+    config.weight_decay = ct_example_decay(variant);
+    config.decoupled = decoupled;
+    CHECK(ct_adamw_coef_init(&coef.adamw, &config, variant + 1, ct_example_scale,
+                             NULL) == CT_OK);
     return coef;
 }
 
@@ -33,9 +66,104 @@ ct_sgd_example(size_t variant, double momentum)
     config.lr = 0.1;
     config.momentum = momentum;
     config.dampening = variant == 1 ? 0.5 : 0.0;
-    config.weight_decay = 0.1 * (double)variant;
+    config.weight_decay = ct_example_decay(variant);
     config.nesterov = variant == 2 && momentum != 0.0;
-    CHECK(ct_sgd_coef_init(&coef.sgd, &config, variant == 0, 0.7, NULL) == CT_OK);
+    CHECK(ct_sgd_coef_init(&coef.sgd, &config, variant == 0, ct_example_scale, NULL) ==
+          CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_adadelta_example(size_t variant)
+{
+    ct_rule_coef coef;
+    const ct_adadelta_config config = {0.3, 0.9, 1e-6, ct_example_decay(variant)};
+    CHECK(ct_adadelta_coef_init(&coef.adadelta, &config, ct_example_scale, NULL) ==
+          CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_adagrad_example(size_t variant)
+{
+    ct_rule_coef coef;
+    const ct_adagrad_config config = {0.1, 0.01, 1e-10, ct_example_decay(variant)};
+    CHECK(ct_adagrad_coef_init(&coef.adagrad, &config, variant + 1, ct_example_scale,
+                               NULL) == CT_OK);
+    return coef;
+}
+
+/* fairseq's form is one of the variants. */
+static inline ct_rule_coef
+ct_adamax_example(size_t variant)
+{
+    ct_rule_coef coef;
+    const ct_adamax_config config = {ct_example_lr(variant),
+                                     ct_example_beta1(variant),
+                                     0.99,
+                                     1e-6,
+                                     ct_example_decay(variant),
+                                     true};
+    CHECK((variant == 2 ? ct_fairseq_adamax_coef_init : ct_adamax_coef_init)(
+              &coef.adamax, &config, variant + 1, ct_example_scale, NULL) == CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_lion_example(size_t variant)
+{
+    ct_rule_coef coef;
+    const ct_lion_config config = {ct_example_lr(variant), ct_example_beta1(variant),
+                                   0.99, ct_example_decay(variant)};
+    CHECK(ct_lion_coef_init(&coef.lion, &config, ct_example_scale, NULL) == CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_nag_example(size_t variant)
+{
+    ct_rule_coef coef;
+    const ct_nag_config config = {ct_example_lr(variant), 0.002, 0.9,
+                                  ct_example_decay(variant)};
+    CHECK(ct_nag_coef_init(&coef.nag, &config, ct_example_scale, NULL) == CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_rmsprop_example(size_t variant)
+{
+    ct_rule_coef coef;
+    const ct_rmsprop_config config = {ct_example_lr(variant),
+                                      variant == 1 ? 0.4 : 0.9,
+                                      1e-6,
+                                      ct_example_decay(variant),
+                                      0.9,
+                                      true};
+    CHECK(ct_rmsprop_coef_init(&coef.rmsprop, &config, ct_example_scale, NULL) ==
+          CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_schedule_free_example(size_t variant)
+{
+    ct_rule_coef coef;
+    ct_schedule_free_config config;
+    memset(&config, 0, sizeof config);
+    config.lr = ct_example_lr(variant);
+    config.beta1 = ct_example_beta1(variant);
+    config.beta2 = 0.99;
+    config.eps = 1e-6;
+    config.weight_decay = ct_example_decay(variant);
+    config.r = 0.5;
+    config.weight_lr_power = 2.0;
+    config.warmup_steps = 2.0;
+    config.train_mode = true;
+    for (size_t done = 0; done < variant; done++) {
+        ct_schedule_free_advance(&config);
+    }
+    CHECK(ct_schedule_free_coef_init(&coef.schedule_free_adamw, &config,
+                                     ct_example_scale, NULL) == CT_OK);
     return coef;
 }
 
@@ -44,8 +172,30 @@ static inline ct_rule_coef
 ct_rule_example(ct_rule rule, size_t variant)
 {
     switch (rule) {
+    case CT_RULE_adadelta:
+        return ct_adadelta_example(variant);
+    case CT_RULE_adagrad:
+        return ct_adagrad_example(variant);
+    case CT_RULE_adam:
+    case CT_RULE_adam_amsgrad:
+        return ct_adamw_example(variant, false);
+    case CT_RULE_adamax:
+        return ct_adamax_example(variant);
     case CT_RULE_adamw:
-        return ct_adamw_example(variant);
+    case CT_RULE_adamw_amsgrad:
+        return ct_adamw_example(variant, true);
+    case CT_RULE_lion:
+        return ct_lion_example(variant);
+    case CT_RULE_nag:
+        return ct_nag_example(variant);
+    case CT_RULE_rmsprop:
+    case CT_RULE_rmsprop_centered:
+    case CT_RULE_rmsprop_centered_momentum:
+    case CT_RULE_rmsprop_momentum:
+        return ct_rmsprop_example(variant);
+    case CT_RULE_schedule_free_adamw:
+    case CT_RULE_schedule_free_sgd:
+        return ct_schedule_free_example(variant);
     case CT_RULE_sgd:
         return ct_sgd_example(variant, 0.0);
     case CT_RULE_sgd_momentum:

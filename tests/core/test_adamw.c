@@ -9,8 +9,12 @@ enum {
     STEPS = 100
 };
 
-static const ct_adamw_config usual = {
-    .lr = 1e-2, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1};
+static const ct_adamw_config usual = {.lr = 1e-2,
+                                      .beta1 = 0.9,
+                                      .beta2 = 0.999,
+                                      .eps = 1e-8,
+                                      .weight_decay = 0.1,
+                                      .decoupled = true};
 
 /* Algorithm 2 of the paper, in double. */
 typedef struct reference {

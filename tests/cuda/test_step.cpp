@@ -30,7 +30,8 @@ struct model {
         ct_optim *optim = ct_optim_new(device);
         CHECK(optim != NULL);
         CHECK(ct_optim_resize(optim, 1, n_params, NULL) == CT_OK);
-        ct_optim_groups_borrow(optim)[0].adamw = {1e-2, 0.9, 0.999, 1e-8, 0.1};
+        ct_optim_groups_borrow(optim)[0].adamw = {1e-2, 0.9,  0.999, 1e-8,
+                                                  0.1,  true, false};
         ct_optim_param *list = ct_optim_params_borrow(optim);
         for (size_t i = 0; i < n_params; i++) {
             list[i].param = host ? params[i].host.data() : params[i].device();

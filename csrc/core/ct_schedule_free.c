@@ -1,0 +1,79 @@
+#include "core/ct_schedule_free.h"
+
+#include "core/ct_hyper.h"
+
+static ct_status
+config_check(const ct_schedule_free_config *config, ct_error *err)
+{
+    const ct_hyper numbers[] = {
+        {"lr",              config->lr,              0.0, INFINITY},
+        {"beta1",           config->beta1,           0.0, 1.0     },
+        {"beta2",           config->beta2,           0.0, 1.0     },
+        {"eps",             config->eps,             0.0, INFINITY},
+        {"weight_decay",    config->weight_decay,    0.0, INFINITY},
+        {"r",               config->r,               0.0, INFINITY},
+        {"weight_lr_power", config->weight_lr_power, 0.0, INFINITY},
+        {"warmup_steps",    config->warmup_steps,    0.0, INFINITY},
+        {"weight_sum",      config->weight_sum,      0.0, INFINITY},
+    };
+    if (!config->train_mode) {
+        return ct_fail(err, CT_EINVAL,
+                       "train_mode is false, so the parameters hold their average: "
+                       "call the optimizer's train() before its step()");
+    }
+    return ct_hyper_check(numbers, sizeof numbers / sizeof *numbers, err);
+}
+
+/* The weight in the average of what the last update made. */
+static double
+last_weight(const ct_schedule_free_config *config)
+{
+    return pow((double)config->k, config->r) *
+           pow(config->lr_max, config->weight_lr_power);
+}
+
+/* What the next update leaves in the config. */
+static ct_schedule_free_config
+following(const ct_schedule_free_config *config)
+{
+    ct_schedule_free_config next = *config;
+    const double done = (double)config->k, warmup = config->warmup_steps;
+    next.k = config->k + 1;
+    next.scheduled_lr = config->lr * (done < warmup ? (done + 1.0) / warmup : 1.0);
+    next.lr_max = fmax(next.scheduled_lr, config->lr_max);
+    next.weight_sum += last_weight(&next);
+    return next;
+}
+
+ct_status
+ct_schedule_free_coef_init(ct_schedule_free_coef *coef,
+                           const ct_schedule_free_config *config, double grad_scale,
+                           ct_error *err)
+{
+    ct_status status = config_check(config, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    const ct_schedule_free_config next = following(config);
+    const double ckp1 =
+        next.weight_sum == 0.0 ? 0.0 : last_weight(&next) / next.weight_sum;
+    *coef = (ct_schedule_free_coef){
+        .grad_scale = grad_scale,
+        .lr = next.scheduled_lr,
+        .weight_decay = config->weight_decay,
+        .lerp = ct_average_weight(1.0 - ckp1),
+        .from_z = ct_average_from_new(1.0 - ckp1),
+        .grad_step = next.scheduled_lr * (config->beta1 * (1.0 - ckp1) - 1.0),
+        .beta2 = config->beta2,
+        .one_minus_beta2 = 1.0 - config->beta2,
+        .inv_bias2 = 1.0 / sqrt(ct_hyper_bias(config->beta2, next.k)),
+        .eps = config->eps,
+    };
+    return CT_OK;
+}
+
+void
+ct_schedule_free_advance(ct_schedule_free_config *config)
+{
+    *config = following(config);
+}

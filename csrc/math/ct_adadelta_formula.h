@@ -1,0 +1,15 @@
+/* Adadelta for one element of type ct_real: the only place that states the formula. */
+
+CT_ROUNDED(ct_adadelta, CT_ADADELTA_COEF)
+
+/* state is the averages of squared gradients and of squared updates. */
+CT_HD static inline void
+CT_REAL(ct_adadelta_apply)(const CT_REAL(ct_adadelta_coef) * c, ct_real grad,
+                           ct_real *param, ct_real *state)
+{
+    const ct_real g = CT_REAL(ct_l2_grad)(grad, c->grad_scale, c->weight_decay, *param);
+    state[0] = state[0] * c->rho + c->one_minus_rho * g * g;
+    const ct_real delta = CT_SQRT(state[1] + c->eps) / CT_SQRT(state[0] + c->eps) * g;
+    state[1] = state[1] * c->rho + c->one_minus_rho * delta * delta;
+    *param = *param - c->lr * delta;
+}

@@ -1,0 +1,26 @@
+/* What the formulas of several rules have in common, in float and in double. */
+#ifndef CT_PARTS_MATH_H
+#define CT_PARTS_MATH_H
+
+#include "math/ct_coef.h"
+
+#include <math.h>
+
+/* The constants of a moving average x * keep + y * (1 - keep), which ct_average works
+ * out as x + weight * (y - x), or from y where that is nearer: keep <= 0.5. */
+static inline double
+ct_average_weight(double keep)
+{
+    return keep <= 0.5 ? -keep : 1.0 - keep;
+}
+
+static inline int
+ct_average_from_new(double keep)
+{
+    return keep <= 0.5;
+}
+
+#define CT_FORMULA "math/ct_parts_formula.h"
+#include "math/ct_each_real.h"
+
+#endif
