@@ -1,0 +1,38 @@
+"""fairseq's Trainer and what surrounds it, natively.
+
+Names are imported on first use: `import ctrainer.fairseq` loads neither torch nor any
+of the modules below.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctrainer.fairseq.aliases import install_fairseq_aliases
+    from ctrainer.fairseq.progress_bar import build_progress_bar
+
+_HOMES = {
+    "build_progress_bar": "progress_bar",
+    "install_fairseq_aliases": "aliases",
+}
+_MODULES = {"aliases", "meters", "metrics", "progress_bar", "trackers"}
+
+__all__ = [
+    "build_progress_bar",
+    "install_fairseq_aliases",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(f"ctrainer.fairseq.{_HOMES[name]}"), name)
+    elif name in _MODULES:
+        value = import_module(f"ctrainer.fairseq.{name}")
+    else:
+        raise AttributeError(f"module 'ctrainer.fairseq' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,0 +1,390 @@
+"""Meters: running averages, sums, rates and durations under fairseq's names, with its
+rounding and its state, and the dictionary that orders them by priority.
+
+Source: fairseq/logging/meters.py. Values may be numbers, NumPy scalars or tensors of
+one element; tensors stay where they are until a smoothed value is read.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ctrainer.fairseq._tensors import Scalar, is_tensor, type_as
+
+__all__ = [
+    "AverageMeter",
+    "ConcatTensorMeter",
+    "Meter",
+    "MetersDict",
+    "StopwatchMeter",
+    "SumMeter",
+    "TimeMeter",
+    "safe_round",
+]
+
+State = dict[str, Any]
+
+
+class Meter:
+    """What every meter offers; subclass it for `metrics.log_custom`.
+
+    A checkpoint names the class and makes it anew without arguments.
+    """
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Take over what `state_dict` gave."""
+
+    def reset(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define reset()")
+
+    @property
+    def smoothed_value(self) -> Scalar:
+        """The value that is reported, rounded."""
+        raise NotImplementedError(f"{type(self).__name__} must define smoothed_value")
+
+
+def safe_round(number: Any, ndigits: int) -> Any:
+    """`number` rounded to `ndigits` decimals; what has no single value is returned as
+    it is."""
+    if hasattr(number, "__round__"):
+        return round(number, ndigits)
+    if is_tensor(number):
+        return safe_round(number.item(), ndigits) if number.numel() == 1 else number
+    if getattr(number, "ndim", None) == 0 and hasattr(number, "item"):
+        return safe_round(number.item(), ndigits)
+    return number
+
+
+class _RoundedMeter(Meter):
+    """A meter whose smoothed value is rounded to `round` decimals, unless None."""
+
+    round: int | None
+
+    def _value(self) -> Scalar:
+        raise NotImplementedError
+
+    @property
+    def smoothed_value(self) -> Scalar:
+        value = self._value()
+        if self.round is None or value is None:
+            return value
+        return safe_round(value, self.round)
+
+
+class AverageMeter(_RoundedMeter):
+    """The weighted mean of what it was updated with.
+
+    `val` is the latest value, `sum` that of value times weight, `count` that of the
+    weights. An update of weight 0 changes `val` alone, which is reported as long as
+    nothing has had weight.
+    """
+
+    def __init__(self, round: int | None = None) -> None:
+        self.round = round
+        self.reset()
+
+    def reset(self) -> None:
+        self.val: Scalar = None
+        self.sum: Scalar = 0
+        self.count: Scalar = 0
+
+    def update(self, val: Scalar, n: Scalar = 1) -> None:
+        """Add `val` with weight `n`; None is left out."""
+        if val is None:
+            return
+        self.val = val
+        if n > 0:
+            self.sum = type_as(self.sum, val) + (val * n)
+            self.count = type_as(self.count, n) + n
+
+    def state_dict(self) -> State:
+        return {
+            "val": self.val,
+            "sum": self.sum,
+            "count": self.count,
+            "round": self.round,
+        }
+
+    def load_state_dict(self, state_dict: State) -> None:
+        self.val = state_dict["val"]
+        self.sum = state_dict["sum"]
+        self.count = state_dict["count"]
+        self.round = state_dict.get("round")
+
+    @property
+    def avg(self) -> Scalar:
+        return self.sum / self.count if self.count > 0 else self.val
+
+    def _value(self) -> Scalar:
+        return self.avg
+
+
+class SumMeter(_RoundedMeter):
+    """The sum of what it was updated with."""
+
+    def __init__(self, round: int | None = None) -> None:
+        self.round = round
+        self.reset()
+
+    def reset(self) -> None:
+        self.sum: Scalar = 0
+
+    def update(self, val: Scalar) -> None:
+        """Add `val`; None is left out."""
+        if val is not None:
+            self.sum = type_as(self.sum, val) + val
+
+    def state_dict(self) -> State:
+        return {"sum": self.sum, "round": self.round}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        self.sum = state_dict["sum"]
+        self.round = state_dict.get("round")
+
+    def _value(self) -> Scalar:
+        return self.sum
+
+
+class ConcatTensorMeter(Meter):
+    """The tensors that it was updated with, joined along `dim`; reports []."""
+
+    def __init__(self, dim: int = 0) -> None:
+        self.dim = dim
+        self.reset()
+
+    def reset(self) -> None:
+        self.tensor: Any = None
+
+    def update(self, val: Any) -> None:
+        if self.tensor is None:
+            self.tensor = val
+        else:
+            torch = sys.modules["torch"]
+            self.tensor = torch.cat([self.tensor, val], dim=self.dim)
+
+    def state_dict(self) -> State:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        self.tensor = state_dict["tensor"]
+
+    @property
+    def smoothed_value(self) -> Scalar:
+        return []
+
+
+class TimeMeter(_RoundedMeter):
+    """Events per second since `reset`, `init` seconds and `n` events before it
+    included."""
+
+    def __init__(
+        self, init: float = 0, n: Scalar = 0, round: int | None = None
+    ) -> None:
+        self.round = round
+        self.reset(init, n)
+
+    def reset(self, init: float = 0, n: Scalar = 0) -> None:
+        self.init = init
+        self.start = time.perf_counter()
+        self.n = n
+        self.i = 0  # updates since the reset
+
+    def update(self, val: Scalar = 1) -> None:
+        self.n = type_as(self.n, val) + val
+        self.i += 1
+
+    def state_dict(self) -> State:
+        return {"init": self.elapsed_time, "n": self.n, "round": self.round}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        if "start" in state_dict:  # the layout before fairseq 0.9: no count of events
+            self.reset(init=state_dict["init"])
+        else:
+            self.reset(init=state_dict["init"], n=state_dict["n"])
+            self.round = state_dict.get("round")
+
+    @property
+    def avg(self) -> Scalar:
+        return self.n / self.elapsed_time
+
+    @property
+    def elapsed_time(self) -> float:
+        return self.init + (time.perf_counter() - self.start)
+
+    def _value(self) -> Scalar:
+        return self.avg
+
+
+class StopwatchMeter(_RoundedMeter):
+    """Seconds between `start` and `stop`: their sum, or with weights their mean; what
+    has passed since `start` as long as nothing has been stopped."""
+
+    def __init__(self, round: int | None = None) -> None:
+        self.round = round
+        self.sum: float = 0
+        self.n: Scalar = 0
+        self.start_time: float | None = None
+
+    def start(self) -> None:
+        self.start_time = time.perf_counter()
+
+    def stop(self, n: Scalar = 1, prehook: Callable[[], object] | None = None) -> None:
+        """Add the time since `start` with weight `n`; without a start, nothing.
+
+        `prehook` is called first, for instance to wait for the device.
+        """
+        if self.start_time is None:
+            return
+        if prehook is not None:
+            prehook()
+        self.sum += time.perf_counter() - self.start_time
+        self.n = type_as(self.n, n) + n
+
+    def reset(self) -> None:
+        """Forget all durations and start anew."""
+        self.sum = 0
+        self.n = 0
+        self.start()
+
+    def state_dict(self) -> State:
+        return {"sum": self.sum, "n": self.n, "round": self.round}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        self.sum = state_dict["sum"]
+        self.n = state_dict["n"]
+        self.start_time = None
+        self.round = state_dict.get("round")
+
+    @property
+    def avg(self) -> Scalar:
+        return self.sum / self.n if self.n > 0 else self.sum
+
+    @property
+    def elapsed_time(self) -> float:
+        if self.start_time is None:
+            return 0.0
+        return time.perf_counter() - self.start_time
+
+    def _value(self) -> Scalar:
+        return self.avg if self.sum > 0 else self.elapsed_time
+
+
+class DerivedMeter(Meter):
+    """A value computed from the other meters of its dictionary when it is read."""
+
+    def __init__(self, fn: Callable[[MetersDict], Scalar]) -> None:
+        self.fn = fn
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+
+class MetersDict(OrderedDict[str, Meter]):
+    """Meters by name, in the order of (priority, insertion); low priorities first.
+
+    `meters[key] = (priority, meter)` adds one; a key is given once.
+    """
+
+    _DerivedMeter = DerivedMeter
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What has been removed may keep its rank: only those of present keys are read.
+        self._ranks: dict[str, tuple[int, int]] = {}
+        self._added = 0
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self:
+            raise ValueError(
+                f"MetersDict doesn't support reassignment: there is a meter {key!r}"
+            )
+        priority, meter = value
+        rank = (priority, self._added)
+        later = [other for other in self if self._ranks[other] > rank]
+        super().__setitem__(key, meter)
+        self._ranks[key] = rank
+        self._added += 1
+        for other in later:
+            self.move_to_end(other)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        entries = [(key, (pri, self[key])) for pri, _, key in self.priorities]
+        return type(self), (), None, None, iter(entries)
+
+    @property
+    def priorities(self) -> list[tuple[int, int, str]]:
+        """(priority, place of insertion, key) of each meter, in their order."""
+        return [(*self._ranks[key], key) for key in self]
+
+    def add_meter(self, key: str, meter: Meter, priority: int) -> None:
+        self[key] = (priority, meter)
+
+    def state_dict(self) -> list[tuple[int, str, str, State]]:
+        """(priority, key, class name, state) of each meter but derived ones."""
+        return [
+            (priority, key, type(self[key]).__name__, self[key].state_dict())
+            for priority, _, key in self.priorities
+            if not isinstance(self[key], DerivedMeter)
+        ]
+
+    def load_state_dict(self, state_dict: list[tuple[int, str, str, State]]) -> None:
+        """Replace all meters by those of `state_dict`.
+
+        Raises ValueError for a class that is no Meter of a loaded module; the
+        dictionary is then left as it was.
+        """
+        revived = MetersDict()
+        for priority, key, class_name, state in state_dict:
+            meter = _meter_class(key, class_name)()
+            meter.load_state_dict(state)
+            revived.add_meter(key, meter, priority)
+        self.take_over(revived)
+
+    def take_over(self, other: MetersDict) -> None:
+        """Replace all meters by those of `other`, the objects themselves."""
+        self.clear()
+        for priority, _, key in other.priorities:
+            self.add_meter(key, other[key], priority)
+
+    def get_smoothed_value(self, key: str) -> Scalar:
+        """The value of one meter as it is reported. Raises KeyError."""
+        meter = self[key]
+        if isinstance(meter, DerivedMeter):
+            return meter.fn(self)
+        return meter.smoothed_value
+
+    def get_smoothed_values(self) -> OrderedDict[str, Scalar]:
+        """The values of all meters whose names do not begin with an underscore."""
+        return OrderedDict(
+            (key, self.get_smoothed_value(key)) for key in self if key[:1] != "_"
+        )
+
+    def reset(self) -> None:
+        for meter in self.values():
+            meter.reset()
+
+
+def _meter_class(key: str, name: str) -> type[Meter]:
+    own = globals().get(name) if name in __all__ else None
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    for cls in _subclasses(Meter):
+        if cls.__name__ == name:
+            return cls
+    raise ValueError(
+        f"the meter {key!r} was saved as a {name}, and no loaded module has a Meter of "
+        "that name; import the module that defines it before loading"
+    )
+
+
+def _subclasses(cls: type[Meter]) -> Iterator[type[Meter]]:
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)
