@@ -34,7 +34,7 @@ HONOURED = frozenset(
     dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
     label_names length_column_name skip_memory_metrics past_index logging_dir
     master_weights stochastic_rounding ema_decay ema_start_update ema_update_freq
-    ema_fp32 swa_start_update swa_update_freq average_in_eval
+    ema_fp32 swa_start_update swa_update_freq average_in_eval clip_by_group
     malloc_tuning async_save save_on_signal eval_loss_by_token eval_spill_bytes
     use_legacy_prediction_loop predict_with_generate generation_max_length
     generation_num_beams generation_config
@@ -141,6 +141,11 @@ _ACCELERATE: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _is_positive(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and value > 0
+
+
 def _accelerate_accepts(config: Any) -> bool:
     if config is None:
         return True
@@ -172,6 +177,10 @@ LIMITED = {
         "those that would change something on one process must keep their defaults",
     ),
     "nonfinite_policy": one_of("skip", "stop", "keep"),
+    "grad_norm_type": Limit(_is_positive, "numbers > 0 and inf", ""),
+    "max_grad_value": Limit(
+        lambda value: value is None or _is_positive(value), "None and numbers > 0", ""
+    ),
     "include_num_input_tokens_seen": one_of("all", "non_padding", "no", True, False),
     "half_precision_backend": one_of(
         "auto", "amp", "cuda_amp", "cpu_amp", instead="torch's autocast is used"

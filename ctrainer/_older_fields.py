@@ -273,6 +273,24 @@ class OwnFields(OlderFields):
     average_in_eval: bool = arg(
         True, "Evaluate and predict with the averaged weights.", kw_only=True
     )
+    grad_norm_type: float = arg(
+        2.0,
+        "p of the norm of gradients that max_grad_norm bounds and the log shows: > 0, "
+        "or inf for the largest element.",
+        kw_only=True,
+    )
+    max_grad_value: float | None = arg(
+        None,
+        "After clipping by norm, each element of a gradient is clipped to "
+        "[-max_grad_value, max_grad_value]; None: not.",
+        kw_only=True,
+    )
+    clip_by_group: bool = arg(
+        False,
+        "max_grad_norm bounds the norm of each parameter group by itself. A group with "
+        "a 'max_grad_norm' of its own is bounded by that in any case.",
+        kw_only=True,
+    )
     malloc_tuning: bool = arg(
         True,
         "On the CPU, have glibc keep large blocks instead of mapping them anew each "

@@ -112,11 +112,17 @@ class OptimMixin(TrainerBase):
         steps = self.args.gradient_accumulation_steps
         return self._adapter.read_device_loss(total, steps)  # type: ignore[no-any-return]
 
-    def _device_grad_norm(self, optimizer: Any) -> float:
-        return self._adapter.grad_norm(optimizer)  # type: ignore[no-any-return]
+    def _device_grad_norms(
+        self, optimizer: Any, norm_type: float, by_group: bool
+    ) -> list[float]:
+        return self._adapter.grad_norms(  # type: ignore[no-any-return]
+            optimizer, norm_type, by_group
+        )
 
-    def _device_grad_scale(self, optimizer: Any, factor: float) -> None:
-        self._adapter.scale_grads(optimizer, factor)
+    def _device_grad_clip(
+        self, optimizer: Any, factors: list[float], limit: float | None
+    ) -> None:
+        self._adapter.clip_grads(optimizer, factors, limit)
 
     def _smoothed_loss(self, model: Any, outputs: Any, labels: Any, count: Any) -> Any:
         shift = self._loss_shifts_labels

@@ -1,4 +1,4 @@
-/* The sum of squares of many spans on a CUDA device. Mirrors csrc/cpu/norm.c.
+/* The sum of powers of many spans on a CUDA device. Mirrors csrc/cpu/norm.c.
  *
  * Three fixed levels: a thread adds every 256th element of a chunk, a block folds its
  * threads into the chunk's partial sum, one last block folds the partial sums: all of
@@ -8,47 +8,47 @@
 #include "element.cuh"
 #include "kernels.h"
 #include "launch.cuh"
+#include "math/ct_norm_math.h"
 
 static const unsigned warp_size = 32;
 static const unsigned n_warps = ct_cuda_block_size / warp_size;
 
 __device__ static inline double
-warp_sum(double sum)
+warp_sum(ct_norm_kind kind, double sum)
 {
     for (unsigned step = warp_size / 2; step > 0; step /= 2) {
-        sum += __shfl_down_sync(0xffffffffu, sum, step);
+        sum = ct_norm_merge(kind, sum, __shfl_down_sync(0xffffffffu, sum, step));
     }
     return sum;
 }
 
 /* The sum over the block, in thread 0 alone. Every thread of the block has to come. */
 __device__ static double
-block_sum(double sum)
+block_sum(ct_norm_kind kind, double sum)
 {
     __shared__ double of_warp[n_warps];
     const unsigned lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
 
-    sum = warp_sum(sum);
+    sum = warp_sum(kind, sum);
     if (lane == 0) {
         of_warp[warp] = sum;
     }
     __syncthreads();
     if (warp == 0) {
-        sum = warp_sum(lane < n_warps ? of_warp[lane] : 0.0);
+        sum = warp_sum(kind, lane < n_warps ? of_warp[lane] : 0.0);
     }
     __syncthreads(); /* of_warp is free for the next chunk */
     return sum;
 }
 
-template <typename Element>
+template <int Kind, typename Element>
 __device__ static double
-range_sum_sq(const void *data, const ct_cuda_range &range)
+range_sum(double p, const void *data, const ct_cuda_range &range)
 {
     const Element *elements = (const Element *)data;
     double sum = 0.0;
     for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
-        const double x = (double)ct_load(elements[i]);
-        sum += x * x;
+        sum = ct_norm_add((ct_norm_kind)Kind, p, sum, (double)ct_load(elements[i]));
     }
     return sum;
 }
@@ -58,17 +58,19 @@ struct norm_operand : ct_span {
     size_t number;
 };
 
+template <int Kind>
 CT_KERNEL
-norm_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch, double *partials)
+norm_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch, double p,
+            double *partials)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
         const ct_span &span = batch.operands[range.operand];
         double sum = 0.0;
         ct_visit_float(span.dtype, [&](auto tag) {
-            sum = range_sum_sq<typename decltype(tag)::type>(span.data, range);
+            sum = range_sum<Kind, typename decltype(tag)::type>(p, span.data, range);
         });
-        sum = block_sum(sum);
+        sum = block_sum((ct_norm_kind)Kind, sum);
         if (threadIdx.x == 0) {
             partials[chunk] = sum;
         }
@@ -77,32 +79,32 @@ norm_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch, double *p
 
 /* Elements of a list added by all threads of a block; the sum is thread 0's. */
 __device__ static double
-list_sum(const double *list, size_t n)
+list_sum(ct_norm_kind kind, const double *list, size_t n)
 {
     double sum = 0.0;
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
-        sum += list[i];
+        sum = ct_norm_merge(kind, sum, list[i]);
     }
-    return block_sum(sum);
+    return block_sum(kind, sum);
 }
 
 CT_KERNEL
-fold_kernel(const double *partials, size_t n, double *sum_sq)
+fold_kernel(ct_norm_kind kind, const double *partials, size_t n, double *total)
 {
-    const double sum = list_sum(partials, n);
+    const double sum = list_sum(kind, partials, n);
     if (threadIdx.x == 0) {
-        *sum_sq = sum;
+        *total = sum;
     }
 }
 
 /* Each operand's partial sums by one block. */
 CT_KERNEL
 fold_each_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch,
-                 const double *partials, double *sums)
+                 ct_norm_kind kind, const double *partials, double *sums)
 {
     for (uint32_t i = blockIdx.x; i < batch.n_operands; i += gridDim.x) {
         const uint32_t begin = i == 0 ? 0 : batch.chunk_end[i - 1];
-        const double sum = list_sum(partials + begin, batch.chunk_end[i] - begin);
+        const double sum = list_sum(kind, partials + begin, batch.chunk_end[i] - begin);
         if (threadIdx.x == 0) {
             sums[batch.operands[i].number] = sum;
         }
@@ -123,18 +125,39 @@ count_chunks(const ct_span *spans, size_t n_spans, size_t *n_chunks, ct_error *e
     return CT_OK;
 }
 
+/* Launches the kernel of a kind, which is chosen here and not for each element. */
+static void
+launch(void *stream, double p, const ct_cuda_batch<norm_operand> &batch,
+       double *partials)
+{
+    const unsigned grid = ct_cuda_grid_size(batch.n_chunks);
+    const unsigned block = ct_cuda_block_size;
+    switch (ct_norm_kind_of(p)) {
+    case CT_NORM_TWO:
+        CT_LAUNCH(norm_kernel<CT_NORM_TWO>, grid, block, stream, batch, p, partials);
+        break;
+    case CT_NORM_ONE:
+        CT_LAUNCH(norm_kernel<CT_NORM_ONE>, grid, block, stream, batch, p, partials);
+        break;
+    case CT_NORM_MAX:
+        CT_LAUNCH(norm_kernel<CT_NORM_MAX>, grid, block, stream, batch, p, partials);
+        break;
+    default:
+        CT_LAUNCH(norm_kernel<CT_NORM_POWER>, grid, block, stream, batch, p, partials);
+    }
+}
+
 /* Enqueues the partial sums; then(batch, partials) after those of each launch. */
 template <typename Then>
 static ct_status
-enqueue(void *stream, double *partials, const ct_span *spans, size_t n_spans, Then then,
-        ct_error *err)
+enqueue(void *stream, double p, double *partials, const ct_span *spans, size_t n_spans,
+        Then then, ct_error *err)
 {
     double *next = partials;
     return ct_cuda_in_batches<norm_operand>(
         n_spans, [&](size_t i) { return norm_operand{spans[i], i}; },
         [&](const ct_cuda_batch<norm_operand> &batch) {
-            CT_LAUNCH(norm_kernel, ct_cuda_grid_size(batch.n_chunks),
-                      ct_cuda_block_size, stream, batch, next);
+            launch(stream, p, batch, next);
             ct_status status = ct_cuda_launched("launch the norm", err);
             if (status == CT_OK) {
                 status = then(batch, next);
@@ -159,31 +182,32 @@ prepare(void *stream, ct_scratch *scratch, size_t n_chunks, double *sums, size_t
 }
 
 ct_status
-ct_cuda_norm(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_spans,
-             double *sum_sq, ct_error *err)
+ct_cuda_norm(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
+             size_t n_spans, double *sum, ct_error *err)
 {
     size_t n_chunks;
     ct_status status = count_chunks(spans, n_spans, &n_chunks, err);
     if (status == CT_OK) {
-        status = prepare(stream, scratch, n_chunks, sum_sq, n_chunks == 0, err);
+        status = prepare(stream, scratch, n_chunks, sum, n_chunks == 0, err);
     }
     if (status != CT_OK || n_chunks == 0) {
         return status;
     }
     double *partials = (double *)scratch->data;
     status = enqueue(
-        stream, partials, spans, n_spans,
+        stream, p, partials, spans, n_spans,
         [](const ct_cuda_batch<norm_operand> &, const double *) { return CT_OK; }, err);
     if (status != CT_OK) {
         return status;
     }
-    CT_LAUNCH(fold_kernel, 1, ct_cuda_block_size, stream, partials, n_chunks, sum_sq);
+    CT_LAUNCH(fold_kernel, 1, ct_cuda_block_size, stream, ct_norm_kind_of(p), partials,
+              n_chunks, sum);
     return ct_cuda_launched("launch the norm's last sum", err);
 }
 
 ct_status
-ct_cuda_norms(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_spans,
-              double *sums, ct_error *err)
+ct_cuda_norms(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
+              size_t n_spans, double *sums, ct_error *err)
 {
     size_t n_chunks;
     ct_status status = count_chunks(spans, n_spans, &n_chunks, err);
@@ -194,10 +218,11 @@ ct_cuda_norms(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_
         return status;
     }
     return enqueue(
-        stream, (double *)scratch->data, spans, n_spans,
+        stream, p, (double *)scratch->data, spans, n_spans,
         [&](const ct_cuda_batch<norm_operand> &batch, const double *partials) {
             CT_LAUNCH(fold_each_kernel, ct_cuda_grid_size(batch.n_operands),
-                      ct_cuda_block_size, stream, batch, partials, sums);
+                      ct_cuda_block_size, stream, batch, ct_norm_kind_of(p), partials,
+                      sums);
             return ct_cuda_launched("launch the norms' last sums", err);
         },
         err);

@@ -25,11 +25,28 @@ int ctpy_engine_apply(PyObject *engine, PyObject *op, const ct_step_config *conf
  * config->ema_decay, marking what it averages; NULL: in none. */
 int ctpy_engine_attach(PyObject *engine, PyObject *average);
 
-/* Gradients of the parameters of a foreign optimizer (its param_groups, live; on the
- * CPU): their L2 norm, and their scaling in place. Returns 0, or -1 with an
- * exception. */
-int ctpy_grads_norm(ctpy_state *state, PyObject *optimizer, double *norm);
-int ctpy_grads_scale(ctpy_state *state, PyObject *optimizer, double factor);
+/* The gradients of any optimizer's parameters (its param_groups, live), to be measured
+ * and clipped in place. Where they are not in host memory the list has groups and no
+ * spans. */
+typedef struct ctpy_grads {
+    ct_grads list;
+    PyObject *owners; /* a list: what keeps the spans alive */
+} ctpy_grads;
+
+int ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host,
+                    ctpy_grads *grads);
+void ctpy_grads_close(ctpy_grads *grads); /* {0} is fine */
+
+/* ct_clip_measure and then ct_clip_decide, and ct_clip_apply, without the GIL. 0, or -1
+ * with an exception. */
+int ctpy_grads_measure(ctpy_grads *grads, const ct_clip *clip, double loss_scale,
+                       double *norm);
+int ctpy_grads_clip(ctpy_grads *grads, const ct_clip *clip, double loss_scale);
+
+/* group["max_grad_norm"] as ct_grad_group has it: 0 where it is missing or None, Inf
+ * where it is 0. g is for the message of the ValueError. */
+int ctpy_group_max_norm(const ctpy_state *state, PyObject *group, Py_ssize_t g,
+                        double *max_norm);
 
 /* Sets .grad of every parameter of op's param_groups to None. */
 int ctpy_grads_drop(ctpy_state *state, PyObject *optimizer);

@@ -82,27 +82,11 @@ ctpy_optimizer_engine(ctpy_state *state, PyObject *op, PyObject **engine)
 /* ---- gradients of a foreign optimizer ----------------------------------------------
  */
 
-/* Spans of gradients and the tensors that own them. */
-typedef struct grad_list {
-    ct_span *spans;
-    PyObject *owners; /* a list */
-    size_t n, capacity;
-} grad_list;
-
-static void
-grad_list_fini(grad_list *list)
-{
-    ct_free(list->spans);
-    Py_CLEAR(list->owners);
-}
-
 static int
-grad_list_add(ctpy_state *state, grad_list *list, PyObject *grad,
-              const ctpy_place *place)
+add_grad(ctpy_state *state, ctpy_grads *grads, PyObject *grad, const ctpy_place *place)
 {
     ctpy_view view;
     ct_error err;
-    void *block = list->spans;
     if (ctpy_view_of(state, grad, place, &view) < 0) {
         return -1;
     }
@@ -113,13 +97,11 @@ grad_list_add(ctpy_state *state, grad_list *list, PyObject *grad,
                      place->group, place->index, ct_dtype_name(view.span.dtype));
         return -1;
     }
-    if (ct_grow(&block, &list->capacity, list->n + 1, sizeof *list->spans, &err) !=
-        CT_OK) {
+    if (ct_grads_reserve(&grads->list, grads->list.n + 1, &err) != CT_OK) {
         return ctpy_raise_int(&err);
     }
-    list->spans = block;
-    list->spans[list->n++] = view.span;
-    return PyList_Append(list->owners, grad);
+    ct_grads_add(&grads->list, &view.span, (uint32_t)place->group);
+    return PyList_Append(grads->owners, grad);
 }
 
 /* Calls visit(state, param, place, arg) for every parameter of every group. */
@@ -150,23 +132,25 @@ visit_group(ctpy_state *state, PyObject *group, Py_ssize_t g, visit_fn *visit,
     return result;
 }
 
-static int
-visit_params(ctpy_state *state, PyObject *optimizer, visit_fn *visit, void *arg)
+/* optimizer.param_groups as a new list or tuple that nobody else changes. */
+static PyObject *
+get_groups(ctpy_state *state, PyObject *optimizer)
 {
     PyObject *found = PyObject_GetAttr(optimizer, state->str_param_groups);
-    PyObject *groups =
-        found == NULL ? NULL : PySequence_Fast(found, "param_groups is not a sequence");
+    PyObject *groups = found == NULL ? NULL : PySequence_Tuple(found);
     Py_XDECREF(found);
-    if (groups == NULL) {
-        return -1;
-    }
+    return groups;
+}
+
+static int
+visit_groups(ctpy_state *state, PyObject *groups, visit_fn *visit, void *arg)
+{
     int result = 0;
     for (Py_ssize_t g = 0; result == 0 && g < PySequence_Fast_GET_SIZE(groups); g++) {
         PyObject *group = Py_NewRef(PySequence_Fast_GET_ITEM(groups, g));
         result = visit_group(state, group, g, visit, arg);
         Py_DECREF(group);
     }
-    Py_DECREF(groups);
     return result;
 }
 
@@ -177,56 +161,103 @@ collect_grad(ctpy_state *state, PyObject *param, const ctpy_place *place, void *
     if (grad == NULL) {
         return -1;
     }
-    int result = Py_IsNone(grad) ? 0 : grad_list_add(state, arg, grad, place);
+    int result = Py_IsNone(grad) ? 0 : add_grad(state, arg, grad, place);
     Py_DECREF(grad);
     return result;
 }
 
-static int
-collect_grads(ctpy_state *state, PyObject *optimizer, grad_list *list)
+int
+ctpy_group_max_norm(const ctpy_state *state, PyObject *group, Py_ssize_t g,
+                    double *max_norm)
 {
-    *list = (grad_list){.owners = PyList_New(0)};
-    if (list->owners == NULL ||
-        visit_params(state, optimizer, collect_grad, list) < 0) {
-        grad_list_fini(list);
-        return -1;
+    PyObject *found = PyDict_Check(group)
+                          ? PyDict_GetItemWithError(group, state->str_max_grad_norm)
+                          : NULL;
+    *max_norm = 0.0;
+    if (found == NULL || Py_IsNone(found)) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    Py_INCREF(found);
+    const double value = PyFloat_AsDouble(found);
+    const bool bad = !(value >= 0.0);
+    if (bad && !PyErr_Occurred()) {
+        PyErr_Format(PyExc_ValueError,
+                     "param_groups[%zd]['max_grad_norm'] is %R; expected None or a "
+                     "number >= 0",
+                     g, found);
+    }
+    Py_DECREF(found);
+    *max_norm = value == 0.0 ? (double)INFINITY : value;
+    return bad ? -1 : 0;
+}
+
+static int
+read_groups(ctpy_state *state, PyObject *groups, ct_grads *list)
+{
+    ct_error err;
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(groups);
+    if (ct_grads_set_groups(list, (size_t)n, &err) != CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    for (Py_ssize_t g = 0; g < n; g++) {
+        PyObject *group = PySequence_Fast_GET_ITEM(groups, g);
+        if (ctpy_group_max_norm(state, group, g, &list->groups[g].max_norm) < 0) {
+            return -1;
+        }
     }
     return 0;
 }
 
 int
-ctpy_grads_norm(ctpy_state *state, PyObject *optimizer, double *norm)
+ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host, ctpy_grads *grads)
 {
-    grad_list list;
-    ct_scratch scratch = {0};
-    ct_status status;
-    ct_error err;
-    double sum_sq = 0.0;
-    if (collect_grads(state, optimizer, &list) < 0) {
-        return -1;
+    PyObject *groups = get_groups(state, optimizer);
+    *grads = (ctpy_grads){.owners = PyList_New(0)};
+    ct_grads_init(&grads->list, &ct_device_cpu);
+    const bool failed =
+        groups == NULL || grads->owners == NULL ||
+        read_groups(state, groups, &grads->list) < 0 ||
+        (on_host && visit_groups(state, groups, collect_grad, grads) < 0);
+    Py_XDECREF(groups);
+    if (failed) {
+        ctpy_grads_close(grads);
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_device_cpu.norm(NULL, &scratch, list.spans, list.n, &sum_sq, &err);
-    ct_device_cpu.scratch_release(&scratch);
-    Py_END_ALLOW_THREADS
-    grad_list_fini(&list);
-    *norm = sqrt(sum_sq);
-    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+    return failed ? -1 : 0;
+}
+
+void
+ctpy_grads_close(ctpy_grads *grads)
+{
+    if (grads->list.device != NULL) {
+        ct_grads_fini(&grads->list);
+    }
+    Py_CLEAR(grads->owners);
 }
 
 int
-ctpy_grads_scale(ctpy_state *state, PyObject *optimizer, double factor)
+ctpy_grads_measure(ctpy_grads *grads, const ct_clip *clip, double loss_scale,
+                   double *norm)
 {
-    grad_list list;
     ct_status status;
     ct_error err;
-    if (collect_grads(state, optimizer, &list) < 0) {
-        return -1;
-    }
     Py_BEGIN_ALLOW_THREADS
-    status = ct_device_cpu.scale(NULL, factor, list.spans, list.n, &err);
+    status = ct_clip_measure(clip, &grads->list, NULL, &err);
     Py_END_ALLOW_THREADS
-    grad_list_fini(&list);
+    if (status != CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    *norm = ct_clip_decide(clip, &grads->list, loss_scale);
+    return 0;
+}
+
+int
+ctpy_grads_clip(ctpy_grads *grads, const ct_clip *clip, double loss_scale)
+{
+    ct_status status;
+    ct_error err;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_clip_apply(clip, &grads->list, NULL, loss_scale, &err);
+    Py_END_ALLOW_THREADS
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
@@ -241,5 +272,8 @@ drop_grad(ctpy_state *state, PyObject *param, const ctpy_place *place, void *arg
 int
 ctpy_grads_drop(ctpy_state *state, PyObject *optimizer)
 {
-    return visit_params(state, optimizer, drop_grad, NULL);
+    PyObject *groups = get_groups(state, optimizer);
+    int result = groups == NULL ? -1 : visit_groups(state, groups, drop_grad, NULL);
+    Py_XDECREF(groups);
+    return result;
 }

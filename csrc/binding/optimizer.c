@@ -211,10 +211,23 @@ ctpy_engine_apply(PyObject *engine, PyObject *op, const ct_step_config *config,
         return -1;
     }
     self->result = *result;
+    self->measured = true;
     int failed = finish(self, op, config, loss_scale);
     end(self);
     *result = self->result;
     return failed;
+}
+
+/* Does anything ask for the norm? */
+static bool
+norm_wanted(const OptimEngine *self, const ct_step_config *config)
+{
+    const ct_optim_group *groups = ct_optim_groups_borrow(self->core);
+    bool wanted = config->clip.max_norm > 0.0 || config->nonfinite != CT_NONFINITE_KEEP;
+    for (size_t g = 0; !wanted && g < ct_optim_n_groups(self->core); g++) {
+        wanted = groups[g].max_norm != 0.0;
+    }
+    return wanted;
 }
 
 /* Both phases at once: nothing is read twice. */
@@ -222,79 +235,42 @@ static int
 update(OptimEngine *self, PyObject *face, const ct_step_config *config,
        double loss_scale)
 {
-    const int norm_wanted =
-        config->max_norm > 0.0 || config->nonfinite != CT_NONFINITE_KEEP;
     if (begin(self, face) < 0) {
         return -1;
     }
     self->measured = false;
     self->result = (ct_step_result){.clip_coef = 1.0, .finite = true};
-    int failed = (norm_wanted && measure(self, config, loss_scale) < 0) ||
+    int failed = (norm_wanted(self, config) && measure(self, config, loss_scale) < 0) ||
                  finish(self, face, config, loss_scale) < 0;
     end(self);
     return failed ? -1 : 0;
 }
 
-static int
-parse_policy(PyObject *arg, ct_nonfinite *policy)
-{
-    static const char *const names[] = {
-        [CT_NONFINITE_SKIP] = "skip",
-        [CT_NONFINITE_STOP] = "stop",
-        [CT_NONFINITE_KEEP] = "keep",
-    };
-    for (size_t i = 0; PyUnicode_Check(arg) && i < sizeof names / sizeof *names; i++) {
-        if (PyUnicode_CompareWithASCIIString(arg, names[i]) == 0) {
-            *policy = (ct_nonfinite)i;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "nonfinite is %R; expected 'skip', 'stop' or 'keep'",
-                 arg);
-    return -1;
-}
-
-static int
-parse_positive(PyObject *arg, const char *name, double *value)
-{
-    *value = PyFloat_AsDouble(arg);
-    if (*value == -1.0 && PyErr_Occurred()) {
-        return -1;
-    }
-    if (!(*value > 0.0)) {
-        PyErr_Format(PyExc_ValueError, "%s is %R; expected a number > 0", name, arg);
-        return -1;
-    }
-    return 0;
-}
-
-PyDoc_STRVAR(step_doc,
-             "step($self, face, max_norm, loss_scale, nonfinite, zero_grads, /)\n--\n\n"
-             "Unscale, clip, update and zero the gradients of face.\n\n"
-             "max_norm clips to that L2 norm, None does not; loss_scale is what the\n"
-             "loss was multiplied by; nonfinite ('skip', 'stop' or 'keep') says what\n"
-             "to do when a gradient is Inf or NaN. The norm is worked out only if\n"
-             "one of them asks for it. Raises FloatingPointError for 'stop', nothing\n"
-             "changed; ValueError and TypeError name the parameter at fault.");
+PyDoc_STRVAR(
+    step_doc,
+    "step($self, face, max_norm, loss_scale, nonfinite, zero_grads, norm_type,\n"
+    "     clip_value, clip_by_group, /)\n--\n\n"
+    "Unscale, clip, update and zero the gradients of face.\n\n"
+    "max_norm clips to that norm, None does not; norm_type is its p, > 0 or\n"
+    "inf; clip_by_group clips each group by its own norm, as groups with a\n"
+    "'max_grad_norm' are in any case; clip_value then clips each element,\n"
+    "None does not. loss_scale is what the loss was multiplied by; nonfinite\n"
+    "('skip', 'stop' or 'keep') says what to do when a gradient is Inf or\n"
+    "NaN. The norm is worked out only if one of them asks for it. Raises\n"
+    "FloatingPointError for 'stop', nothing changed; ValueError and\n"
+    "TypeError name the parameter at fault.");
 
 static PyObject *
 OptimEngine_step(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
 {
-    ct_step_config config = {.max_norm = 0.0};
+    ct_step_config config;
     double loss_scale;
-    if (nargs != 5) {
-        return PyErr_Format(PyExc_TypeError, "step() takes 5 arguments, got %zd",
+    if (nargs != 8) {
+        return PyErr_Format(PyExc_TypeError, "step() takes 8 arguments, got %zd",
                             nargs);
     }
-    int zero_grads = PyObject_IsTrue(args[4]);
-    if (zero_grads < 0 || parse_policy(args[3], &config.nonfinite) < 0 ||
-        parse_positive(args[2], "loss_scale", &loss_scale) < 0 ||
-        (!Py_IsNone(args[1]) &&
-         parse_positive(args[1], "max_norm", &config.max_norm) < 0)) {
-        return NULL;
-    }
-    config.zero_grads = zero_grads;
-    if (update((OptimEngine *)op, args[0], &config, loss_scale) < 0) {
+    if (optim_parse_options(args + 1, &config, &loss_scale) < 0 ||
+        update((OptimEngine *)op, args[0], &config, loss_scale) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -329,14 +305,15 @@ OptimEngine_get_grad_norm(PyObject *op, void *Py_UNUSED(closure))
 
 static PyGetSetDef OptimEngine_getset[] = {
     {"grad_norm", OptimEngine_get_grad_norm, NULL,
-     "L2 norm of all gradients at the last step, unscaled and before clipping; None "
+     "Norm of all gradients at the last step, unscaled and before clipping; None "
      "where nothing asked for it.",                      NULL},
     {NULL,        NULL,                      NULL, NULL, NULL},
 };
 
 static PyMemberDef OptimEngine_members[] = {
     {"clip_coef", T_DOUBLE, offsetof(OptimEngine, result.clip_coef), READONLY,
-     "What clipping multiplied the gradients by; 1 where it did nothing."},
+     "What clipping by norm multiplied the gradients by, the least of all groups; 1 "
+     "where it did nothing."},
     {"finite", T_BOOL, offsetof(OptimEngine, result.finite), READONLY,
      "False when the last step met a gradient that was Inf or NaN."},
     {"updated", T_BOOL, offsetof(OptimEngine, result.updated), READONLY,

@@ -78,6 +78,11 @@ void optim_count_steps(OptimEngine *self);
 /* Drops slots from the n-th on. */
 void optim_drop_slots(OptimEngine *self, size_t n);
 
+/* What step() is told, from max_norm on, seven arguments. 0, or -1 with an exception
+ * that names the one at fault. */
+int
+optim_parse_options(PyObject *const *args, ct_step_config *config, double *loss_scale);
+
 /* "what is under way" as a RuntimeError, or 0. */
 int optim_check_idle(const OptimEngine *self, const char *what);
 

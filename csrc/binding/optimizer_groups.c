@@ -147,6 +147,8 @@ read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field
         flag = read_flag(group, key, field->type == OPTIM_FLAG_ON);
         *(bool *)member = flag > 0;
         return flag < 0 ? -1 : 0;
+    case OPTIM_LIMIT:
+        return ctpy_group_max_norm(state, group, (Py_ssize_t)g, member);
     case OPTIM_NEVER:
         return refuse(group, key, g, false);
     case OPTIM_ALWAYS:

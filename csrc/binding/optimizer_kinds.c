@@ -17,6 +17,7 @@
 
 const optim_field optim_common_fields[] = {
     FIELD(maximize, maximize, OPTIM_FLAG),
+    FIELD(max_grad_norm, max_norm, OPTIM_LIMIT),
     FIELD(master_weights, master_weights, OPTIM_FLAG),
     FIELD(fp32_state, fp32_state, OPTIM_FLAG),
     FIELD(stochastic_rounding, stochastic, OPTIM_FLAG),

@@ -5,30 +5,17 @@
  */
 #include "binding/ctpy_average.h"
 #include "binding/ctpy_callbacks.h"
-#include "binding/ctpy_optim.h"
 #include "binding/ctpy_scheduler.h"
-#include "binding/trainer.h"
-
-typedef struct update {
-    PyObject *optimizer;
-    PyObject
-        *engine; /* of one of our optimizers whose step() nobody replaced, or NULL */
-    PyObject *scaler;  /* the loss scaler, or NULL */
-    PyObject *average; /* of the weights, or NULL */
-    bool average_due;
-    double loss_scale;
-    bool clip_first; /* somebody looks at the gradients between clipping and update */
-    ct_step_config config;
-    ct_step_result result;
-} update;
+#include "binding/trainer_update.h"
 
 static void
-update_release(update *u)
+update_release(ctpy_update *u)
 {
     if (u->average != NULL) {
         ctpy_average_drop(u->average);
         Py_CLEAR(u->average);
     }
+    ctpy_grads_close(&u->grads);
     Py_CLEAR(u->scaler);
     Py_CLEAR(u->engine);
     Py_CLEAR(u->optimizer);
@@ -69,7 +56,7 @@ read_policy(PyObject *op, ct_nonfinite *policy)
 }
 
 static int
-update_open_scaler(PyObject *op, update *u)
+update_open_scaler(PyObject *op, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *scaler = PyObject_GetAttr(op, names->str__loss_scaler);
@@ -84,7 +71,7 @@ update_open_scaler(PyObject *op, update *u)
 }
 
 static int
-update_open_average(PyObject *op, update *u)
+update_open_average(PyObject *op, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *average = PyObject_GetAttr(op, names->str__weight_average);
@@ -106,7 +93,7 @@ update_open_average(PyObject *op, update *u)
 
 /* After the update: what it has not averaged itself. */
 static int
-finish_average(update *u)
+finish_average(ctpy_update *u)
 {
     if (u->average == NULL) {
         return 0;
@@ -119,129 +106,30 @@ finish_average(update *u)
 }
 
 static int
-update_open(PyObject *op, update *u)
+update_open(PyObject *op, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    int clips = ctpy_is_default(op, names->str__clip_grad_norm);
-    if (clips < 0 ||
-        ctpy_field_double(op, names->str_args, names->str_max_grad_norm,
-                          &u->config.max_norm) < 0 ||
-        read_policy(op, &u->config.nonfinite) < 0 || update_open_scaler(op, u) < 0 ||
-        update_open_average(op, u) < 0 ||
+    if (ctpy_update_read_clip(op, u) < 0 || read_policy(op, &u->config.nonfinite) < 0 ||
+        update_open_scaler(op, u) < 0 || update_open_average(op, u) < 0 ||
         (u->optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL) {
         return -1;
     }
-    u->config.max_norm = u->config.max_norm > 0.0 ? u->config.max_norm : 0.0;
     PyObject *handler = PyObject_GetAttr(op, names->str_callback_handler);
     int listened =
         handler == NULL
             ? -1
             : ctpy_callbacks_listens(names, handler, names->str_on_pre_optimizer_step);
     Py_XDECREF(handler);
-    u->clip_first = !clips || listened > 0;
+    u->clip_first = u->overridden || listened > 0;
     return listened < 0 || ctpy_optimizer_engine(names, u->optimizer, &u->engine) < 0
                ? -1
                : 0;
 }
 
-/* An override of _clip_grad_norm(model) clips by itself and returns the norm. */
-static int
-clip_by_override(PyObject *op, ctpy_run *run, update *u)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *norm =
-        PyObject_CallMethodOneArg(op, names->str__clip_grad_norm, run->model);
-    if (norm == NULL) {
-        return -1;
-    }
-    PyObject *number = norm == Py_None ? Py_NewRef(norm) : PyNumber_Float(norm);
-    Py_DECREF(norm);
-    if (number == NULL) {
-        return -1;
-    }
-    if (number != Py_None) {
-        u->result.grad_norm = PyFloat_AS_DOUBLE(number);
-    }
-    Py_DECREF(number);
-    u->config.max_norm = 0.0;
-    u->result.clip_coef = 1.0;
-    return 0;
-}
-
-/* The norm of a foreign optimizer's gradients: ours in host memory, else the
- * framework's on its device. */
-static int
-foreign_norm(PyObject *op, update *u, double *norm)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int on_host;
-    if (ctpy_get_bool(op, names->str__inputs_stay, &on_host) < 0) {
-        return -1;
-    }
-    if (on_host) {
-        return ctpy_grads_norm(names, u->optimizer, norm);
-    }
-    PyObject *answer =
-        PyObject_CallMethodOneArg(op, names->str__device_grad_norm, u->optimizer);
-    *norm = answer == NULL ? -1.0 : PyFloat_AsDouble(answer);
-    Py_XDECREF(answer);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static int
-foreign_scale(PyObject *op, update *u, double factor)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int on_host;
-    if (ctpy_get_bool(op, names->str__inputs_stay, &on_host) < 0) {
-        return -1;
-    }
-    if (on_host) {
-        return ctpy_grads_scale(names, u->optimizer, factor);
-    }
-    PyObject *answer =
-        PyObject_CallMethod(op, "_device_grad_scale", "Od", u->optimizer, factor);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
-static int
-update_measure(PyObject *op, update *u)
-{
-    double norm;
-    if (u->engine != NULL) {
-        return ctpy_engine_measure(u->engine, u->optimizer, &u->config, u->loss_scale,
-                                   &u->result);
-    }
-    if (foreign_norm(op, u, &norm) < 0) {
-        return -1;
-    }
-    u->result.grad_norm = norm / u->loss_scale;
-    u->result.finite = isfinite(norm);
-    u->result.clip_coef = ct_clip_coef(u->config.max_norm, u->result.grad_norm);
-    return 0;
-}
-
-/* Unscales and clips in place, for whoever reads gradients before the update. */
-static int
-scale_in_place(PyObject *op, ctpy_run *run, update *u)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int clips = ctpy_is_default(op, names->str__clip_grad_norm);
-    double factor = (clips ? u->result.clip_coef : 1.0) / u->loss_scale;
-    if (clips < 0 || (factor != 1.0 && foreign_scale(op, u, factor) < 0) ||
-        (!clips && u->config.max_norm > 0.0 && clip_by_override(op, run, u) < 0)) {
-        return -1;
-    }
-    u->result.clip_coef = 1.0;
-    u->loss_scale = 1.0;
-    return 0;
-}
-
 /* Tells of a skipped update: the counters now, the log when one is due, and one warning
  * in a run. */
 static int
-tell_nonfinite(PyObject *op, update *u)
+tell_nonfinite(PyObject *op, ctpy_update *u)
 {
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
@@ -282,7 +170,7 @@ call_step(PyObject *op, ctpy_state *names)
 }
 
 static int
-apply_foreign(PyObject *op, update *u)
+apply_foreign(PyObject *op, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     u->result.updated = u->result.finite || u->config.nonfinite == CT_NONFINITE_KEEP;
@@ -293,7 +181,7 @@ apply_foreign(PyObject *op, update *u)
 }
 
 static int
-scaler_update(update *u, ctpy_state *names)
+scaler_update(ctpy_update *u, ctpy_state *names)
 {
     if (u->scaler == NULL) {
         return 0;
@@ -306,13 +194,12 @@ scaler_update(update *u, ctpy_state *names)
 
 /* Clip, the callback before the step, the update, the callback after it. */
 static int
-update_apply(PyObject *op, ctpy_run *run, update *u)
+update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    if (update_measure(op, u) < 0 ||
+    if (ctpy_update_measure(op, u) < 0 ||
         (!u->result.finite && u->scaler == NULL && tell_nonfinite(op, u) < 0) ||
-        ((u->clip_first || u->engine == NULL) && u->result.finite &&
-         scale_in_place(op, run, u) < 0)) {
+        (u->result.finite && ctpy_update_clip(op, run, u) < 0)) {
         return -1;
     }
     ((Trainer *)op)->grad_norm = u->result.grad_norm;
@@ -360,7 +247,7 @@ done:
 }
 
 static int
-drop_gradients(PyObject *op, ctpy_run *run, update *u)
+drop_gradients(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     if (!run->stray_parameters) {
@@ -399,7 +286,7 @@ int
 ctpy_finish_update(PyObject *op, ctpy_run *run)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    update u = {0};
+    ctpy_update u = {0};
     PyObject *learning_rate = NULL;
     int result = -1;
     if (update_open(op, &u) == 0 && update_apply(op, run, &u) == 0 &&
@@ -415,29 +302,4 @@ ctpy_finish_update(PyObject *op, ctpy_run *run)
     Py_XDECREF(learning_rate);
     update_release(&u);
     return result;
-}
-
-const char Trainer__clip_grad_norm_doc[] =
-    "_clip_grad_norm($self, model, /)\n--\n\n"
-    "Clip the optimizer's gradients to args.max_grad_norm in place; return their "
-    "norm.\n"
-    "\n"
-    "The loop clips inside the update and calls this only where it is overridden.";
-
-PyObject *
-Trainer__clip_grad_norm(PyObject *op, PyObject *Py_UNUSED(model))
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    double norm, max_norm, coef;
-    PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
-    if (optimizer == NULL) {
-        return NULL;
-    }
-    int failed = ctpy_field_double(op, names->str_args, names->str_max_grad_norm,
-                                   &max_norm) < 0 ||
-                 ctpy_grads_norm(names, optimizer, &norm) < 0;
-    coef = failed ? 1.0 : ct_clip_coef(max_norm > 0.0 ? max_norm : 0.0, norm);
-    failed = failed || (coef != 1.0 && ctpy_grads_scale(names, optimizer, coef) < 0);
-    Py_DECREF(optimizer);
-    return failed ? NULL : PyFloat_FromDouble(norm);
 }

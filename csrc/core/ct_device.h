@@ -18,7 +18,7 @@ extern "C" {
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 4
+#define CT_DEVICE_VERSION 5
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -27,17 +27,20 @@ typedef struct ct_scratch {
     size_t bytes;
 } ct_scratch;
 
-/* The sum of squares of all elements, each squared and added in double, in an order
- * that depends on the spans' lengths alone: neither on the number of threads nor on
- * the instruction set. Inf or NaN in any element makes it Inf or NaN. *sum_sq is in
- * the device's memory for a GPU (device.stats), in the host's for the CPU. */
-typedef ct_status ct_norm_fn(void *stream, ct_scratch *scratch, const ct_span *spans,
-                             size_t n_spans, double *sum_sq, ct_error *err);
+/* The sum of |x|^p over all elements x, p > 0, or for p = Inf the largest |x|: what the
+ * p-norm is the root of (ct_norm_root). Powers are taken and added in double, in an
+ * order that depends on the spans' lengths alone: neither on the number of threads nor
+ * on the instruction set. Inf or NaN in any element makes it Inf or NaN. *sum is in the
+ * device's memory for a GPU, in the host's for the CPU. */
+typedef ct_status
+ct_norm_fn(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
+           size_t n_spans, double *sum, ct_error *err);
 
-/* The same for each span by itself: sums[i] is the sum of squares of spans[i], where
- * sum_sq would be; the order depends on the spans' lengths alone. */
-typedef ct_status ct_norms_fn(void *stream, ct_scratch *scratch, const ct_span *spans,
-                              size_t n_spans, double *sums, ct_error *err);
+/* The same for each span by itself: sums[i] is that of spans[i], where sum would be;
+ * the order depends on the spans' lengths alone. */
+typedef ct_status
+ct_norms_fn(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
+            size_t n_spans, double *sums, ct_error *err);
 
 /* Updates every span by one rule, each with its own constants. */
 typedef ct_status ct_update_fn(void *stream, const ct_update *update, ct_error *err);
@@ -48,10 +51,10 @@ typedef ct_status
 ct_average_fn(void *stream, const ct_span *averages, const ct_span *values,
               size_t n_spans, double decay, ct_error *err);
 
-/* spans[i] *= factor, for float dtypes: what clips the gradients of an optimizer that
- * is not ours. */
-typedef ct_status ct_scale_fn(void *stream, double factor, const ct_span *spans,
-                              size_t n_spans, ct_error *err);
+/* spans[i] *= factor, then no further from 0 than limit (> 0; Inf: no limit; a NaN
+ * stays one), for float dtypes: what clips gradients in place. */
+typedef ct_status ct_scale_fn(void *stream, double factor, double limit,
+                              const ct_span *spans, size_t n_spans, ct_error *err);
 
 /* Every byte of every span becomes 0. */
 typedef ct_status

@@ -22,9 +22,8 @@ struct ct_optim {
     group_cache *caches;
     ct_optim_param *params;
     ct_rule_coef *coefs;
-    void *spans; /* of ct_update_span, or of ct_span in passes that need no more */
-    ct_scratch scratch; /* the device's, for partial sums */
-    ct_scratch sum_sq;  /* the device's, one double */
+    ct_update_span *spans;
+    ct_grads grads; /* those present, and what clipping does to each group */
 };
 
 ct_optim *
@@ -33,6 +32,7 @@ ct_optim_new(const ct_device *device)
     ct_optim *optim = ct_calloc(1, sizeof *optim);
     if (optim != NULL) {
         optim->device = device;
+        ct_grads_init(&optim->grads, device);
     }
     return optim;
 }
@@ -43,8 +43,7 @@ ct_optim_free(ct_optim *optim)
     if (optim == NULL) {
         return;
     }
-    optim->device->scratch_release(&optim->sum_sq);
-    optim->device->scratch_release(&optim->scratch);
+    ct_grads_fini(&optim->grads);
     ct_free(optim->spans);
     ct_free(optim->coefs);
     ct_free(optim->params);
@@ -63,14 +62,15 @@ reserve(ct_optim *optim, size_t n_groups, size_t n_params, ct_error *err)
         size_t n, size;
     } arrays[] = {
         {(void **)&optim->groups, &optim->groups_capacity, n_groups,
-         sizeof(ct_optim_group)                                                            },
+         sizeof(ct_optim_group)},
         {(void **)&optim->caches, &optim->caches_capacity, n_groups,
-         sizeof(group_cache)                                                               },
+         sizeof(group_cache)   },
         {(void **)&optim->params, &optim->params_capacity, n_params,
-         sizeof(ct_optim_param)                                                            },
+         sizeof(ct_optim_param)},
         {(void **)&optim->coefs,  &optim->coefs_capacity,  n_params,
-         sizeof(ct_rule_coef)                                                              },
-        {&optim->spans,           &optim->spans_capacity,  n_params, sizeof(ct_update_span)},
+         sizeof(ct_rule_coef)  },
+        {(void **)&optim->spans,  &optim->spans_capacity,  n_params,
+         sizeof(ct_update_span)},
     };
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
         ct_status status = ct_grow(arrays[i].block, arrays[i].capacity, arrays[i].n,
@@ -79,13 +79,16 @@ reserve(ct_optim *optim, size_t n_groups, size_t n_params, ct_error *err)
             return status;
         }
     }
-    return CT_OK;
+    return ct_grads_reserve(&optim->grads, n_params, err);
 }
 
 ct_status
 ct_optim_resize(ct_optim *optim, size_t n_groups, size_t n_params, ct_error *err)
 {
     ct_status status = reserve(optim, n_groups, n_params, err);
+    if (status == CT_OK) {
+        status = ct_grads_set_groups(&optim->grads, n_groups, err);
+    }
     if (status != CT_OK) {
         return status;
     }
@@ -155,36 +158,49 @@ ct_optim_states(const ct_optim_group *group)
     return ct_optim_kinds[group->kind].states(group);
 }
 
-/* Lists the gradients that are there; returns how many. */
-static size_t
-list_grads(ct_optim *optim)
+static ct_status
+check_group(const ct_optim *optim, size_t i, ct_error *err)
 {
-    ct_span *spans = optim->spans;
-    size_t n = 0;
+    const uint32_t group = optim->params[i].group;
+    return group < optim->n_groups
+               ? CT_OK
+               : ct_fail(err, CT_EINVAL,
+                         "parameter %zu: group must be below %zu, got %u", i,
+                         optim->n_groups, group);
+}
+
+ct_status
+ct_optim_grads(ct_optim *optim, ct_grads **grads, ct_error *err)
+{
+    *grads = &optim->grads;
+    optim->grads.n = 0;
+    for (size_t g = 0; g < optim->n_groups; g++) {
+        optim->grads.groups[g].max_norm = optim->groups[g].max_norm;
+    }
     for (size_t i = 0; i < optim->n_params; i++) {
         const ct_optim_param *p = &optim->params[i];
-        if (p->grad != NULL) {
-            spans[n++] = (ct_span){p->grad, p->n, p->grad_dtype};
+        if (p->grad == NULL) {
+            continue;
         }
+        ct_status status = check_group(optim, i, err);
+        if (status != CT_OK) {
+            return status;
+        }
+        ct_grads_add(&optim->grads, &(ct_span){p->grad, p->n, p->grad_dtype}, p->group);
     }
-    return n;
+    return CT_OK;
 }
 
 ct_status
 ct_optim_norm(ct_optim *optim, void *stream, double *norm, ct_error *err)
 {
-    const ct_device *device = optim->device;
-    ct_status status = device->scratch_grow(&optim->sum_sq, sizeof(double), err);
+    ct_grads *grads;
+    ct_status status = ct_optim_grads(optim, &grads, err);
     if (status == CT_OK) {
-        status = device->norm(stream, &optim->scratch, optim->spans, list_grads(optim),
-                              optim->sum_sq.data, err);
-    }
-    double sum_sq = 0.0;
-    if (status == CT_OK) {
-        status = device->read(stream, optim->sum_sq.data, &sum_sq, err);
+        status = ct_grads_sum(grads, stream, 2.0, false, err);
     }
     if (status == CT_OK) {
-        *norm = sqrt(sum_sq);
+        *norm = sqrt(*ct_grads_total(grads));
     }
     return status;
 }
@@ -192,7 +208,10 @@ ct_optim_norm(ct_optim *optim, void *stream, double *norm, ct_error *err)
 ct_status
 ct_optim_zero_grads(ct_optim *optim, void *stream, ct_error *err)
 {
-    return optim->device->zero(stream, optim->spans, list_grads(optim), err);
+    ct_grads *grads;
+    ct_status status = ct_optim_grads(optim, &grads, err);
+    return status == CT_OK ? optim->device->zero(stream, grads->spans, grads->n, err)
+                           : status;
 }
 
 static const ct_optim_ops *
@@ -205,9 +224,8 @@ static ct_status
 check_param(const ct_optim *optim, size_t i, ct_error *err)
 {
     const ct_optim_param *p = &optim->params[i];
-    if (p->group >= optim->n_groups) {
-        return ct_fail(err, CT_EINVAL, "parameter %zu: group must be below %zu, got %u",
-                       i, optim->n_groups, p->group);
+    if (check_group(optim, i, err) != CT_OK) {
+        return CT_EINVAL;
     }
     if (!ct_dtype_is_float(p->dtype)) {
         return ct_fail(err, CT_EINVAL, "parameter %zu: dtype must be a float, got %s",
@@ -228,7 +246,7 @@ check_param(const ct_optim *optim, size_t i, ct_error *err)
 
 /* The index of the constants of a parameter, which are worked out if they are new. */
 static ct_status
-find_coef(ct_optim *optim, const ct_optim_param *param, double grad_scale,
+find_coef(ct_optim *optim, const ct_optim_param *param, const ct_optim_pass *pass,
           size_t *n_coefs, uint32_t *coef, ct_error *err)
 {
     const ct_optim_ops *ops = ops_of(optim, param);
@@ -236,7 +254,9 @@ find_coef(ct_optim *optim, const ct_optim_param *param, double grad_scale,
     group_cache *cache = &optim->caches[param->group];
     const uint64_t key = ops->key(param);
     if (cache->coef == 0 || cache->key != key) {
-        const double scale = group->maximize ? -grad_scale : grad_scale;
+        const double clip = pass->clip ? optim->grads.groups[param->group].coef : 1.0;
+        const double size = clip * pass->grad_scale;
+        const double scale = group->maximize ? -size : size;
         ct_status status =
             ops->coef_init(&optim->coefs[*n_coefs], group, key, scale, err);
         if (status != CT_OK) {
@@ -306,7 +326,7 @@ count_rules(ct_optim *optim, rule_table *table, ct_error *err)
 
 /* Fills in coefs, and spans by rule, for the parameters that have a gradient. */
 static ct_status
-plan(ct_optim *optim, double grad_scale, rule_table *table, ct_error *err)
+plan(ct_optim *optim, const ct_optim_pass *pass, rule_table *table, ct_error *err)
 {
     ct_update_span *spans = optim->spans;
     size_t n_coefs = 0, next[CT_RULE_COUNT];
@@ -322,7 +342,7 @@ plan(ct_optim *optim, double grad_scale, rule_table *table, ct_error *err)
             const ct_optim_group *group = &optim->groups[p->group];
             const ct_rule rule = ct_optim_kinds[group->kind].rule(group);
             uint32_t coef = 0;
-            status = find_coef(optim, p, grad_scale, &n_coefs, &coef, err);
+            status = find_coef(optim, p, pass, &n_coefs, &coef, err);
             spans[next[rule]++] = span_of(p, group, coef, elements);
         }
         elements += (p->n + 7) / 8 * 8;
@@ -357,12 +377,12 @@ ct_status
 ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_error *err)
 {
     rule_table table;
-    ct_status status = plan(optim, pass->grad_scale, &table, err);
+    ct_status status = plan(optim, pass, &table, err);
     for (size_t r = 0; status == CT_OK && r < CT_RULE_COUNT; r++) {
         const ct_update update = {
             .rule = (ct_rule)r,
             .coefs = optim->coefs,
-            .spans = (const ct_update_span *)optim->spans + table.begin[r],
+            .spans = optim->spans + table.begin[r],
             .n_spans = table.begin[r + 1] - table.begin[r],
             .zero_grads = pass->zero_grads,
             .ema_decay = pass->ema_decay,

@@ -12,7 +12,7 @@
 #include "core/ct_adagrad.h"
 #include "core/ct_adamax.h"
 #include "core/ct_adamw.h"
-#include "core/ct_device.h"
+#include "core/ct_grads.h"
 #include "core/ct_lion.h"
 #include "core/ct_nag.h"
 #include "core/ct_rmsprop.h"
@@ -58,6 +58,7 @@ typedef struct ct_optim_group {
         ct_schedule_free_config schedule_free; /* of both */
         ct_sgd_config sgd;
     };
+    double max_norm; /* as in ct_grad_group */
     bool maximize;   /* step up the gradient */
     bool stochastic; /* what is stored as BF16 is rounded stochastically, by this: */
     ct_rounding rounding;
@@ -84,6 +85,7 @@ typedef struct ct_optim_param {
 /* What holds for one update of all parameters. */
 typedef struct ct_optim_pass {
     double grad_scale; /* every gradient is multiplied by it first */
+    bool clip;         /* and by the coef of its group in ct_optim_grads */
     bool zero_grads;
     double ema_decay; /* of the parameters that have an average, in [0, 1] */
 } ct_optim_pass;
@@ -113,6 +115,10 @@ CT_NODISCARD ct_status ct_optim_check_group(const ct_optim_group *group, ct_erro
 
 /* Which state arrays a parameter of this group needs: bit k says state[k]. */
 unsigned ct_optim_states(const ct_optim_group *group);
+
+/* Lists the gradients present; the list is the optimizer's and is made anew by the next
+ * call of any function here. What is set as the coef of a group stays. */
+CT_NODISCARD ct_status ct_optim_grads(ct_optim *optim, ct_grads **grads, ct_error *err);
 
 /* The L2 norm of all gradients present, before any scaling, summed in double; Inf or
  * NaN when an element is. Waits for the stream. */

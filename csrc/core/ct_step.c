@@ -2,41 +2,31 @@
 
 #include <math.h>
 
-double
-ct_clip_coef(double max_norm, double norm)
-{
-    if (max_norm == 0.0 || isinf(max_norm)) {
-        return 1.0;
-    }
-    const double coef = max_norm / (norm + 1e-6);
-    return coef > 1.0 ? 1.0 : coef; /* NaN stays */
-}
-
 static ct_status
 check(const ct_step_config *config, double loss_scale, ct_error *err)
 {
-    if (!(config->max_norm >= 0.0)) {
-        return ct_fail(err, CT_EINVAL, "max_norm must be >= 0, got %g",
-                       config->max_norm);
-    }
     if (!(loss_scale > 0.0 && isfinite(loss_scale))) {
         return ct_fail(err, CT_EINVAL, "loss_scale must be finite and > 0, got %g",
                        loss_scale);
     }
-    return CT_OK;
+    return ct_clip_check(&config->clip, err);
 }
 
-/* Inf or NaN on one rank is one for all. */
+/* Inf or NaN on one rank is one for all; global_norm adds up what each rank summed. */
 static ct_status
-agree(const ct_step_config *config, double *norm, bool *finite, ct_error *err)
+agree(const ct_step_config *config, ct_grads *grads, bool *finite, ct_error *err)
 {
-    double sums[] = {*finite ? 0.0 : 1.0, *norm * *norm};
-    const ct_span span = {sums, 2, CT_F64};
-    ct_status status =
-        config->comm->ops->all_reduce(config->comm, &span, CT_REDUCE_SUM, err);
+    double *bad = ct_grads_total(grads) + 1, *from = bad;
+    const ct_reduce_op op =
+        isinf(config->clip.norm_type) ? CT_REDUCE_MAX : CT_REDUCE_SUM;
+    if (config->global_norm) {
+        from = ct_clip_by_group(&config->clip, grads) ? grads->sums : bad - 1;
+    }
+    *bad = *finite ? 0.0 : 1.0;
+    const ct_span span = {from, (size_t)(bad - from) + 1, CT_F64};
+    ct_status status = config->comm->ops->all_reduce(config->comm, &span, op, err);
     if (status == CT_OK) {
-        *finite = sums[0] == 0.0;
-        *norm = config->global_norm ? sqrt(sums[1]) : *norm;
+        *finite = *bad == 0.0;
     }
     return status;
 }
@@ -45,19 +35,26 @@ ct_status
 ct_step_measure(ct_optim *optim, void *stream, const ct_step_config *config,
                 double loss_scale, ct_step_result *result, ct_error *err)
 {
-    double norm = 0.0;
+    ct_grads *grads = NULL;
+    bool finite = true;
     ct_status status = check(config, loss_scale, err);
     if (status == CT_OK) {
-        status = ct_optim_norm(optim, stream, &norm, err);
-    }
-    bool finite = isfinite(norm);
-    if (status == CT_OK && config->comm != NULL) {
-        status = agree(config, &norm, &finite, err);
+        status = ct_optim_grads(optim, &grads, err);
     }
     if (status == CT_OK) {
+        status = ct_clip_measure(&config->clip, grads, stream, err);
+    }
+    if (status == CT_OK) {
+        finite = isfinite(ct_clip_norm(&config->clip, *ct_grads_total(grads)));
+    }
+    if (status == CT_OK && config->comm != NULL) {
+        status = agree(config, grads, &finite, err);
+    }
+    if (status == CT_OK) {
+        const double norm = ct_clip_decide(&config->clip, grads, loss_scale);
         *result = (ct_step_result){
-            .grad_norm = norm / loss_scale,
-            .clip_coef = ct_clip_coef(config->max_norm, norm / loss_scale),
+            .grad_norm = norm,
+            .clip_coef = ct_clip_least(grads),
             .finite = finite,
         };
     }
@@ -77,6 +74,27 @@ stop(const ct_step_result *result, ct_error *err)
                                               : "inf");
 }
 
+/* Clips in place where the update cannot do it: it multiplies, and has no limit. */
+static ct_status
+clip_in_place(ct_optim *optim, void *stream, const ct_step_config *config,
+              double loss_scale, ct_optim_pass *pass, ct_error *err)
+{
+    ct_grads *grads;
+    if (!ct_clip_by_value(&config->clip)) {
+        return CT_OK;
+    }
+    ct_status status = ct_optim_grads(optim, &grads, err);
+    for (size_t g = 0; status == CT_OK && !pass->clip && g < grads->n_groups; g++) {
+        grads->groups[g].coef = 1.0;
+    }
+    if (status == CT_OK) {
+        status = ct_clip_apply(&config->clip, grads, stream, loss_scale, err);
+    }
+    pass->clip = false;
+    pass->grad_scale = 1.0;
+    return status;
+}
+
 ct_status
 ct_step_apply(ct_optim *optim, void *stream, const ct_step_config *config,
               double loss_scale, ct_step_result *result, ct_error *err)
@@ -90,12 +108,16 @@ ct_step_apply(ct_optim *optim, void *stream, const ct_step_config *config,
         return stop(result, err);
     }
     if (keep) {
-        const ct_optim_pass pass = {
-            .grad_scale = result->clip_coef / loss_scale,
+        ct_optim_pass pass = {
+            .grad_scale = 1.0 / loss_scale,
+            .clip = result->clip_coef != 1.0,
             .zero_grads = config->zero_grads,
             .ema_decay = config->ema_decay,
         };
-        status = ct_optim_update(optim, stream, &pass, err);
+        status = clip_in_place(optim, stream, config, loss_scale, &pass, err);
+        if (status == CT_OK) {
+            status = ct_optim_update(optim, stream, &pass, err);
+        }
     }
     else if (config->zero_grads) {
         status = ct_optim_zero_grads(optim, stream, err);

@@ -8,6 +8,7 @@
 #ifndef CT_STEP_H
 #define CT_STEP_H
 
+#include "core/ct_clip.h"
 #include "core/ct_comm.h"
 #include "core/ct_optim.h"
 
@@ -22,26 +23,26 @@ typedef enum ct_nonfinite {
 } ct_nonfinite;
 
 typedef struct ct_step_config {
-    double max_norm; /* clip to this L2 norm; 0 or Inf: no clipping; < 0 is refused */
+    ct_clip clip;
     ct_nonfinite nonfinite;
     bool zero_grads;
     ct_comm *comm;    /* ranks that step together, or NULL: this one alone; its
                          collectives take host memory */
-    bool global_norm; /* the norm is that of all ranks' gradients, as where each holds
+    bool global_norm; /* norms are those of all ranks' gradients, as where each holds
                          a shard of them; else each rank has its own */
     double ema_decay; /* of parameters that have an average */
 } ct_step_config;
 
 typedef struct ct_step_result {
-    double grad_norm; /* after unscaling, before clipping */
-    double clip_coef; /* 1 where nothing was clipped */
+    double grad_norm; /* of all gradients, after unscaling, before clipping */
+    double clip_coef; /* by norm: the least of all groups; 1: nothing was clipped */
     bool finite;      /* on all ranks */
     bool updated;     /* false when the step was skipped */
 } ct_step_result;
 
 /* Fills in grad_norm, clip_coef and finite. loss_scale is what the loss was multiplied
- * by (1 without scaling; > 0). The coefficient is max_norm / (norm + 1e-6), at most 1,
- * as torch.nn.utils.clip_grad_norm_ has it.
+ * by (1 without scaling; > 0). What clipping does to each group is left in
+ * ct_optim_grads.
  *
  * With config->comm it is a collective: `finite` is the same on every rank, so all
  * update or none, and loss scalers that are told of it stay equal. */
@@ -49,15 +50,14 @@ CT_NODISCARD ct_status ct_step_measure(ct_optim *optim, void *stream,
                                        const ct_step_config *config, double loss_scale,
                                        ct_step_result *result, ct_error *err);
 
-/* Updates as result says. A skipped step still zeroes the gradients when it is asked
- * to, or what is not finite would stay and spoil the next one. With CT_NONFINITE_STOP
- * and a gradient that is not finite: CT_EFLOAT, nothing touched. */
+/* Updates as result says: with a clip_coef of 1 nothing is clipped by norm. Clipping by
+ * value writes the gradients, unscaled and clipped, in a pass of its own. A skipped
+ * step still zeroes the gradients when it is asked to, or what is not finite would stay
+ * and spoil the next one. With CT_NONFINITE_STOP and a gradient that is not finite:
+ * CT_EFLOAT, nothing touched. */
 CT_NODISCARD ct_status ct_step_apply(ct_optim *optim, void *stream,
                                      const ct_step_config *config, double loss_scale,
                                      ct_step_result *result, ct_error *err);
-
-/* max_norm / (norm + 1e-6) clamped to 1; 1 when max_norm is 0 or Inf. */
-double ct_clip_coef(double max_norm, double norm);
 
 #ifdef __cplusplus
 }

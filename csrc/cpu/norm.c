@@ -1,4 +1,4 @@
-/* Sum of squares on the CPU. Mirrors cuda/norm.cu.
+/* Sums of powers on the CPU. Mirrors cuda/norm.cu.
  *
  * Element k of a piece is added to lane k % LANES, the lanes of a batch are folded in
  * index order, then the batches are: the compiler may do the lanes side by side, and
@@ -8,6 +8,7 @@
 #include "cpu/kernels.h"
 
 #include "core/ct_pool.h"
+#include "math/ct_norm_math.h"
 
 enum {
     LANES = 32
@@ -16,12 +17,15 @@ enum {
 #define CT_BODY "cpu/norm_body.h"
 #include "cpu/expand.h"
 
-typedef void norm_body(const void *data, size_t from, size_t n, double *lanes);
+typedef void norm_body(ct_norm_kind kind, double p, const void *data, size_t from,
+                       size_t n, double *lanes);
 
-static norm_body *const bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] = CT_BODIES(norm);
+static norm_body *const bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] = CT_BODIES(norms);
 
 typedef struct norm_job {
     const ct_span *spans;
+    ct_norm_kind kind;
+    double p;
     ct_isa isa;
     const ct_cuts *cuts;
     double *partial; /* one for each batch, or one for each piece */
@@ -31,22 +35,24 @@ static void
 add_piece(const norm_job *job, const ct_piece *piece, double *lanes)
 {
     const ct_span *span = &job->spans[piece->span];
-    bodies[job->isa][span->dtype](span->data, piece->offset, piece->n, lanes);
+    bodies[job->isa][span->dtype](job->kind, job->p, span->data, piece->offset,
+                                  piece->n, lanes);
 }
 
 static double
-fold(const double *lanes)
+fold(const norm_job *job, const double *lanes)
 {
     double sum = 0.0;
     for (size_t k = 0; k < LANES; k++) {
-        sum += lanes[k];
+        sum = ct_norm_merge(job->kind, sum, lanes[k]);
     }
     return sum;
 }
 
 static ct_status
-job_init(norm_job *job, size_t n_spans, ct_error *err)
+job_init(norm_job *job, double p, const ct_span *spans, size_t n_spans, ct_error *err)
 {
+    *job = (norm_job){.spans = spans, .kind = ct_norm_kind_of(p), .p = p};
     ct_status status = ct_isa_get(&job->isa, err);
     for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
         status = ct_check_float("norm", i, job->spans[i].dtype, err);
@@ -66,31 +72,33 @@ run_batch(void *arg, size_t batch)
     while (ct_cuts_next(job->cuts, batch, &piece)) {
         add_piece(job, &piece, lanes);
     }
-    job->partial[batch] = fold(lanes);
+    job->partial[batch] = fold(job, lanes);
 }
 
 ct_status
-ct_cpu_norm(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_spans,
-            double *sum_sq, ct_error *err)
+ct_cpu_norm(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
+            size_t n_spans, double *sum, ct_error *err)
 {
     (void)stream;
     (void)scratch; /* the partial sums fit on the stack */
     ct_cuts cuts;
     double partial[CT_CUTS_MAX];
-    norm_job job = {.spans = spans, .cuts = &cuts, .partial = partial};
-    ct_status status = job_init(&job, n_spans, err);
+    norm_job job;
+    ct_status status = job_init(&job, p, spans, n_spans, err);
     if (status != CT_OK) {
         return status;
     }
-    double sum = 0.0;
+    double total = 0.0;
     if (n_spans != 0) {
+        job.cuts = &cuts;
+        job.partial = partial;
         ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
         ct_pool_run(run_batch, &job, cuts.n_batches);
         for (size_t b = 0; b < cuts.n_batches; b++) {
-            sum += partial[b];
+            total = ct_norm_merge(job.kind, total, partial[b]);
         }
     }
-    *sum_sq = sum;
+    *sum = total;
     return CT_OK;
 }
 
@@ -105,18 +113,34 @@ run_pieces(void *arg, size_t batch)
     while (ct_cuts_next(job->cuts, batch, &piece)) {
         double lanes[LANES] = {0.0};
         add_piece(job, &piece, lanes);
-        job->partial[ct_cuts_number(batch, &piece)] = fold(lanes);
+        job->partial[ct_cuts_number(batch, &piece)] = fold(job, lanes);
+    }
+}
+
+static void
+fold_pieces(const norm_job *job, size_t n_spans, double *sums)
+{
+    for (size_t i = 0; i < n_spans; i++) {
+        sums[i] = 0.0;
+    }
+    for (size_t b = 0; b < job->cuts->n_batches; b++) {
+        ct_piece piece = ct_cuts_start(job->cuts, b);
+        while (ct_cuts_next(job->cuts, b, &piece)) {
+            double *sum = &sums[piece.span];
+            *sum =
+                ct_norm_merge(job->kind, *sum, job->partial[ct_cuts_number(b, &piece)]);
+        }
     }
 }
 
 ct_status
-ct_cpu_norms(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_spans,
-             double *sums, ct_error *err)
+ct_cpu_norms(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
+             size_t n_spans, double *sums, ct_error *err)
 {
     (void)stream;
     ct_cuts cuts;
-    norm_job job = {.spans = spans, .cuts = &cuts};
-    ct_status status = job_init(&job, n_spans, err);
+    norm_job job;
+    ct_status status = job_init(&job, p, spans, n_spans, err);
     if (status != CT_OK || n_spans == 0) {
         return status;
     }
@@ -124,9 +148,10 @@ ct_cpu_norms(void *stream, ct_scratch *scratch, const ct_span *spans, size_t n_s
     status = ct_device_cpu.scratch_grow(
         scratch, (n_spans + cuts.n_batches) * sizeof(double), err);
     if (status == CT_OK) {
+        job.cuts = &cuts;
         job.partial = scratch->data;
         ct_pool_run(run_pieces, &job, cuts.n_batches);
-        ct_cuts_fold(&cuts, job.partial, 1, n_spans, sums);
+        fold_pieces(&job, n_spans, sums);
     }
     return status;
 }

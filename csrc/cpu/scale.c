@@ -1,19 +1,20 @@
-/* Spans times a factor on the CPU. Mirrors cuda/scale.cu. */
+/* Spans times a factor, within a limit, on the CPU. Mirrors cuda/scale.cu. */
 #include "cpu/cuts.h"
 #include "cpu/kernels.h"
 
 #include "core/ct_pool.h"
+#include "math/ct_scale_math.h"
 
 #define CT_BODY "cpu/scale_body.h"
 #include "cpu/expand.h"
 
-typedef void scale_body(void *data, size_t from, size_t n, double factor);
+typedef void scale_body(void *data, size_t from, size_t n, double factor, double limit);
 
 static scale_body *const bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] = CT_BODIES(scale);
 
 typedef struct scale_job {
     const ct_span *spans;
-    double factor;
+    double factor, limit;
     ct_isa isa;
     const ct_cuts *cuts;
 } scale_job;
@@ -25,20 +26,21 @@ run_batch(void *arg, size_t batch)
     ct_piece piece = ct_cuts_start(job->cuts, batch);
     while (ct_cuts_next(job->cuts, batch, &piece)) {
         const ct_span *span = &job->spans[piece.span];
-        bodies[job->isa][span->dtype](span->data, piece.offset, piece.n, job->factor);
+        bodies[job->isa][span->dtype](span->data, piece.offset, piece.n, job->factor,
+                                      job->limit);
     }
 }
 
 ct_status
-ct_cpu_scale(void *stream, double factor, const ct_span *spans, size_t n_spans,
-             ct_error *err)
+ct_cpu_scale(void *stream, double factor, double limit, const ct_span *spans,
+             size_t n_spans, ct_error *err)
 {
     (void)stream;
     if (n_spans == 0) {
         return CT_OK;
     }
     ct_cuts cuts;
-    scale_job job = {.spans = spans, .factor = factor, .cuts = &cuts};
+    scale_job job = {.spans = spans, .factor = factor, .limit = limit, .cuts = &cuts};
     ct_status status = ct_isa_get(&job.isa, err);
     for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
         status = ct_check_float("scale", i, spans[i].dtype, err);

@@ -62,13 +62,25 @@ class Optimizer:
         zero_grads: bool = False,
         loss_scale: float = 1.0,
         nonfinite: Literal["keep", "skip", "stop"] = "keep",
+        norm_type: float = 2.0,
+        clip_value: float | None = None,
+        clip_by_group: bool = False,
     ) -> None:
         """Clip, update and zero the gradients, as ctrainer.optim.AdamW.step does."""
-        self._engine.step(self, max_norm, loss_scale, nonfinite, zero_grads)
+        self._engine.step(
+            self,
+            max_norm,
+            loss_scale,
+            nonfinite,
+            zero_grads,
+            norm_type,
+            clip_value,
+            clip_by_group,
+        )
 
     @property
     def grad_norm(self) -> float | None:
-        """L2 norm of the gradients at the last step, before clipping, if asked for."""
+        """Norm of all gradients at the last step, before clipping, if asked for."""
         return self._engine.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from typing import Any
@@ -82,21 +83,34 @@ def stray_parameters(model: nn.Module, optimizer: Any) -> bool:
     return any(p.requires_grad and id(p) not in known for p in model.parameters())
 
 
-def _grads(optimizer: Any) -> list[torch.Tensor]:
-    params = (p for g in optimizer.param_groups for p in g["params"])
-    return [p.grad for p in params if p.grad is not None]
+def _grads(group: dict[str, Any]) -> list[torch.Tensor]:
+    return [p.grad for p in group["params"] if p.grad is not None]
 
 
-def grad_norm(optimizer: Any) -> float:
-    """L2 norm of the optimizer's gradients on their devices; waits for it."""
-    grads = _grads(optimizer)
-    norms = torch._foreach_norm(grads) if grads else []
-    total = [n.to(norms[0].device, torch.float64) for n in norms]
-    return torch.stack(total).norm().item() if total else 0.0
+def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
+    """Norms of the optimizer's gradients on their devices, of each group or one of all;
+    waits for them."""
+    lists = [_grads(group) for group in optimizer.param_groups]
+    if not by_group:
+        lists = [list(itertools.chain.from_iterable(lists))]
+    norms = [torch._foreach_norm(grads, norm_type) if grads else [] for grads in lists]
+    return [
+        torch.stack([n.to(of_list[0].device, torch.float64) for n in of_list])
+        .norm(norm_type)
+        .item()
+        if of_list
+        else 0.0
+        for of_list in norms
+    ]
 
 
-def scale_grads(optimizer: Any, factor: float) -> None:
-    """Multiply the optimizer's gradients by `factor` in place."""
-    grads = _grads(optimizer)
-    if grads:
-        torch._foreach_mul_(grads, factor)
+def clip_grads(optimizer: Any, factors: list[float], limit: float | None) -> None:
+    """Multiply each group's gradients by its factor in place, and clip what is then
+    further from 0 than limit."""
+    for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        grads = _grads(group)
+        if grads and factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+        if grads and limit is not None:
+            torch._foreach_clamp_min_(grads, -limit)
+            torch._foreach_clamp_max_(grads, limit)

@@ -243,20 +243,27 @@ def stray_parameters(model: Any, optimizer: Any) -> bool:
     return any(p.requires_grad and id(p) not in known for p in model.parameters())
 
 
-def grad_norm(optimizer: Any) -> float:
-    """L2 norm of the optimizer's gradients."""
-    params = (p for g in optimizer.param_groups for p in g["params"])
-    squares = (
-        np.square(p.grad, dtype=float).sum() for p in params if p.grad is not None
-    )
-    return float(np.sqrt(sum(squares)))
+def _grads(group: dict[str, Any]) -> list[Any]:
+    return [p.grad for p in group["params"] if p.grad is not None]
 
 
-def scale_grads(optimizer: Any, factor: float) -> None:
-    """Multiply the optimizer's gradients by `factor` in place."""
-    for parameter in (p for g in optimizer.param_groups for p in g["params"]):
-        if parameter.grad is not None:
-            parameter.grad *= factor
+def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
+    """Norms of the optimizer's gradients, of each group or one of all."""
+    lists = [_grads(group) for group in optimizer.param_groups]
+    if not by_group:
+        lists = [[grad for grads in lists for grad in grads]]
+    flat = [np.concatenate([np.zeros(1), *map(np.ravel, grads)]) for grads in lists]
+    return [float(np.linalg.norm(grads, norm_type)) for grads in flat]
+
+
+def clip_grads(optimizer: Any, factors: list[float], limit: float | None) -> None:
+    """Multiply each group's gradients by its factor in place, and clip what is then
+    further from 0 than limit."""
+    for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        for grad in _grads(group):
+            grad *= factor
+            if limit is not None:
+                np.clip(grad, -limit, limit, out=grad)
 
 
 # Data

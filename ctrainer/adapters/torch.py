@@ -23,12 +23,12 @@ Model = nn.Module
 
 default_collator = batches.default_collator
 decay_parameter_names = optimizers.decay_parameter_names
-grad_norm = optimizers.grad_norm
+grad_norms = optimizers.grad_norms
 is_metric_scheduler = optimizers.is_metric_scheduler
 make_scheduler = optimizers.make_scheduler
 optimizer_class = optimizers.optimizer_class
 optimizer_groups = optimizers.optimizer_groups
-scale_grads = optimizers.scale_grads
+clip_grads = optimizers.clip_grads
 stray_parameters = optimizers.stray_parameters
 length_grouped_sampler = batches.LengthGroupedSampler
 seek = batches.seek

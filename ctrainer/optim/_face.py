@@ -82,13 +82,21 @@ class Face(torch.optim.Optimizer):
         zero_grads: bool = False,
         loss_scale: float = 1.0,
         nonfinite: Literal["keep", "skip", "stop"] = "keep",
+        norm_type: float = 2.0,
+        clip_value: float | None = None,
+        clip_by_group: bool = False,
     ) -> Any:
         """Clip, update and zero the gradients; return the closure's loss, or None.
 
-        max_norm clips the gradients, after division by loss_scale, to that L2 norm.
-        zero_grads writes zeros over them in the same pass. nonfinite says what happens
-        when one is Inf or NaN: "keep" updates all the same, as torch does; "skip"
-        changes nothing; "stop" raises.
+        max_norm clips the gradients, after division by loss_scale, to that norm of
+        the type norm_type (p > 0, inf for the largest element): of all together, or
+        with clip_by_group of each group by itself. A group with a "max_grad_norm" is
+        clipped to that by its own norm in any case (0: never), and the rest without
+        it. clip_value then clips each element to [-clip_value, clip_value], in a pass
+        of its own. Equal to torch.nn.utils.clip_grad_norm_ of the parameters that are
+        clipped together, then clip_grad_value_. zero_grads writes zeros over them in
+        the same pass. nonfinite says what happens when one is Inf or NaN: "keep"
+        updates all the same, as torch does; "skip" changes nothing; "stop" raises.
 
         Raises:
             FloatingPointError: nonfinite is "stop" and a gradient is not finite.
@@ -99,13 +107,23 @@ class Face(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._engine.step(self, max_norm, loss_scale, nonfinite, zero_grads)
+        self._engine.step(
+            self,
+            max_norm,
+            loss_scale,
+            nonfinite,
+            zero_grads,
+            norm_type,
+            clip_value,
+            clip_by_group,
+        )
         return loss
 
     @property
     def grad_norm(self) -> float | None:
-        """L2 norm of the gradients at the last step, before clipping; None where
-        neither max_norm nor nonfinite asked for it."""
+        """Norm of all gradients at the last step, of its norm_type, before clipping;
+        None where neither max_norm, a group's "max_grad_norm" nor nonfinite asked for
+        it."""
         return self._engine.grad_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -46,9 +46,11 @@ test_a_wrong_environment_fails_every_kernel_until_it_is_put_right(void)
     CHECK(setenv("CTRAINER_ISA", "v9", 1) == 0);
     CHECK(ct_cpu_set_isa(NULL, &err) == CT_EINVAL && strstr(err.message, "v9"));
     CHECK(ct_cpu_isa() == NULL);
-    CHECK(ct_device_cpu.scale(NULL, 2.0, &span, 1, &err) == CT_EINVAL && x == 2.0f);
+    CHECK(ct_device_cpu.scale(NULL, 2.0, INFINITY, &span, 1, &err) == CT_EINVAL &&
+          x == 2.0f);
     CHECK(unsetenv("CTRAINER_ISA") == 0);
-    CHECK(ct_device_cpu.scale(NULL, 2.0, &span, 1, &err) == CT_OK && x == 4.0f);
+    CHECK(ct_device_cpu.scale(NULL, 2.0, INFINITY, &span, 1, &err) == CT_OK &&
+          x == 4.0f);
     CHECK(ct_cpu_isa() != NULL);
 }
 

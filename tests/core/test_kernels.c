@@ -8,6 +8,7 @@
 #include "math/ct_ema_math.h"
 #include "math/ct_philox_math.h"
 
+#include <math.h>
 #include <string.h>
 
 enum {
@@ -355,9 +356,11 @@ expect_scale_and_zero(list *l)
         const slot *s = &l->slots[i];
         for (size_t e = 0; e < s->n; e++) {
             const double x = ct_load(s->dtype[0], l->expected[0] + s->at[0], e);
-            const float product32 = (float)x * (float)0.3;
+            const bool wide = s->dtype[0] == CT_F64;
+            const double product = wide ? x * 0.3 : (double)((float)x * 0.3f);
+            const double most = wide ? 0.1 : (double)0.1f;
             ct_store(s->dtype[0], l->expected[0] + s->at[0], e,
-                     s->dtype[0] == CT_F64 ? x * 0.3 : (double)product32);
+                     fmax(-most, fmin(most, product)));
             ct_store(s->dtype[1], l->expected[1] + s->at[1], e, 0.0);
         }
     }
@@ -370,7 +373,7 @@ check_scale_and_zero(void *arg)
     ct_span spans[MOST_SPANS];
     reset(l, l->memory);
     spans_of(l, 0, spans);
-    CHECK(ct_device_cpu.scale(NULL, 0.3, spans, l->n_slots, NULL) == CT_OK);
+    CHECK(ct_device_cpu.scale(NULL, 0.3, 0.1, spans, l->n_slots, NULL) == CT_OK);
     spans_of(l, 1, spans);
     CHECK(ct_device_cpu.zero(NULL, spans, l->n_slots, NULL) == CT_OK);
     check_equals_expected(l);
@@ -392,11 +395,41 @@ test_random_lists_equal_plain_loops_over_the_formulas(void)
 }
 
 static void
+check_limits(void *arg)
+{
+    static const double values[] = {0.25, 1.0, -1.0, INFINITY, -INFINITY, NAN, -0.0};
+    static const double clipped[] = {0.5, 0.75, -0.75, 0.75, -0.75, NAN, -0.0};
+    enum {
+        N = sizeof values / sizeof *values
+    };
+    double memory[N];
+    const ct_dtype dtype = *(const ct_dtype *)arg;
+    const ct_span span = {memory, N, dtype};
+    for (size_t i = 0; i < N; i++) {
+        ct_store(dtype, memory, i, values[i]);
+    }
+    CHECK(ct_device_cpu.scale(NULL, 2.0, 0.75, &span, 1, NULL) == CT_OK);
+    for (size_t i = 0; i < N; i++) {
+        const double got = ct_load(dtype, memory, i);
+        CHECK(isnan(clipped[i]) ? isnan(got) : got == clipped[i]);
+    }
+}
+
+static void
+test_scaling_stops_at_the_limit_and_keeps_nan(void)
+{
+    for (size_t d = 0; d < 4; d++) {
+        ct_dtype dtype = dtypes[d];
+        ct_for_each_setting(check_limits, &dtype);
+    }
+}
+
+static void
 test_an_empty_list_is_no_work(void)
 {
     CHECK(ct_device_cpu.update(NULL, &(ct_update){.rule = CT_RULE_sgd}, NULL) == CT_OK);
     CHECK(ct_device_cpu.average(NULL, NULL, NULL, 0, 0.5, NULL) == CT_OK);
-    CHECK(ct_device_cpu.scale(NULL, 2.0, NULL, 0, NULL) == CT_OK);
+    CHECK(ct_device_cpu.scale(NULL, 2.0, INFINITY, NULL, 0, NULL) == CT_OK);
     CHECK(ct_device_cpu.zero(NULL, NULL, 0, NULL) == CT_OK);
     CHECK(ct_device_cpu.copy(NULL, NULL, NULL, 0, NULL) == CT_OK);
 }
@@ -418,7 +451,7 @@ test_dtypes_that_are_no_floats_are_refused_and_named(void)
     span.dtype = CT_F32;
     CHECK(ct_device_cpu.update(NULL, &update, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "adamw: span 0 lacks state array 0 of 2") != NULL);
-    CHECK(ct_device_cpu.scale(NULL, 2.0, spans, 2, &err) == CT_EINVAL);
+    CHECK(ct_device_cpu.scale(NULL, 2.0, INFINITY, spans, 2, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "scale: span 1 is int64") != NULL);
     CHECK(x[0] == 1 && x[1] == 2);
     CHECK(ct_device_cpu.zero(NULL, spans, 2, &err) == CT_OK);
@@ -429,6 +462,7 @@ int
 main(void)
 {
     test_random_lists_equal_plain_loops_over_the_formulas();
+    test_scaling_stops_at_the_limit_and_keeps_nan();
     test_an_empty_list_is_no_work();
     test_dtypes_that_are_no_floats_are_refused_and_named();
     return 0;

@@ -9,21 +9,26 @@ enum {
     MOST_SPANS = 30
 };
 
+static const double powers[] = {2.0, 1.0, INFINITY, 3.0, 0.5, 7.25};
+enum {
+    N_POWERS = sizeof powers / sizeof *powers
+};
+
 static double
-norm(const ct_span *spans, size_t n_spans)
+sum_of(double p, const ct_span *spans, size_t n_spans)
 {
     ct_scratch scratch = {0};
-    double sum_sq = -1.0;
-    CHECK(ct_device_cpu.norm(NULL, &scratch, spans, n_spans, &sum_sq, NULL) == CT_OK);
+    double sum = -1.0;
+    CHECK(ct_device_cpu.norm(NULL, &scratch, p, spans, n_spans, &sum, NULL) == CT_OK);
     ct_device_cpu.scratch_release(&scratch);
-    return sum_sq;
+    return sum;
 }
 
 static void
-norms(const ct_span *spans, size_t n_spans, double *sums)
+sums_of(double p, const ct_span *spans, size_t n_spans, double *sums)
 {
     ct_scratch scratch = {0};
-    CHECK(ct_device_cpu.norms(NULL, &scratch, spans, n_spans, sums, NULL) == CT_OK);
+    CHECK(ct_device_cpu.norms(NULL, &scratch, p, spans, n_spans, sums, NULL) == CT_OK);
     ct_device_cpu.scratch_release(&scratch);
 }
 
@@ -31,7 +36,7 @@ typedef struct problem {
     ct_span spans[MOST_SPANS];
     void *blocks[MOST_SPANS];
     size_t n_spans;
-    double sum_sq, each[MOST_SPANS];
+    double p, sum, each[MOST_SPANS];
 } problem;
 
 static problem
@@ -62,48 +67,54 @@ problem_free(problem *p)
 static void
 check_same_bits(void *arg)
 {
-    const problem *p = arg;
+    const problem *all = arg;
     double each[MOST_SPANS];
-    CHECK(norm(p->spans, p->n_spans) == p->sum_sq);
-    norms(p->spans, p->n_spans, each);
-    CHECK(memcmp(each, p->each, p->n_spans * sizeof *each) == 0);
+    CHECK(sum_of(all->p, all->spans, all->n_spans) == all->sum);
+    sums_of(all->p, all->spans, all->n_spans, each);
+    CHECK(memcmp(each, all->each, all->n_spans * sizeof *each) == 0);
 }
 
+/* A sum by long double's arithmetic, with one span more. */
 static long double
-exact_sum(const ct_span *span)
+reference(double p, long double sum, const ct_span *span)
 {
-    long double sum = 0.0L;
     for (size_t e = 0; e < span->n; e++) {
-        const long double x = ct_load(span->dtype, span->data, e);
-        sum += x * x;
+        const long double x = fabs(ct_load(span->dtype, span->data, e));
+        sum = isinf(p) ? fmaxl(sum, x) : sum + powl(x, p);
     }
     return sum;
 }
 
-/* Squares of 16-bit floats and floats are exact in double, so adding n of them in any
- * order is off by at most (n - 1) * 2^-53 of their sum; F64 squares add 1 more. */
+/* Powers are >= 0: adding n of them in any order is off by at most (n - 1) * 2^-53 of
+ * their sum. x is exact in double, x * x off by 2^-53, pow() by one unit in the last
+ * place, 2^-52. The largest is exact. */
+static void
+check_close(double p, double got, long double exact, size_t n)
+{
+    const double bound = isinf(p) ? 0.0 : (double)(n + 2) * 0x1p-53;
+    CHECK(fabsl(got - exact) <= exact * bound);
+}
+
 static void
 test_random_lists_are_summed_to_double_precision_and_always_alike(void)
 {
     ct_random r = {99};
-    for (int round = 0; round < 40; round++) {
-        problem p = problem_make(&r);
+    for (size_t round = 0; round < 40; round++) {
+        problem all = problem_make(&r);
         long double exact = 0.0L;
-        size_t total = 1;
-        for (size_t i = 0; i < p.n_spans; i++) {
-            total += p.spans[i].n;
-            exact += exact_sum(&p.spans[i]);
+        size_t total = 0;
+        all.p = powers[round % N_POWERS];
+        sums_of(all.p, all.spans, all.n_spans, all.each);
+        for (size_t i = 0; i < all.n_spans; i++) {
+            const long double one = reference(all.p, 0.0L, &all.spans[i]);
+            check_close(all.p, all.each[i], one, all.spans[i].n);
+            total += all.spans[i].n;
+            exact = reference(all.p, exact, &all.spans[i]);
         }
-        norms(p.spans, p.n_spans, p.each);
-        for (size_t i = 0; i < p.n_spans; i++) {
-            const long double sum = exact_sum(&p.spans[i]);
-            const long double bound = sum * (long double)(p.spans[i].n + 1) * 0x1p-53L;
-            CHECK(fabsl(p.each[i] - sum) <= bound);
-        }
-        p.sum_sq = norm(p.spans, p.n_spans);
-        CHECK(fabsl(p.sum_sq - exact) <= exact * (long double)total * 0x1p-53L);
-        ct_for_each_setting(check_same_bits, &p);
-        problem_free(&p);
+        all.sum = sum_of(all.p, all.spans, all.n_spans);
+        check_close(all.p, all.sum, exact, total);
+        ct_for_each_setting(check_same_bits, &all);
+        problem_free(&all);
     }
 }
 
@@ -122,8 +133,8 @@ test_the_sum_depends_on_the_values_and_not_on_where_they_lie(void)
             memory[shift + i] = (float)ct_random_unit(&r);
         }
         const ct_span span = {memory + shift, N, CT_F32};
-        first = shift == 0 ? norm(&span, 1) : first;
-        CHECK(norm(&span, 1) == first);
+        first = shift == 0 ? sum_of(2.0, &span, 1) : first;
+        CHECK(sum_of(2.0, &span, 1) == first);
     }
 }
 
@@ -140,28 +151,30 @@ test_a_bad_span_leaves_its_neighbours_sums_alone(void)
     }
     values[1][150] = NAN;
     double sums[3];
-    norms(spans, 3, sums);
+    sums_of(2.0, spans, 3, sums);
     CHECK(sums[0] == 200.0 && isnan(sums[1]) && sums[2] == 200.0);
+    sums_of(INFINITY, spans, 3, sums);
+    CHECK(sums[0] == 1.0 && isnan(sums[1]) && sums[2] == 1.0);
 }
 
 typedef struct poison {
     ct_span span;
-    double value;
+    double value, p;
 } poison;
 
 static void
 check_found(void *arg)
 {
-    const poison *p = arg;
-    const double sum_sq = norm(&p->span, 1);
-    CHECK(isnan(p->value) ? isnan(sum_sq) : isinf(sum_sq));
+    const poison *it = arg;
+    const double sum = sum_of(it->p, &it->span, 1);
+    CHECK(isnan(it->value) ? isnan(sum) : isinf(sum));
 }
 
 static void
 test_nan_and_infinity_are_found_in_every_position_and_dtype(void)
 {
     enum {
-        N = 70
+        N = 40 * N_POWERS
     };
     static const ct_dtype dtypes[] = {CT_F32, CT_F64, CT_BF16, CT_F16};
     static const double values[] = {NAN, INFINITY, -INFINITY};
@@ -169,14 +182,15 @@ test_nan_and_infinity_are_found_in_every_position_and_dtype(void)
     for (size_t d = 0; d < 4; d++) {
         for (size_t v = 0; v < 3; v++) {
             for (size_t at = 0; at < N; at++) {
-                poison p = {
+                poison it = {
                     {memory, N, dtypes[d]},
-                    values[v]
+                    values[v],
+                    powers[at % N_POWERS],
                 };
                 for (size_t i = 0; i < N; i++) {
                     ct_store(dtypes[d], memory, i, i == at ? values[v] : 1.0);
                 }
-                ct_for_each_setting(check_found, &p);
+                ct_for_each_setting(check_found, &it);
             }
         }
     }
@@ -190,7 +204,7 @@ test_the_largest_floats_do_not_overflow(void)
         values[i] = 0x1.fffffep127f;
     }
     const ct_span span = {values, 100, CT_F32};
-    CHECK(isfinite(norm(&span, 1)) && norm(&span, 1) > 1e78);
+    CHECK(isfinite(sum_of(2.0, &span, 1)) && sum_of(2.0, &span, 1) > 1e78);
 }
 
 static void
@@ -200,12 +214,15 @@ test_nothing_sums_to_zero(void)
         {NULL, 0, CT_F32},
         {NULL, 0, CT_F16}
     };
-    CHECK(norm(NULL, 0) == 0.0);
-    CHECK(norm(empty, 2) == 0.0);
-    norms(NULL, 0, NULL);
     double sums[2] = {1.0, 1.0};
-    norms(empty, 2, sums);
-    CHECK(sums[0] == 0.0 && sums[1] == 0.0);
+    for (size_t k = 0; k < N_POWERS; k++) {
+        CHECK(sum_of(powers[k], NULL, 0) == 0.0);
+        CHECK(sum_of(powers[k], empty, 2) == 0.0);
+        sums_of(powers[k], NULL, 0, NULL);
+        sums_of(powers[k], empty, 2, sums);
+        CHECK(sums[0] == 0.0 && sums[1] == 0.0);
+        sums[0] = sums[1] = 1.0;
+    }
 }
 
 static void
@@ -213,12 +230,12 @@ test_a_dtype_that_is_no_float_is_refused(void)
 {
     int32_t x = 3;
     ct_error err;
-    double sum_sq = -1.0;
+    double sum = -1.0;
     const ct_span span = {&x, 1, CT_I32};
-    CHECK(ct_device_cpu.norm(NULL, NULL, &span, 1, &sum_sq, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "norm: span 0 is int32") != NULL && sum_sq == -1.0);
-    CHECK(ct_device_cpu.norms(NULL, NULL, &span, 1, &sum_sq, &err) == CT_EINVAL);
-    CHECK(sum_sq == -1.0);
+    CHECK(ct_device_cpu.norm(NULL, NULL, 2.0, &span, 1, &sum, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "norm: span 0 is int32") != NULL && sum == -1.0);
+    CHECK(ct_device_cpu.norms(NULL, NULL, 2.0, &span, 1, &sum, &err) == CT_EINVAL);
+    CHECK(sum == -1.0);
 }
 
 int

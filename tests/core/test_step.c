@@ -51,7 +51,7 @@ test_a_small_norm_is_not_clipped(void)
 {
     fixture f;
     fixture_init(&f, 3.0f, 4.0f);
-    const ct_step_result r = step(&f, (ct_step_config){.max_norm = 6.0}, 1.0);
+    const ct_step_result r = step(&f, (ct_step_config){.clip.max_norm = 6.0}, 1.0);
     CHECK(r.grad_norm == 5.0 && r.clip_coef == 1.0 && r.finite && r.updated);
     CHECK(f.param[0] == -3.0f && f.param[1] == -4.0f && f.grad[0] == 3.0f);
     ct_optim_free(f.optim);
@@ -62,7 +62,7 @@ test_a_large_norm_is_clipped_and_reported_as_it_was(void)
 {
     fixture f;
     fixture_init(&f, 3.0f, 4.0f);
-    const ct_step_config config = {.max_norm = 1.0, .zero_grads = true};
+    const ct_step_config config = {.clip.max_norm = 1.0, .zero_grads = true};
     const ct_step_result r = step(&f, config, 1.0);
     CHECK(r.grad_norm == 5.0 && r.clip_coef == 1.0 / (5.0 + 1e-6));
     CHECK(fabs(f.param[0] + 0.6) < 1e-6 && fabs(f.param[1] + 0.8) < 1e-6);
@@ -75,7 +75,7 @@ test_the_loss_scale_is_taken_out_before_clipping(void)
 {
     fixture f;
     fixture_init(&f, 3.0f * 1024.0f, 4.0f * 1024.0f);
-    ct_step_result r = step(&f, (ct_step_config){.max_norm = 5.5}, 1024.0);
+    ct_step_result r = step(&f, (ct_step_config){.clip.max_norm = 5.5}, 1024.0);
     CHECK(r.grad_norm == 5.0 && r.clip_coef == 1.0 && f.param[0] == -3.0f);
     ct_optim_free(f.optim);
 }
@@ -130,7 +130,7 @@ test_without_gradients_the_norm_is_zero_and_nothing_moves(void)
     fixture f;
     fixture_init(&f, 1.0f, 1.0f);
     ct_optim_params_borrow(f.optim)[0].grad = NULL;
-    const ct_step_result r = step(&f, (ct_step_config){.max_norm = 1.0}, 1.0);
+    const ct_step_result r = step(&f, (ct_step_config){.clip.max_norm = 1.0}, 1.0);
     CHECK(r.grad_norm == 0.0 && r.clip_coef == 1.0 && r.finite && r.updated);
     CHECK(f.param[0] == 0.0f);
     ct_optim_free(f.optim);
@@ -146,12 +146,12 @@ test_bad_settings_are_named(void)
     static const double bad_norms[] = {-1.0, NAN};
     static const double bad_scales[] = {0.0, -1.0, NAN, INFINITY};
     for (size_t i = 0; i < 2; i++) {
-        const ct_step_config config = {.max_norm = bad_norms[i]};
+        const ct_step_config config = {.clip.max_norm = bad_norms[i]};
         CHECK(ct_step_measure(f.optim, NULL, &config, 1.0, &r, &err) == CT_EINVAL);
         CHECK(strstr(err.message, "max_norm") != NULL);
     }
     for (size_t i = 0; i < 4; i++) {
-        const ct_step_config config = {.max_norm = 1.0};
+        const ct_step_config config = {.clip.max_norm = 1.0};
         CHECK(ct_step_apply(f.optim, NULL, &config, bad_scales[i], &r, &err) ==
               CT_EINVAL);
         CHECK(strstr(err.message, "loss_scale") != NULL);

@@ -99,18 +99,52 @@ measure_own_and_global(ct_comm *comm, void *arg)
     (void)arg;
     fixture_init(&f, comm);
     f.grad = (float)(comm->rank + 1);
-    f.config.max_norm = 100.0;
+    f.config.clip.max_norm = 100.0;
     CHECK(step(&f, 1.0).grad_norm == comm->rank + 1);
     f.grad = (float)(comm->rank + 1);
     f.config.global_norm = true;
     CHECK(step(&f, 1.0).grad_norm == sqrt(1.0 + 4.0 + 9.0 + 16.0));
     f.grad = 2.0f * 8.0f; /* of a loss times 8; the norm is 4 */
-    f.config.max_norm = 1.0;
+    f.config.clip.max_norm = 1.0;
     f.param = 0.0f;
     const ct_step_result r = step(&f, 8.0);
     CHECK(r.grad_norm == 4.0 && r.clip_coef == 1.0 / (4.0 + 1e-6));
     CHECK(fabs(f.param + 0.5) < 1e-6);
     ct_optim_free(f.optim);
+}
+
+/* Two groups of one parameter each; group 1 of rank r holds 3 * (r + 1). */
+static void
+clip_each_group_of_all_ranks(ct_comm *comm, void *arg)
+{
+    fixture f;
+    const double *norm_type = arg;
+    float grad = 3.0f * (float)(comm->rank + 1), param = 0.0f;
+    fixture_init(&f, comm);
+    CHECK(ct_optim_resize(f.optim, 2, 2, NULL) == CT_OK);
+    ct_optim_groups_borrow(f.optim)[1] = ct_optim_groups_borrow(f.optim)[0];
+    ct_optim_params_borrow(f.optim)[1] = (ct_optim_param){
+        .param = &param, .grad = &grad, .n = 1, .dtype = CT_F32, .group = 1};
+    f.grad = (float)(comm->rank + 1);
+    f.config.global_norm = true;
+    f.config.clip =
+        (ct_clip){.max_norm = 1.0, .norm_type = *norm_type, .by_group = true};
+    const double first = isinf(*norm_type) ? 4.0 : 10.0;
+    const ct_step_result r = step(&f, 1.0);
+    CHECK(r.grad_norm == first * (isinf(*norm_type) ? 3.0 : 4.0));
+    CHECK(r.clip_coef == ct_clip_coef(1.0, 3.0 * first));
+    CHECK(fabs(f.param + ct_clip_coef(1.0, first) * (comm->rank + 1)) < 1e-6);
+    CHECK(fabs(param - f.param) < 1e-6);
+    ct_optim_free(f.optim);
+}
+
+static void
+test_groups_are_clipped_by_their_norm_over_all_ranks(void)
+{
+    double types[] = {1.0, INFINITY};
+    for (size_t i = 0; i < 2; i++) {
+        run_ranks(RANKS, 60.0, clip_each_group_of_all_ranks, &types[i]);
+    }
 }
 
 static void
@@ -170,6 +204,7 @@ main(void)
 {
     test_an_overflow_on_any_rank_skips_the_step_on_all();
     test_the_norm_is_a_ranks_own_unless_that_of_all_is_asked_for();
+    test_groups_are_clipped_by_their_norm_over_all_ranks();
     test_with_the_policy_to_stop_every_rank_stops();
     test_a_step_without_one_of_the_ranks_fails();
     return 0;

@@ -146,12 +146,32 @@ test_scale_equals_the_cpu()
         device.push_back(it.on_device());
     }
     for (double factor : {1.0 / 3.0, 1e-5, 0.0}) {
-        check_ok(ct_device_cpu.scale(NULL, factor, host.data(), host.size(), &err),
+        const double limit = factor < 0.1 ? 0.07 : INFINITY; /* of up to 0.24 */
+        check_ok(
+            ct_device_cpu.scale(NULL, factor, limit, host.data(), host.size(), &err),
+            err);
+        check_ok(ct_device_cuda.scale(NULL, factor, limit, device.data(), device.size(),
+                                      &err),
                  err);
-        check_ok(ct_device_cuda.scale(NULL, factor, device.data(), device.size(), &err),
-                 err);
+        check_agreement(arrays);
     }
-    check_agreement(arrays);
+}
+
+static void
+test_scale_keeps_nan_and_limits_infinity()
+{
+    for (ct_dtype dtype : float_dtypes) {
+        twin x(dtype, 3, 0);
+        put(dtype, x.host.data(), 0, NAN);
+        put(dtype, x.host.data(), 1, INFINITY);
+        put(dtype, x.host.data(), 2, -INFINITY);
+        x.upload();
+        const ct_span span = x.on_device();
+        CHECK(ct_device_cuda.scale(NULL, 2.0, 0.5, &span, 1, NULL) == CT_OK);
+        const std::vector<unsigned char> back = x.download();
+        CHECK(isnan(get(dtype, back.data(), 0)));
+        CHECK(get(dtype, back.data(), 1) == 0.5 && get(dtype, back.data(), 2) == -0.5);
+    }
 }
 
 static void
@@ -277,6 +297,7 @@ main()
         test_every_rule_equals_the_cpu();
         test_average_equals_the_cpu();
         test_scale_equals_the_cpu();
+        test_scale_keeps_nan_and_limits_infinity();
         test_zero_fills_every_dtype_and_nothing_beside_it();
         test_copy_converts_as_the_cpu_does();
         test_copy_keeps_nan();

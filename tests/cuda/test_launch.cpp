@@ -43,13 +43,13 @@ struct fixture {
         update.zero_grads = true;
         switch (entry) {
         case 0:
-            return ct_device_cuda.norm(stream, &scratch, &x, 1, sum, &err);
+            return ct_device_cuda.norm(stream, &scratch, 2.0, &x, 1, sum, &err);
         case 1:
             return ct_device_cuda.update(stream, &update, &err);
         case 2:
-            return ct_device_cuda.scale(stream, 0.5, &x, 1, &err);
+            return ct_device_cuda.scale(stream, 0.5, INFINITY, &x, 1, &err);
         case 3:
-            return ct_device_cuda.norms(stream, &scratch, &x, 1, sum, &err);
+            return ct_device_cuda.norms(stream, &scratch, 2.0, &x, 1, sum, &err);
         case 4:
             return ct_device_cuda.zero(stream, &x, 1, &err);
         default:

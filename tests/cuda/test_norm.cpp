@@ -1,7 +1,9 @@
-/* The norm's sum has an order of its own, so it is held to a bound. Squares are >= 0:
+/* The norm's sum has an order of its own, so it is held to a bound. Powers are >= 0:
  * however n of them are added in double, the result is off by at most d * 2^-53 of the
  * sum, d being the additions on the longest way of one of them. A square itself is the
- * same double on both sides, exact for every dtype but float64. */
+ * same double on both sides, exact for every dtype but float64, and |x| is exact. Other
+ * powers are off by one unit in the last place (2 * 2^-53) from the host's pow, by two
+ * from CUDA's. The largest |x| is exact. */
 #include "cuda_test.h"
 
 static const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
@@ -28,17 +30,19 @@ struct spans {
     }
 };
 
+static const double powers[] = {2.0, 1.0, INFINITY, 3.0, 0.5};
+
 static double
-sum_on_device(const std::vector<ct_span> &list)
+sum_on_device(double p, const std::vector<ct_span> &list)
 {
     ct_scratch scratch = {}, result = {};
     ct_error err;
     double sum = -1.0;
     check_ok(ct_device_cuda.scratch_grow(&result, sizeof(double), &err), err);
     double *device_sum = (double *)result.data;
-    check_ok(
-        ct_device_cuda.norm(NULL, &scratch, list.data(), list.size(), device_sum, &err),
-        err);
+    check_ok(ct_device_cuda.norm(NULL, &scratch, p, list.data(), list.size(),
+                                 device_sum, &err),
+             err);
     check_ok(ct_device_cuda.read(NULL, device_sum, &sum, &err), err);
     ct_device_cuda.scratch_release(&scratch);
     ct_device_cuda.scratch_release(&result);
@@ -46,8 +50,9 @@ sum_on_device(const std::vector<ct_span> &list)
 }
 
 static void
-check_bound(double got, const spans &all)
+check_bound(double p, const spans &all)
 {
+    const double got = sum_on_device(p, all.device);
     const double block = 256, chunk = 8192, lanes = 32, batch = 65536;
     double n = 0, chunks = 0, on_host;
     long double exact = 0;
@@ -56,18 +61,28 @@ check_bound(double got, const spans &all)
         chunks += ceil((double)it.n / chunk);
         for (size_t i = 0; i < it.n; i++) {
             const double x = get(it.dtype, it.host.data(), i);
-            exact += (long double)(x * x);
+            const long double power =
+                p == 2.0 ? (long double)(x * x) : powl(fabs(x), isinf(p) ? 1.0 : p);
+            exact = isinf(p) ? fmaxl(exact, power) : exact + power;
         }
     }
     ct_error err;
-    check_ok(ct_device_cpu.norm(NULL, NULL, all.host.data(), all.host.size(), &on_host,
-                                &err),
+    check_ok(ct_device_cpu.norm(NULL, NULL, p, all.host.data(), all.host.size(),
+                                &on_host, &err),
              err);
     const double depth = chunk / block + 8 + ceil(chunks / block) + 8;
     const double cpu_depth = batch / lanes + lanes + ceil(n / batch) + 1;
+    const bool rounded = p != 2.0 && p != 1.0;
+    const double power_error = rounded ? 4 : 0, both_errors = rounded ? 6 : 0;
+    if (isinf(p)) {
+        CHECK(got == (double)exact && on_host == got);
+        return;
+    }
     const double reference = n / 2048; /* long double's own n * 2^-64, in units */
-    CHECK(fabs(got - (double)exact) <= (depth + reference + 1) * unit * (double)exact);
-    CHECK(fabs(got - on_host) <= (depth + cpu_depth) * unit * (double)exact);
+    CHECK(fabs(got - (double)exact) <=
+          (depth + power_error + reference + 1) * unit * (double)exact);
+    CHECK(fabs(got - on_host) <=
+          (depth + cpu_depth + both_errors) * unit * (double)exact);
 }
 
 static void
@@ -80,18 +95,21 @@ test_norm_is_within_its_bound()
         all.add(float_dtypes[k++ % 4], n, &numbers);
     }
     all.collect();
-    check_bound(sum_on_device(all.device), all);
+    for (double p : powers) {
+        check_bound(p, all);
+    }
 
     for (ct_dtype dtype : float_dtypes) {
         spans one;
         one.add(dtype, 300001, &numbers);
         one.collect();
-        check_bound(sum_on_device(one.device), one);
+        check_bound(2.0, one);
+        check_bound(3.0, one);
     }
 }
 
 static std::vector<double>
-sums_on_device(const std::vector<ct_span> &list)
+sums_on_device(double p, const std::vector<ct_span> &list)
 {
     ct_scratch scratch = {}, result = {};
     ct_error err;
@@ -100,9 +118,9 @@ sums_on_device(const std::vector<ct_span> &list)
         ct_device_cuda.scratch_grow(&result, list.size() * sizeof(double) + 1, &err),
         err);
     double *on_device = (double *)result.data;
-    check_ok(
-        ct_device_cuda.norms(NULL, &scratch, list.data(), list.size(), on_device, &err),
-        err);
+    check_ok(ct_device_cuda.norms(NULL, &scratch, p, list.data(), list.size(),
+                                  on_device, &err),
+             err);
     for (size_t i = 0; i < list.size(); i++) {
         check_ok(ct_device_cuda.read(NULL, on_device + i, &sums[i], &err), err);
     }
@@ -121,15 +139,20 @@ test_each_span_has_the_sum_that_it_has_alone()
         all.add(float_dtypes[k++ % 4], n, &numbers);
     }
     all.collect();
-    const std::vector<double> sums = sums_on_device(all.device);
-    for (size_t i = 0; i < all.device.size(); i += i < 20 ? 1 : 97) {
-        CHECK(sums[i] == sum_on_device({all.device[i]}));
+    for (double p : powers) {
+        const std::vector<double> sums = sums_on_device(p, all.device);
+        for (size_t i = 0; i < all.device.size(); i += i < 20 ? 1 : 97) {
+            CHECK(sums[i] == sum_on_device(p, {all.device[i]}));
+        }
     }
-    CHECK(sums_on_device({}).empty());
+    CHECK(sums_on_device(2.0, {}).empty());
     spans long_one;
     long_one.add(CT_BF16, 300001, &numbers);
     long_one.collect();
-    check_bound(sums_on_device(long_one.device)[0], long_one);
+    for (double p : powers) {
+        CHECK(sums_on_device(p, long_one.device)[0] ==
+              sum_on_device(p, long_one.device));
+    }
 }
 
 static double first_sum; /* of the first order of threads */
@@ -143,7 +166,8 @@ test_norm_has_one_order()
         all.add(CT_F32, n, &numbers);
     }
     all.collect();
-    const double sum = sum_on_device(all.device), again = sum_on_device(all.device);
+    const double sum = sum_on_device(2.0, all.device);
+    const double again = sum_on_device(2.0, all.device);
     first_sum = first_sum == 0 ? sum : first_sum;
     CHECK(memcmp(&sum, &again, sizeof sum) == 0);
     CHECK(memcmp(&sum, &first_sum, sizeof sum) == 0);
@@ -154,10 +178,10 @@ test_norm_of_nothing_is_zero()
 {
     random_numbers numbers = {1};
     spans empty;
-    CHECK(sum_on_device(empty.device) == 0.0);
+    CHECK(sum_on_device(2.0, empty.device) == 0.0);
     empty.add(CT_F32, 0, &numbers);
     empty.collect();
-    CHECK(sum_on_device(empty.device) == 0.0);
+    CHECK(sum_on_device(INFINITY, empty.device) == 0.0);
 }
 
 static void
@@ -173,8 +197,10 @@ test_norm_finds_one_bad_element()
                 all.add(dtype, 20000, &numbers);
                 put(dtype, all.arrays[1].host.data(), at, value);
                 all.collect();
-                const double sum = sum_on_device(all.device);
-                CHECK(isnan(value) ? isnan(sum) : isinf(sum));
+                for (double p : powers) {
+                    const double sum = sum_on_device(p, all.device);
+                    CHECK(isnan(value) ? isnan(sum) : isinf(sum));
+                }
             }
         }
     }

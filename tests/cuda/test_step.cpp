@@ -63,13 +63,22 @@ step(ct_optim *optim, const ct_step_config &config)
     return result;
 }
 
+static ct_step_config
+clipping(double max_norm, bool zero_grads)
+{
+    ct_step_config config = {};
+    config.clip.max_norm = max_norm;
+    config.zero_grads = zero_grads;
+    return config;
+}
+
 static void
 test_steps_without_clipping_equal_the_cpu()
 {
     model both;
     ct_optim *host = both.optimizer(&ct_device_cpu);
     ct_optim *device = both.optimizer(&ct_device_cuda);
-    const ct_step_config config = {0.0, CT_NONFINITE_SKIP, true};
+    const ct_step_config config = clipping(0.0, true);
     for (int i = 0; i < 3; i++) {
         both.new_grads(1.0 + i);
         const ct_step_result on_host = step(host, config);
@@ -92,7 +101,7 @@ test_clipping_uses_the_device_norm()
 {
     model both;
     ct_optim *device = both.optimizer(&ct_device_cuda);
-    const ct_step_config config = {0.5, CT_NONFINITE_SKIP, false};
+    const ct_step_config config = clipping(0.5, false);
     both.new_grads(1.0);
     const ct_step_result result = step(device, config);
     CHECK(result.grad_norm > 0.5);
@@ -105,7 +114,7 @@ test_a_bad_gradient_leaves_the_weights_alone()
 {
     model both;
     ct_optim *device = both.optimizer(&ct_device_cuda);
-    const ct_step_config config = {1.0, CT_NONFINITE_SKIP, true};
+    const ct_step_config config = clipping(1.0, true);
     put(both.grads[3].dtype, both.grads[3].host.data(), 19999, NAN);
     both.grads[3].upload();
     const ct_step_result result = step(device, config);

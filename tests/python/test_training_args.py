@@ -238,6 +238,9 @@ class TestTable:
             ("half_precision_backend", "apex"),
             ("fp16_backend", "apex"),
             ("nonfinite_policy", "ignore"),
+            ("grad_norm_type", 0.0),
+            ("grad_norm_type", float("nan")),
+            ("max_grad_value", -1.0),
             ("include_num_input_tokens_seen", "some"),
         ],
     )
