@@ -57,7 +57,7 @@ test: $(INSTALLED) ext check-core
 bench: $(INSTALLED) ext
 	mkdir -p out/benchmarks
 	set -e; for b in $(BENCHES); do $(PY) $$b > out/benchmarks/$$(basename $$b .py).jsonl; done
-	$(PY) benchmarks/report.py out/benchmarks README.md
+	$(PY) benchmarks/report.py out/benchmarks README.md docs/optimizers.md
 
 lint: $(INSTALLED) ext
 	$(VENV)/bin/clang-format -n --Werror $(FORMATTED)

@@ -217,9 +217,7 @@ def cases() -> dict[str, Case]:
     return made
 
 
-def measure(
-    case: Case, threads: int, rounds: int
-) -> tuple[float, float, int]:
+def measure(case: Case, threads: int, rounds: int) -> tuple[float, float, int]:
     """Medians of ours and of theirs in seconds, and the number of parameters."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     sets = [parameters(MINILM), parameters(MINILM)]
