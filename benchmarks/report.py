@@ -93,12 +93,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("page", type=Path)
-    parser.add_argument("optimizers", type=Path, help="the page of the optimizers")
+    parser.add_argument("optimizers", type=Path, nargs="?", help="their page")
     options = parser.parse_args()
     rows = comparisons(options.folder)
     rewrite(options.page, table([row for row in rows if "share" not in row]))
     every = [row for row in rows if "share" in row]
-    if every:
+    if every and options.optimizers is not None:
         rewrite(options.optimizers, optimizer_table(every))
     failures = [row for row in rows if missed(row)]
     print(f"{len(rows)} comparisons written, {len(failures)} goals missed")

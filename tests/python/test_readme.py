@@ -53,12 +53,23 @@ def test_the_table_of_benchmarks_is_made_from_their_output(tmp_path: Path) -> No
         ' "peer": "them", "theirs": 5.0, "ratio": 2.5, "goal": 3.0}\n'
         '{"benchmark": "x", "name": "free", "unit": "us", "ours": -0.5,'
         ' "peer": "them", "theirs": 70.0, "ratio": null, "goal": 10.0}\n'
+        '{"benchmark": "o", "name": "Sum", "threads": 2, "unit": "ms", "ours": 2.0,'
+        ' "peer": "them", "theirs": 5.0, "ratio": 2.5, "goal": 1.0, "share": 0.96}\n'
+        '{"benchmark": "o", "name": "Max", "threads": 1, "unit": "ms", "ours": 4.0,'
+        ' "peer": "them", "theirs": 3.0, "ratio": 0.75, "goal": 1.0, "share": null}\n'
     )
-    report = [sys.executable, str(ROOT / "benchmarks/report.py"), tmp_path, page]
+    optimizers = tmp_path / "optimizers.md"
+    optimizers.write_text("<!-- benchmarks:begin -->\n<!-- benchmarks:end -->\n")
+    program = str(ROOT / "benchmarks/report.py")
+    report = [sys.executable, program, tmp_path, page, optimizers]
     subprocess.run(report, check=True, capture_output=True)
     text = page.read_text()
     assert "| a job | 2 ms | 5 ms | them | 2.5 | 3, missed |" in text
     assert "| free | -0.5 us | 70 us | them | ∞ | 10 |" in text
     assert "old" not in text
+    assert "Sum" not in text
+    lines = optimizers.read_text()
+    assert "| Sum | 2 | 2 ms | 5 ms | them | 2.5 | 96% |" in lines
+    assert "| Max | 1 | 4 ms | 3 ms | them | 0.75, slower |  |" in lines
     assert text.startswith("a\n")
     assert text.endswith("z\n")
