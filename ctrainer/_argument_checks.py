@@ -10,6 +10,7 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from ctrainer._loss_scaler import make_loss_scaler
 from ctrainer._older_fields import ALIASES, default_of
 from ctrainer.enums import (
     HubStrategy,
@@ -27,6 +28,7 @@ _DICTS = (
     "fsdp_config",
     "deepspeed",
     "gradient_checkpointing_kwargs",
+    "loss_scaler",
     "lr_scheduler_kwargs",
     "parallelism_config",
 )
@@ -169,6 +171,9 @@ def validate(args: TrainingArguments) -> None:
     for first, second in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
         if getattr(args, first) and getattr(args, second):
             raise ValueError(f"{first} and {second} exclude each other; set one")
+    if args.loss_scaler is not None and not args.fp16:
+        raise ValueError("loss_scaler scales the loss of fp16=True, which is not set")
+    make_loss_scaler(args.loss_scaler)
     if args.dataloader_num_workers == 0 and args.dataloader_prefetch_factor is not None:
         raise ValueError(
             "dataloader_prefetch_factor needs dataloader_num_workers above 0, which "

@@ -238,6 +238,13 @@ class OwnFields(OlderFields):
         "keep it.",
         kw_only=True,
     )
+    loss_scaler: dict[str, Any] | str | None = arg(
+        None,
+        "With fp16, how the loss is scaled: as by 'torch', 'fairseq' or 'deepspeed', "
+        "or 'static'; with options a dict of them and 'preset', or its JSON. None: "
+        "'torch'.",
+        kw_only=True,
+    )
     master_weights: bool = arg(
         False,
         "Update float32 copies of bfloat16 and float16 parameters.",

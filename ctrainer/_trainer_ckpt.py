@@ -23,6 +23,7 @@ logger = logging.getLogger("ctrainer.trainer")
 
 STATE = "trainer_state.json"
 OWN_STATE = "ctrainer_state.json"
+SCALER = "scaler.pt"
 _WORTH_RESERVING = 16 << 20  # bytes; less is faulted in within milliseconds
 
 
@@ -76,10 +77,9 @@ class CheckpointMixin(TrainerBase):
     def _save_scaler(self, output_dir: str) -> None:
         """Save scaler.pt, the state of the loss scale, if there is one. Hook."""
         if self._loss_scaler is not None:
-            state = self._loss_scaler.state_dict()
-            self._adapter.checkpoints.save_object(
-                self._sink(output_dir), "scaler.pt", state
-            )
+            sink, state = self._sink(output_dir), self._loss_scaler.state_dict()
+            self._adapter.checkpoints.save_object(sink, SCALER, state)
+            self._flush_for_override(sink, "_save_scaler")
 
     def _save_weight_average(self, output_dir: str) -> None:
         """Save weight_average.pt, the averaged weights, if there are any. Hook."""
@@ -262,10 +262,19 @@ class CheckpointMixin(TrainerBase):
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load scaler.pt, the state of the loss scale, if there is one. Hook."""
-        if checkpoint is not None and self._loss_scaler is not None:
-            state = self._adapter.checkpoints.load_object(checkpoint, "scaler.pt")
-            if state is not None:
-                self._loss_scaler.load_state_dict(state)
+        if checkpoint is None or self._loss_scaler is None:
+            return
+        state = self._adapter.checkpoints.load_object(checkpoint, SCALER)
+        if state is None:
+            logger.warning("%s has no loss scale: it starts anew", checkpoint)
+            return
+        try:
+            self._loss_scaler.load_state_dict(state)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{os.path.join(checkpoint, SCALER)}: {error}; set loss_scaler to what "
+                "saved it, or remove the file to start the scale anew"
+            ) from error
 
     def _load_weight_average(self, checkpoint: str | None) -> None:
         """Load weight_average.pt; without it the average starts from the weights.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -39,12 +38,6 @@ class ExtraMixin(TrainerBase):
         """Make self.accelerator: on the trainer's device, without mixed precision or
         accumulation of its own, which are ours."""
         self.accelerator = integrations.new_accelerator(cpu=self._inputs_stay)
-
-    def autocast_smart_context_manager(
-        self, cache_enabled: bool | None = True
-    ) -> contextlib.AbstractContextManager[Any]:
-        """No context: under mixed precision the model's own forward autocasts."""
-        return contextlib.nullcontext()
 
     @property
     def tokenizer(self) -> Any:

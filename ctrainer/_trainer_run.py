@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from ctrainer import _C
+from ctrainer._loss_scaler import make_loss_scaler
 from ctrainer._trainer_ckpt import CheckpointMixin
 from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
@@ -201,7 +202,7 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
-        self._loss_scaler = _C.LossScaler() if self.args.fp16 else None
+        self._loss_scaler = self._make_loss_scaler()
         self._make_weight_average()
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -225,6 +226,20 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         self.callback_handler.train_dataloader = train_dataloader
         self._reserve_snapshot()
         return model, train_dataloader
+
+    def _make_loss_scaler(self) -> _C.LossScaler | None:
+        """The scale of an fp16 run's loss, as args.loss_scaler says; None without."""
+        if not self.args.fp16:
+            return None
+        name = self._adapter.lossy_fp16_parameter(self.model, self.optimizer)
+        if name is not None:
+            raise ValueError(
+                f"fp16=True trains float32 parameters, and {name} is float16, in which "
+                "small updates vanish: load the model with dtype=torch.float32, or "
+                "set master_weights=True, which updates float32 copies"
+            )
+        scaler = make_loss_scaler(self.args.loss_scaler)
+        return scaler if scaler.enabled else None
 
     def _train_mode(self, model: Any) -> None:
         """Put model and optimizer (schedule-free ones have modes) into train mode."""

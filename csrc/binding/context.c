@@ -1,4 +1,4 @@
-/* Leaving a Python context manager from C. */
+/* Python context managers from C. */
 #include "binding/ctpy.h"
 
 /* Calls exit with the exception that is set; 1 when it was suppressed. */
@@ -25,8 +25,8 @@ leave_with_exception(PyObject *context, PyObject *exit_name)
     return suppressed;
 }
 
-int
-ctpy_leave_context(PyObject *context, PyObject *exit_name)
+static int
+leave(PyObject *context, PyObject *exit_name)
 {
     if (PyErr_Occurred()) {
         if (leave_with_exception(context, exit_name) > 0) {
@@ -41,4 +41,26 @@ ctpy_leave_context(PyObject *context, PyObject *exit_name)
     PyObject *answer = PyObject_VectorcallMethod(exit_name, stack, 4, NULL);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
+}
+
+PyObject *
+ctpy_enter_context_steal(PyObject *context, PyObject *enter_name)
+{
+    PyObject *entered =
+        context == NULL ? NULL : PyObject_CallMethodNoArgs(context, enter_name);
+    if (entered == NULL) {
+        Py_CLEAR(context);
+    }
+    Py_XDECREF(entered);
+    return context;
+}
+
+PyObject *
+ctpy_leave_context_steal(PyObject *context, PyObject *exit_name, PyObject *result)
+{
+    if (context != NULL && leave(context, exit_name) < 0) {
+        Py_CLEAR(result);
+    }
+    Py_XDECREF(context);
+    return result;
 }

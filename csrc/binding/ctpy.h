@@ -70,9 +70,15 @@ void ctpy_leaf_dealloc(PyObject *op);
 #define CTPY_UNLOCK() }
 #endif
 
-/* context.__exit__ with the exception that is set, or none: call it once, after the
- * body. Returns 0, or -1 with the exception that goes on. */
-int ctpy_leave_context(PyObject *context, PyObject *exit_name);
+/* Enters a context manager and returns it. NULL, and the context released, with an
+ * exception; so it is for a context of NULL. */
+PyObject *ctpy_enter_context_steal(PyObject *context, PyObject *enter_name);
+
+/* context.__exit__ with the exception that is set, or none; then releases the context
+ * and returns result, what the body gave. NULL where an exception goes on. A context of
+ * NULL is none. */
+PyObject *
+ctpy_leave_context_steal(PyObject *context, PyObject *exit_name, PyObject *result);
 
 #define CTPY_HOOK_MAX_ARGS 10
 

@@ -60,6 +60,10 @@ PyObject *ctpy_call_adapted(PyObject *op, PyObject *name, PyObject *const *args,
 /* Is op.name the method that this extension defines, not an override? 1, 0 or -1. */
 int ctpy_is_default(PyObject *op, PyObject *name);
 
+/* Enters compute_loss_context_manager(); *context is what to leave, or NULL where
+ * nobody has overridden it. Returns 0, or -1 with an exception. */
+int ctpy_enter_loss_context(PyObject *op, PyObject **context);
+
 /* Attribute of op as a C value. Return 0, or -1 with an exception that names it. */
 int ctpy_get_bool(PyObject *op, PyObject *name, int *value);
 int ctpy_get_double(PyObject *op, PyObject *name, double *value);

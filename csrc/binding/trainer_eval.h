@@ -65,6 +65,7 @@ typedef struct ctpy_eval_loop {
     PyObject *preprocess;      /* preprocess_logits_for_metrics, or None */
     PyObject *compute_metrics; /* or None */
     PyObject *metrics;         /* of the last compute_metrics by batch, or None */
+    PyObject *uncast;          /* gives the model its own weights back, or NULL */
     ctpy_eval_store store;
     int in_train;            /* the model's modes and weights are train()'s */
     int by_batch;            /* compute_metrics sees each batch alone */
@@ -72,6 +73,19 @@ typedef struct ctpy_eval_loop {
     Py_ssize_t default_rows; /* of a batch without a tensor */
     Py_ssize_t n_rows, n_batches;
 } ctpy_eval_loop;
+
+/* op._wrap_model(op.model, training=False), a new reference. */
+PyObject *ctpy_eval_wrap_model(PyObject *op, const ctpy_state *names);
+
+/* Brings loop->model into the dtype of a full evaluation and into eval mode. Whatever
+ * this returns, ctpy_eval_release_model has to follow. */
+int
+ctpy_eval_ready_model(ctpy_eval_loop *loop, PyObject *adapter, const ctpy_state *names);
+
+/* Within a training the modes go back to what they were; else the model gets its own
+ * weights and forward back. May be called with an exception set, which stays. */
+int ctpy_eval_release_model(const ctpy_eval_loop *loop, PyObject *adapter,
+                            const ctpy_state *names);
 
 /* Runs every batch of the loader through prediction_step and into the store. Returns 0,
  * or -1 with an exception; KeyboardInterrupt when a signal asked the run to end. */

@@ -8,7 +8,7 @@ loop_fini(ctpy_eval_loop *loop)
     PyObject **fields[] = {&loop->args,      &loop->loader,      &loop->model,
                            &loop->loss_only, &loop->ignore_keys, &loop->main_input_name,
                            &loop->gather,    &loop->preprocess,  &loop->compute_metrics,
-                           &loop->metrics};
+                           &loop->metrics,   &loop->uncast};
     for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
         Py_CLEAR(*fields[i]);
     }
@@ -104,98 +104,6 @@ read_settings(ctpy_eval_loop *loop, PyObject *loss_only, const ctpy_state *names
     return loop->preprocess == NULL || loop->compute_metrics == NULL ? -1 : 0;
 }
 
-static PyObject *
-wrapped_model(PyObject *op, const ctpy_state *names)
-{
-    PyObject *model = PyObject_GetAttr(op, names->str_model), *wrapped = NULL;
-    PyObject *keyword = PyTuple_Pack(1, names->str_training);
-    if (model != NULL && keyword != NULL) {
-        PyObject *stack[] = {model, Py_False};
-        wrapped = ctpy_call_adapted(op, names->str__wrap_model, stack, 1, keyword);
-    }
-    Py_XDECREF(keyword);
-    Py_XDECREF(model);
-    return wrapped;
-}
-
-/* fp16_full_eval and bf16_full_eval, unless this happens within a training: then the
- * weights are needed as they are. */
-static int
-cast_model(const ctpy_eval_loop *loop, PyObject *adapter, const ctpy_state *names)
-{
-    int fp16, bf16;
-    if (ctpy_get_bool(loop->args, names->str_fp16_full_eval, &fp16) < 0 ||
-        ctpy_get_bool(loop->args, names->str_bf16_full_eval, &bf16) < 0) {
-        return -1;
-    }
-    if (loop->in_train || (!fp16 && !bf16)) {
-        return 0;
-    }
-    PyObject *device = PyObject_GetAttr(loop->args, names->str_device), *answer = NULL;
-    if (device != NULL) {
-        answer = PyObject_CallMethod(adapter, "cast_model", "OsO", loop->model,
-                                     fp16 ? "float16" : "bfloat16", device);
-        Py_DECREF(device);
-    }
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
-/* op.name() where op has it: modules have modes, and so have some optimizers. */
-static int
-call_if_there(PyObject *op, PyObject *name)
-{
-    int failed;
-    PyObject *method = ctpy_get_optional(op, name, &failed), *answer = NULL;
-    if (method == NULL || !PyCallable_Check(method)) {
-        Py_XDECREF(method);
-        return failed ? -1 : 0;
-    }
-    answer = PyObject_CallNoArgs(method);
-    Py_DECREF(method);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
-/* model.eval() or model.train(), and the optimizer's. */
-static int
-set_mode(const ctpy_eval_loop *loop, PyObject *mode, const ctpy_state *names)
-{
-    PyObject *optimizer = PyObject_GetAttr(loop->op, names->str_optimizer);
-    int result = -1;
-    if (optimizer != NULL && call_if_there(loop->model, mode) == 0) {
-        result = optimizer == Py_None ? 0 : call_if_there(optimizer, mode);
-    }
-    Py_XDECREF(optimizer);
-    return result;
-}
-
-/* Within a training the modes go back to what they were, after an error too; else
- * the model gets its own forward back, which _wrap_model may have put under autocast.
- */
-static int
-leave_eval_mode(const ctpy_eval_loop *loop, PyObject *adapter, const ctpy_state *names)
-{
-    PyObject *type, *value, *trace, *answer;
-    int result;
-    PyErr_Fetch(&type, &value, &trace);
-    if (loop->in_train) {
-        result = set_mode(loop, names->str_train, names);
-    }
-    else {
-        answer = PyObject_CallMethodOneArg(adapter, names->str_leave_mixed_precision,
-                                           loop->model);
-        result = answer == NULL ? -1 : 0;
-        Py_XDECREF(answer);
-    }
-    if (type != NULL) {
-        PyErr_Clear();
-        PyErr_Restore(type, value, trace);
-        return -1;
-    }
-    return result;
-}
-
 static int
 tell(const ctpy_eval_loop *loop, PyObject *description, Py_ssize_t n_rows)
 {
@@ -235,10 +143,9 @@ static int
 run_wrapped(ctpy_eval_loop *loop, PyObject *adapter, PyObject *description,
             Py_ssize_t n_rows, const ctpy_state *names)
 {
-    if (cast_model(loop, adapter, names) < 0 || tell(loop, description, n_rows) < 0 ||
-        set_eval_dataloader(loop, names) < 0 ||
-        ctpy_eval_drop_past(loop->op, names) < 0 ||
-        set_mode(loop, names->str_eval, names) < 0 || ctpy_eval_run(loop, names) < 0) {
+    if (ctpy_eval_ready_model(loop, adapter, names) < 0 ||
+        tell(loop, description, n_rows) < 0 || set_eval_dataloader(loop, names) < 0 ||
+        ctpy_eval_drop_past(loop->op, names) < 0 || ctpy_eval_run(loop, names) < 0) {
         return -1;
     }
     if (loop->n_batches == 0) {
@@ -260,9 +167,9 @@ run(ctpy_eval_loop *loop, PyObject *description, PyObject *loss_only,
     int result = -1;
     if (adapter != NULL && read_settings(loop, loss_only, names) == 0 &&
         ctpy_eval_store_init(&loop->store, loop->op, loop->args, n_rows) == 0 &&
-        (loop->model = wrapped_model(loop->op, names)) != NULL) {
+        (loop->model = ctpy_eval_wrap_model(loop->op, names)) != NULL) {
         result = run_wrapped(loop, adapter, description, n_rows, names);
-        result = leave_eval_mode(loop, adapter, names) < 0 ? -1 : result;
+        result = ctpy_eval_release_model(loop, adapter, names) < 0 ? -1 : result;
     }
     Py_XDECREF(adapter);
     return result;

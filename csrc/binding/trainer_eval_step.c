@@ -241,37 +241,15 @@ run_forward(eval_step *s, const ctpy_state *names)
     return s->with_loss ? loss_and_outputs(s, names) : outputs_alone(s, names);
 }
 
-/* body inside a context manager; NULL for none. Steals the context. */
-static PyObject *
-in_context_steal(PyObject *context, eval_step *s, const ctpy_state *names,
-                 PyObject *(*body)(eval_step *, const ctpy_state *))
-{
-    PyObject *entered, *result = NULL;
-    if (context == NULL) {
-        return NULL;
-    }
-    entered = PyObject_CallMethodNoArgs(context, names->str___enter__);
-    if (entered != NULL) {
-        Py_DECREF(entered);
-        result = body(s, names);
-        if (ctpy_leave_context(context, names->str___exit__) < 0) {
-            Py_CLEAR(result);
-        }
-    }
-    Py_DECREF(context);
-    return result;
-}
-
 static PyObject *
 run_in_loss_context(eval_step *s, const ctpy_state *names)
 {
-    int plain = ctpy_is_default(s->op, names->str_compute_loss_context_manager);
-    if (plain != 0) {
-        return plain < 0 ? NULL : run_forward(s, names);
+    PyObject *context;
+    if (ctpy_enter_loss_context(s->op, &context) < 0) {
+        return NULL;
     }
-    return in_context_steal(
-        PyObject_CallMethodNoArgs(s->op, names->str_compute_loss_context_manager), s,
-        names, run_forward);
+    return ctpy_leave_context_steal(context, names->str___exit__,
+                                    run_forward(s, names));
 }
 
 static PyObject *
@@ -281,9 +259,12 @@ run_without_gradients(eval_step *s, const ctpy_state *names)
     if (adapter == NULL) {
         return NULL;
     }
-    context = PyObject_CallMethodNoArgs(adapter, names->str_no_grad);
+    context = ctpy_enter_context_steal(
+        PyObject_CallMethodNoArgs(adapter, names->str_no_grad), names->str___enter__);
     Py_DECREF(adapter);
-    return in_context_steal(context, s, names, run_in_loss_context);
+    return context == NULL ? NULL
+                           : ctpy_leave_context_steal(context, names->str___exit__,
+                                                      run_in_loss_context(s, names));
 }
 
 /* Values of the outputs that are predictions, as a tuple. */

@@ -40,24 +40,6 @@ Trainer__prepare_inputs(PyObject *op, PyObject *inputs)
     return ready;
 }
 
-const char Trainer_compute_loss_context_manager_doc[] =
-    "compute_loss_context_manager($self, /)\n--\n\n"
-    "Return the context in which the default training_step computes the loss: none.\n\n"
-    "Mixed precision does not need it: the model's own forward runs under autocast.";
-
-PyObject *
-Trainer_compute_loss_context_manager(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    (void)op;
-    PyObject *contextlib = PyImport_ImportModule("contextlib");
-    if (contextlib == NULL) {
-        return NULL;
-    }
-    PyObject *context = PyObject_CallMethod(contextlib, "nullcontext", NULL);
-    Py_DECREF(contextlib);
-    return context;
-}
-
 /* The dict that model(**inputs) takes: a copy of the mapping, with the count of items
  * where the model accepts it. */
 static PyObject *
@@ -205,30 +187,14 @@ loss_in_context(PyObject *op, PyObject *model, PyObject *inputs, PyObject *count
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *stack[] = {model, inputs, count};
-    PyObject *context, *entered, *loss;
-    int plain = ctpy_is_default(op, names->str_compute_loss_context_manager);
-    if (plain != 0) {
-        return plain < 0 ? NULL
-                         : ctpy_call_adapted(op, names->str_compute_loss, stack, 2,
-                                             names->kw_num_items_in_batch);
-    }
-    context = PyObject_CallMethodNoArgs(op, names->str_compute_loss_context_manager);
-    if (context == NULL) {
+    PyObject *context;
+    if (ctpy_enter_loss_context(op, &context) < 0) {
         return NULL;
     }
-    entered = PyObject_CallMethodNoArgs(context, names->str___enter__);
-    if (entered == NULL) {
-        Py_DECREF(context);
-        return NULL;
-    }
-    Py_DECREF(entered);
-    loss = ctpy_call_adapted(op, names->str_compute_loss, stack, 2,
-                             names->kw_num_items_in_batch);
-    if (ctpy_leave_context(context, names->str___exit__) < 0) {
-        Py_CLEAR(loss);
-    }
-    Py_DECREF(context);
-    return loss;
+    return ctpy_leave_context_steal(context, names->str___exit__,
+                                    ctpy_call_adapted(op, names->str_compute_loss,
+                                                      stack, 2,
+                                                      names->kw_num_items_in_batch));
 }
 
 /* Does the loss carry its share of the update already? A count that was read, or a

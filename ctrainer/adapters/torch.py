@@ -1,9 +1,8 @@
-"""torch: batches, samplers, devices, random state, mixed precision."""
+"""torch: batches, samplers, devices, random state."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from ctrainer.adapters import _torch_average as averages  # noqa: F401
 from ctrainer.adapters import _torch_batches as batches
 from ctrainer.adapters import _torch_checkpoint as checkpoints  # noqa: F401
 from ctrainer.adapters import _torch_optim as optimizers
+from ctrainer.adapters import _torch_precision as precision
 
 Args = Any
 Model = nn.Module
@@ -30,6 +30,10 @@ optimizer_class = optimizers.optimizer_class
 optimizer_groups = optimizers.optimizer_groups
 clip_grads = optimizers.clip_grads
 stray_parameters = optimizers.stray_parameters
+cast_model = precision.cast_model
+enter_mixed_precision = precision.enter_mixed_precision
+leave_mixed_precision = precision.leave_mixed_precision
+lossy_fp16_parameter = precision.lossy_fp16_parameter
 length_grouped_sampler = batches.LengthGroupedSampler
 seek = batches.seek
 
@@ -248,60 +252,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
-
-
-# Precision
-
-
-class _Autocast:
-    """A model's forward under autocast, its floating-point outputs in fp32."""
-
-    def __init__(self, forward: Callable[..., Any], device: str, dtype: torch.dtype):
-        functools.update_wrapper(self, forward)
-        self.forward = forward
-        self.context = functools.partial(torch.autocast, device, dtype=dtype)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.context():
-            outputs = self.forward(*args, **kwargs)
-        return _to_fp32(outputs)
-
-
-def _to_fp32(data: Any) -> Any:
-    if isinstance(data, torch.Tensor):
-        half = data.dtype in (torch.float16, torch.bfloat16)
-        return data.float() if half else data
-    if isinstance(data, Mapping):
-        return type(data)({k: _to_fp32(v) for k, v in data.items()})  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*map(_to_fp32, data))
-    return type(data)(map(_to_fp32, data)) if isinstance(data, tuple | list) else data
-
-
-def enter_mixed_precision(model: Model, args: Args) -> bool:
-    """Run the model's forward in bf16 or fp16 as `args` ask; False where they do not,
-    or it does already. Source: accelerate, which wraps forward in the same way."""
-    if not (args.bf16 or args.fp16) or isinstance(
-        model.__dict__.get("forward"), _Autocast
-    ):
-        return False
-    dtype = torch.bfloat16 if args.bf16 else torch.float16
-    model.forward = _Autocast(model.forward, torch.device(args.device).type, dtype)
-    return True
-
-
-def leave_mixed_precision(model: Model) -> None:
-    """Give the model its own forward back."""
-    wrapped = model.__dict__.get("forward")
-    if isinstance(wrapped, _Autocast):
-        del model.forward
-        if model.forward != wrapped.forward:
-            model.forward = wrapped.forward
-
-
-def cast_model(model: Model, dtype: str, device: Any) -> None:
-    """Turn the model's floating-point weights into `dtype`, for good."""
-    model.to(dtype=getattr(torch, dtype), device=device)
 
 
 def compile_model(model: Model, args: Args) -> Model:

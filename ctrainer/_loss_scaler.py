@@ -1,0 +1,57 @@
+"""The loss scale that the argument `loss_scaler` asks for."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from ctrainer._C import LossScaler
+
+PRESETS = ("torch", "fairseq", "deepspeed", "static")
+
+
+def make_loss_scaler(setting: dict[str, Any] | str | None) -> LossScaler:
+    """A fresh scaler.
+
+    `setting` is the name of a preset, a dict of "preset" (by default "torch") and
+    that preset's options, or None for "torch". Raises ValueError for an unknown preset
+    or option, with the nearest known, and for a value that the preset refuses.
+    """
+    options = _as_dict(setting)
+    name = options.pop("preset", "torch")
+    if name not in PRESETS:
+        raise ValueError(f"loss_scaler: no preset {name!r}{_instead(name, PRESETS)}")
+    preset = getattr(LossScaler, name)
+    known = list(inspect.signature(preset).parameters)
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"loss_scaler: {name!r} has no option {option!r}"
+                f"{_instead(option, known)}"
+            )
+    try:
+        return preset(**options)  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"loss_scaler={setting!r}: {error}") from None
+
+
+def _as_dict(setting: Any) -> dict[str, Any]:
+    if setting is None:
+        return {}
+    if isinstance(setting, str):
+        return {"preset": setting}
+    if not isinstance(setting, dict):
+        raise ValueError(
+            "loss_scaler must be the name of a preset or a dict, not "
+            f"{type(setting).__name__}"
+        )
+    return dict(setting)
+
+
+def _instead(given: Any, known: Iterable[str]) -> str:
+    """The nearest of the names, or all of them."""
+    known = list(known)
+    near = difflib.get_close_matches(str(given), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(known)}"
