@@ -33,8 +33,9 @@ HONOURED = frozenset(
     dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
     label_names length_column_name skip_memory_metrics past_index logging_dir
-    loss_scaler master_weights stochastic_rounding ema_decay ema_start_update ema_update_freq
-    ema_fp32 swa_start_update swa_update_freq average_in_eval clip_by_group
+    loss_scaler master_weights stochastic_rounding ema_decay ema_start_update
+    ema_update_freq ema_fp32 swa_start_update swa_update_freq average_in_eval
+    clip_by_group
     malloc_tuning async_save save_on_signal eval_loss_by_token eval_spill_bytes
     use_legacy_prediction_loop predict_with_generate generation_max_length
     generation_num_beams generation_config

@@ -78,21 +78,15 @@ with_averages(PyObject *op, PyObject *name, PyObject *const *stack, PyObject *ke
               const ctpy_state *names)
 {
     PyObject *context = PyObject_CallMethodNoArgs(op, names->str__averaged_weights);
-    if (context == NULL) {
+    if (context == Py_None) {
+        Py_CLEAR(context);
+    }
+    else if ((context = ctpy_enter_context_steal(context, names->str___enter__)) ==
+             NULL) {
         return NULL;
     }
-    PyObject *entered = context == Py_None
-                            ? Py_NewRef(context)
-                            : PyObject_CallMethodNoArgs(context, names->str___enter__);
-    PyObject *output =
-        entered == NULL ? NULL : ctpy_call_adapted(op, name, stack, 1, keywords);
-    if (entered != NULL && context != Py_None &&
-        ctpy_leave_context(context, names->str___exit__) < 0) {
-        Py_CLEAR(output);
-    }
-    Py_XDECREF(entered);
-    Py_DECREF(context);
-    return output;
+    return ctpy_leave_context_steal(context, names->str___exit__,
+                                    ctpy_call_adapted(op, name, stack, 1, keywords));
 }
 
 /* The hook evaluation_loop, or prediction_loop where args ask for the old one. */
