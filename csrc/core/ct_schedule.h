@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define CT_SCHEDULE_SLOTS 24
+#define CT_SCHEDULE_SLOTS 28
 
 typedef enum ct_option_form {
     CT_OPTION_REAL,    /* finite */

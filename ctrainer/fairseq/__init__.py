@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctrainer.fairseq.aliases import install_fairseq_aliases
+    from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
     from ctrainer.fairseq.progress_bar import build_progress_bar
 
 _HOMES = {
+    "build_lr_scheduler": "lr_scheduler",
     "build_progress_bar": "progress_bar",
     "install_fairseq_aliases": "aliases",
 }
-_MODULES = {"aliases", "meters", "metrics", "progress_bar", "trackers"}
+_MODULES = {"aliases", "lr_scheduler", "meters", "metrics", "progress_bar", "trackers"}
 
 __all__ = [
+    "build_lr_scheduler",
     "build_progress_bar",
     "install_fairseq_aliases",
 ]
