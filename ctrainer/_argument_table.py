@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ctrainer import _optimizer_names
+
 HONOURED = frozenset(
     """
     output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
@@ -124,10 +126,14 @@ class Limit:
     accepts: Callable[[Any], bool]
     values: str
     instead: str
+    advise: Callable[[Any], str] | None = None  # the same, for one value
 
 
-def one_of(*words: Any, instead: str = "") -> Limit:
-    return Limit(lambda v: v in words, ", ".join(repr(w) for w in words), instead)
+def one_of(
+    *words: Any, instead: str = "", advise: Callable[[Any], str] | None = None
+) -> Limit:
+    values = ", ".join(repr(w) for w in words)
+    return Limit(lambda v: v in words, values, instead, advise)
 
 
 # Settings of accelerate that change nothing on one process, or are the default.
@@ -160,11 +166,9 @@ def _accelerate_accepts(config: Any) -> bool:
 
 LIMITED = {
     "optim": one_of(
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adamw_hf",
-        "sgd",
+        *_optimizer_names.RECIPES,
         instead=_OWN_OPTIMIZER,
+        advise=_optimizer_names.instead,
     ),
     "train_sampling_strategy": one_of(
         "random",
@@ -199,7 +203,8 @@ def check(args: Any, default_of: Callable[[str], Any]) -> None:
     for name, limit in LIMITED.items():
         value = getattr(args, name, default_of(name))
         if not limit.accepts(value):
-            instead = f". Otherwise: {limit.instead}" if limit.instead else ""
+            advice = limit.advise(value) if limit.advise else limit.instead
+            instead = f". Otherwise: {advice}" if advice else ""
             raise ValueError(
                 f"{name}={_word(value)!r} is not supported; {limit.values} are{instead}"
             )

@@ -46,7 +46,7 @@ class OptimMixin(TrainerBase):
         args: Any, model: Any = None
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The class that args.optim names and its keywords, without the parameters."""
-        from ctrainer.introspect import optimizer_class
+        from ctrainer._optimizer_names import optimizer_class
 
         return optimizer_class(args, model)
 

@@ -302,6 +302,8 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         self._memory_tracker.stop_and_update_metrics(metrics, "train")
         self.log(metrics)
         self._wait_for_save()
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()  # a schedule-free one leaves its average in the model
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
         self.control = self.callback_handler.on_train_end(

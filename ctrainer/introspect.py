@@ -1,4 +1,4 @@
-"""What a model's class says of its inputs and its loss; which optimizer args mean."""
+"""What a model's class says of its inputs and its loss."""
 
 from __future__ import annotations
 
@@ -88,46 +88,3 @@ class LabelSmoother:
         return adapter.smoothed_loss(
             model_output, labels, self.epsilon, shift_labels, num_items_in_batch
         )
-
-
-_PRECISION = ("master_weights", "stochastic_rounding")
-
-
-def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The class that args.optim names and its keywords but for the parameters."""
-    from ctrainer import adapters
-
-    name = str(getattr(args.optim, "value", args.optim))
-    adapter = adapters.for_model(model)
-    cls, kwargs = adapter.optimizer_class(name, args, model)
-    precision = {n: True for n in _PRECISION if getattr(args, n, False)}
-    if precision and not getattr(cls, "_native_step", False):
-        raise ValueError(
-            f"{next(iter(precision))}=True needs an optimizer of ctrainer's, which "
-            f"updates parameters in host memory; got {cls.__module__}.{cls.__name__}"
-        )
-    options = parse_options(getattr(args, "optim_args", None))
-    return cls, {**kwargs, **precision, **options}
-
-
-def parse_options(text: str | None) -> dict[str, Any]:
-    """`optim_args`, "name=value,name=value": numbers and booleans as such."""
-    options: dict[str, Any] = {}
-    for item in filter(None, (text or "").replace(" ", "").split(",")):
-        name, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"optim_args must be name=value pairs, got {item!r}")
-        options[name] = _value(value)
-    return options
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return int(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            return text

@@ -134,6 +134,21 @@ ctpy_get_optional(PyObject *op, PyObject *name, int *failed)
 }
 
 int
+ctpy_call_if_there(PyObject *op, PyObject *name)
+{
+    int failed;
+    PyObject *method = ctpy_get_optional(op, name, &failed), *answer = NULL;
+    if (method == NULL || !PyCallable_Check(method)) {
+        Py_XDECREF(method);
+        return failed ? -1 : 0;
+    }
+    answer = PyObject_CallNoArgs(method);
+    Py_DECREF(method);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+int
 ctpy_is_default(PyObject *op, PyObject *name)
 {
     PyObject *found = PyObject_GetAttr(op, name);

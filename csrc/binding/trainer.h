@@ -74,6 +74,10 @@ int ctpy_set_double(PyObject *op, PyObject *name, double value);
 /* The attribute, a new reference; NULL without an exception where there is none. */
 PyObject *ctpy_get_optional(PyObject *op, PyObject *name, int *failed);
 
+/* op.name() where op has such a method: modules have modes, and so have some
+ * optimizers. Returns 0, or -1 with an exception. */
+int ctpy_call_if_there(PyObject *op, PyObject *name);
+
 /* op.outer.name as a C value: a field of args, state or control. */
 int ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value);
 int ctpy_field_double(PyObject *op, PyObject *outer, PyObject *name, double *value);

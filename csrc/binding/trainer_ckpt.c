@@ -190,6 +190,42 @@ write_parts(PyObject *op, PyObject *folder, PyObject *trial)
     return answer;
 }
 
+/* The mode of an optimizer that has modes. */
+static int
+set_optimizer_mode(PyObject *op, PyObject *mode)
+{
+    PyObject *optimizer = PyObject_GetAttr(op, ctpy_state_borrow(op)->str_optimizer);
+    int result = optimizer == NULL ? -1 : ctpy_call_if_there(optimizer, mode);
+    Py_XDECREF(optimizer);
+    return result;
+}
+
+/* A schedule-free optimizer's average is what is worth keeping: the weights are written
+ * in its eval mode, and a training that is under way goes on in train mode, as one that
+ * is resumed from the checkpoint does. */
+static PyObject *
+write_in_eval_mode(PyObject *op, PyObject *folder, PyObject *trial)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *type, *value, *trace;
+    int training;
+    if (ctpy_get_bool(op, names->str_is_in_train, &training) < 0 ||
+        set_optimizer_mode(op, names->str_eval) < 0) {
+        return NULL;
+    }
+    PyObject *answer = write_parts(op, folder, trial);
+    PyErr_Fetch(&type, &value, &trace);
+    if (training && set_optimizer_mode(op, names->str_train) < 0) {
+        Py_CLEAR(answer);
+        if (type == NULL) {
+            return NULL;
+        }
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, value, trace);
+    return answer;
+}
+
 /* The files of one checkpoint, in the folder of the open save. */
 static PyObject *
 write_checkpoint(PyObject *op, PyObject *Py_UNUSED(model), PyObject *trial)
@@ -202,7 +238,7 @@ write_checkpoint(PyObject *op, PyObject *Py_UNUSED(model), PyObject *trial)
     Py_CLEAR(answer);
     run = PyObject_CallMethod(op, "_get_output_dir", "O", trial);
     if (run != NULL && (folder = checkpoint_path(op, run)) != NULL) {
-        answer = write_parts(op, folder, trial);
+        answer = write_in_eval_mode(op, folder, trial);
     }
     int native = answer == NULL
                      ? 1

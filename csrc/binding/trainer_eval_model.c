@@ -38,30 +38,14 @@ cast_model(ctpy_eval_loop *loop, PyObject *adapter, const ctpy_state *names)
     return loop->uncast == NULL ? -1 : 0;
 }
 
-/* op.name() where op has it: modules have modes, and so have some optimizers. */
-static int
-call_if_there(PyObject *op, PyObject *name)
-{
-    int failed;
-    PyObject *method = ctpy_get_optional(op, name, &failed), *answer = NULL;
-    if (method == NULL || !PyCallable_Check(method)) {
-        Py_XDECREF(method);
-        return failed ? -1 : 0;
-    }
-    answer = PyObject_CallNoArgs(method);
-    Py_DECREF(method);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
 /* model.eval() or model.train(), and the optimizer's. */
 static int
 set_mode(const ctpy_eval_loop *loop, PyObject *mode, const ctpy_state *names)
 {
     PyObject *optimizer = PyObject_GetAttr(loop->op, names->str_optimizer);
     int result = -1;
-    if (optimizer != NULL && call_if_there(loop->model, mode) == 0) {
-        result = optimizer == Py_None ? 0 : call_if_there(optimizer, mode);
+    if (optimizer != NULL && ctpy_call_if_there(loop->model, mode) == 0) {
+        result = ctpy_call_if_there(optimizer, mode);
     }
     Py_XDECREF(optimizer);
     return result;

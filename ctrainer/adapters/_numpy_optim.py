@@ -1,4 +1,4 @@
-"""AdamW and SGD for arrays, on the engine that ctrainer.optim drives for torch."""
+"""Optimizers for arrays, on the engine that ctrainer.optim drives for torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import numpy as np
 
 from ctrainer._C import OptimEngine
 from ctrainer.adapters._numpy_model import Parameter
+
+# The classes that optim= may mean.
+NAMES = ("Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "SGD")
 
 
 class Optimizer:
@@ -135,6 +138,12 @@ class Optimizer:
         raise NotImplementedError
 
 
+def _counted(parameter: Parameter, *names: str) -> dict[str, Any]:
+    """Return a count of steps, and zeros like the parameter by those names."""
+    zeros = {name: np.zeros_like(parameter.data) for name in names}
+    return {"step": np.zeros((), np.float32), **zeros}
+
+
 class AdamW(Optimizer):
     """AdamW with torch's defaults.
 
@@ -150,18 +159,124 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        more = {"amsgrad": amsgrad, "maximize": maximize}
+        super().__init__(params, {**options, **more})
+
+    def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        names = ["exp_avg", "exp_avg_sq"]
+        names += ["max_exp_avg_sq"] if group.get("amsgrad") else []
+        return _counted(parameter, *names)
+
+
+class Adam(AdamW):
+    """Adam with torch's defaults: the weight decay is added to the gradient.
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
+    """
+
+    _kind = "adam"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize
+        )
+
+
+class Adagrad(Optimizer):
+    """Adagrad with torch's defaults and form.
+
+    Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning
+    and Stochastic Optimization", 2011.
+    """
+
+    _kind = "adagrad"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        options = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay}
+        more = {"initial_accumulator_value": initial_accumulator_value, "eps": eps}
+        super().__init__(params, {**options, **more, "maximize": maximize})
+
+    def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        state = _counted(parameter, "sum")
+        state["sum"].fill(group["initial_accumulator_value"])
+        return state
+
+
+class RMSprop(Optimizer):
+    """RMSprop with torch's defaults and form, as ctrainer.optim.RMSprop."""
+
+    _kind = "rmsprop"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        options = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
+        more = {"momentum": momentum, "centered": centered, "maximize": maximize}
+        super().__init__(params, {**options, **more})
+
+    def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        names = ["square_avg"]
+        names += ["momentum_buffer"] if group["momentum"] > 0 else []
+        names += ["grad_avg"] if group["centered"] else []
+        return _counted(parameter, *names)
+
+
+class Lion(Optimizer):
+    """Lion with its authors' defaults, as ctrainer.optim.Lion.
+
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.
+    """
+
+    _kind = "lion"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, {**options, "maximize": maximize})
 
     def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "step": np.zeros((), np.float32),
-            "exp_avg": np.zeros_like(parameter.data),
-            "exp_avg_sq": np.zeros_like(parameter.data),
-        }
+        return {"exp_avg": np.zeros_like(parameter.data)}
 
 
 class SGD(Optimizer):

@@ -43,21 +43,22 @@ def optimizer_groups(
 
 
 def optimizer_class(
-    name: str, args: Any, model: nn.Module
+    cls: str, name: str, model: nn.Module
 ) -> tuple[Any, dict[str, Any]]:
-    """Class and keywords of the optimizer called `name`: ours, or torch's own where a
-    parameter is not in host memory."""
+    """The class `cls`, which optim=name means, and keywords of its own: ours, or
+    torch's own where a parameter is not in host memory."""
     from ctrainer import optim
 
-    on_host = all(p.device.type == "cpu" for p in model.parameters())
-    source: Any = optim if on_host else torch.optim
-    kwargs: dict[str, Any] = {"lr": args.learning_rate}
-    if name == "sgd":
-        return source.SGD, kwargs
-    kwargs.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-    if not on_host:
-        kwargs["fused"] = True
-    return source.AdamW, kwargs
+    devices = {p.device.type for p in model.parameters()} - {"cpu"}
+    if not devices:
+        return getattr(optim, cls), {}
+    if not hasattr(torch.optim, cls):
+        raise ValueError(
+            f"optim={name!r} updates parameters in host memory, and the model has some "
+            f"on {', '.join(sorted(devices))}, for which torch.optim has no {cls}: "
+            "make an optimizer and pass optimizers=(optimizer, None)"
+        )
+    return getattr(torch.optim, cls), {"fused": True} if cls == "AdamW" else {}
 
 
 def make_scheduler(

@@ -18,15 +18,35 @@ from ctrainer import schedules
 from ctrainer.adapters import _numpy_average as averages  # noqa: F401
 from ctrainer.adapters import _numpy_batches as batches
 from ctrainer.adapters import _numpy_checkpoint as checkpoints  # noqa: F401
+from ctrainer.adapters import _numpy_optim
 from ctrainer.adapters._numpy_model import (
     ItemCount,
     Loss,
     Parameter,
     named_parameters,
 )
-from ctrainer.adapters._numpy_optim import SGD, AdamW, Optimizer
+from ctrainer.adapters._numpy_optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Lion,
+    Optimizer,
+    RMSprop,
+)
 
-__all__ = ["SGD", "AdamW", "ItemCount", "Loss", "Optimizer", "Parameter"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "ItemCount",
+    "Lion",
+    "Loss",
+    "Optimizer",
+    "Parameter",
+    "RMSprop",
+]
 
 default_collator = batches.default_collator
 length_grouped_sampler = batches.LengthGroupedSampler
@@ -217,14 +237,16 @@ def optimizer_groups(
 
 
 def optimizer_class(
-    name: str, args: Any, model: Any
+    cls: str, name: str, model: Any
 ) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Class and keywords of the optimizer called `name`."""
-    kwargs: dict[str, Any] = {"lr": args.learning_rate}
-    if name == "sgd":
-        return SGD, kwargs
-    kwargs.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-    return AdamW, kwargs
+    """The class `cls`, which optim=name means, and keywords of its own."""
+    found = getattr(_numpy_optim, cls, None)
+    if found is None:
+        raise ValueError(
+            f"optim={name!r} is for models of torch, and this one is of NumPy, for "
+            f"which there are {', '.join(_numpy_optim.NAMES)}"
+        )
+    return found, {}
 
 
 def make_scheduler(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -38,6 +38,12 @@ class Face(torch.optim.Optimizer):
 
     _kind: str
     _native_step = True  # step() is ours, so the trainer may call the engine itself
+    precision_defaults: ClassVar[Precision] = {  # the options that every face has
+        "master_weights": False,
+        "fp32_state": False,
+        "stochastic_rounding": False,
+        "rounding_seed": 0,
+    }
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -231,7 +231,7 @@ class TestTable:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("optim", "adafactor"),
+            ("optim", "galore_adamw"),
             ("train_sampling_strategy", "batch_rebalance"),
             ("accelerator_config", {"use_seedable_sampler": False}),
             ("accelerator_config", {"unknown": 1}),
@@ -566,7 +566,7 @@ class TestAdopt:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("optim", "adafactor"),
+            ("optim", "galore_adamw"),
             ("debug", "underflow_overflow"),
         ],
     )

@@ -1,0 +1,201 @@
+"""What `optim` and `optim_args` mean: names of optimizers, by transformers' names.
+
+A name that is honoured is a line in RECIPES; one that another package carries is a line
+in PACKAGES.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How TrainingArguments make an optimizer of the class `cls` in ctrainer.optim.
+
+    takes: what else than learning_rate the arguments give, by the constructor's words;
+        weight_decay comes with the groups of parameters in any case.
+    fixed: what transformers sets beside them.
+    """
+
+    cls: str
+    takes: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ADAM = ("betas", "eps")
+
+RECIPES = {
+    "adagrad": Recipe("Adagrad"),
+    "adamw_apex_fused": Recipe("AdamW", _ADAM),
+    "adamw_hf": Recipe("AdamW", _ADAM),
+    "adamw_torch": Recipe("AdamW", _ADAM),
+    "adamw_torch_fused": Recipe("AdamW", _ADAM),
+    "lion_32bit": Recipe("Lion", ("betas",)),
+    "paged_adamw_32bit": Recipe("AdamW", _ADAM),
+    "paged_lion_32bit": Recipe("Lion", ("betas",)),
+    "rmsprop": Recipe("RMSprop"),
+    "rmsprop_bnb": Recipe("RMSprop"),
+    "rmsprop_bnb_32bit": Recipe("RMSprop"),
+    "schedule_free_adamw": Recipe("AdamWScheduleFree", (*_ADAM, "warmup_steps")),
+    "schedule_free_sgd": Recipe("SGDScheduleFree", ("warmup_steps",)),
+    "sgd": Recipe("SGD"),
+}
+
+# The package whose optimizer the name means, for what is not built in.
+PACKAGES = {
+    "adafactor": "transformers",
+    "adalomo": "lomo-optim",
+    "adamw_8bit": "bitsandbytes",
+    "adamw_anyprecision": "torchdistx",
+    "adamw_bnb_8bit": "bitsandbytes",
+    "adamw_torch_4bit": "torchao",
+    "adamw_torch_8bit": "torchao",
+    "adamw_torch_npu_fused": "torch_npu",
+    "adamw_torch_xla": "torch_xla",
+    "ademamix": "bitsandbytes",
+    "ademamix_8bit": "bitsandbytes",
+    "apollo_adamw": "apollo-torch",
+    "apollo_adamw_layerwise": "apollo-torch",
+    "galore_adafactor": "galore-torch",
+    "galore_adafactor_layerwise": "galore-torch",
+    "galore_adamw": "galore-torch",
+    "galore_adamw_8bit": "galore-torch",
+    "galore_adamw_8bit_layerwise": "galore-torch",
+    "galore_adamw_layerwise": "galore-torch",
+    "grokadamw": "grokadamw",
+    "lion_8bit": "bitsandbytes",
+    "lomo": "lomo-optim",
+    "paged_adamw_8bit": "bitsandbytes",
+    "paged_ademamix_32bit": "bitsandbytes",
+    "paged_ademamix_8bit": "bitsandbytes",
+    "paged_lion_8bit": "bitsandbytes",
+    "rmsprop_bnb_8bit": "bitsandbytes",
+    "schedule_free_radam": "schedulefree",
+    "stable_adamw": "torch-optimi",
+}
+
+# Options of constructors that are arguments of their own.
+_OWN_ARGUMENTS = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "betas": "adam_beta1 and adam_beta2",
+    "warmup_steps": "warmup_steps",
+}
+# Options of constructors that change nothing here, or that we refuse.
+_OF_TORCH = {"foreach", "fused", "capturable", "differentiable"}
+
+
+def instead(name: Any) -> str:
+    """What to do about a name that is not honoured."""
+    package = PACKAGES.get(str(name))
+    own = "make the optimizer and pass optimizers=(optimizer, None)"
+    return f"it is in the package {package}; {own}" if package else own
+
+
+def _warmup(args: Any) -> float:
+    steps = float(args.warmup_steps or 0)
+    if 0.0 < steps < 1.0:
+        raise ValueError(
+            f"warmup_steps={steps:g} is a share of the run, and the warm-up of "
+            f"optim={args.optim!s} counts updates: give their number"
+        )
+    return steps
+
+
+_TAKEN: dict[str, Callable[[Any], Any]] = {
+    "betas": lambda args: (args.adam_beta1, args.adam_beta2),
+    "eps": lambda args: args.adam_epsilon,
+    "warmup_steps": _warmup,
+}
+
+
+_PRECISION = ("master_weights", "stochastic_rounding")
+
+
+def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The class that args.optim names and its keywords but for the parameters.
+
+    Raises:
+        ValueError: optim_args has a key that the class lacks or a value of another
+            type, or an argument asks for what the class cannot do.
+    """
+    from ctrainer import adapters
+
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in RECIPES:
+        raise ValueError(f"optim={name!r} is not supported: {instead(name)}")
+    recipe = RECIPES[name]
+    cls, kwargs = adapters.for_model(model).optimizer_class(recipe.cls, name, model)
+    taken = {word: _TAKEN[word](args) for word in recipe.takes}
+    precision = {n: True for n in _PRECISION if getattr(args, n, False)}
+    if precision and not getattr(cls, "_native_step", False):
+        raise ValueError(
+            f"{next(iter(precision))}=True needs an optimizer of ctrainer's, which "
+            f"updates parameters in host memory; got {cls.__module__}.{cls.__name__}"
+        )
+    given = checked_options(getattr(args, "optim_args", None), name, cls)
+    rate = {"lr": args.learning_rate}
+    return cls, {**rate, **taken, **recipe.fixed, **kwargs, **precision, **given}
+
+
+def checked_options(
+    text: str | None, name: str, cls: Callable[..., Any]
+) -> dict[str, Any]:
+    """What optim_args says, for the constructor `cls`; errors as optimizer_class() has
+    them."""
+    found = inspect.signature(cls).parameters.values()
+    defaults = {p.name: p.default for p in found if p.kind is not p.VAR_KEYWORD}
+    defaults |= getattr(cls, "precision_defaults", {})
+    known = defaults.keys() - _OWN_ARGUMENTS.keys() - _OF_TORCH - {"params"}
+    options = parse_options(text)
+    for key in options.keys() - known:
+        raise ValueError(_refusal(key, name, sorted(known)))
+    return {k: _of_type(k, v, defaults[k]) for k, v in options.items()}
+
+
+def _refusal(key: str, name: str, known: list[str]) -> str:
+    if key in _OWN_ARGUMENTS:
+        return f"optim_args has {key!r}: that is the argument {_OWN_ARGUMENTS[key]}"
+    near = difflib.get_close_matches(key, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+    return f"optim_args has {key!r}, which optim={name!r} does not have: {hint}"
+
+
+def _of_type(key: str, value: Any, default: Any) -> Any:
+    """`value` as a bool or number where `default` is one."""
+    wanted = bool if isinstance(default, bool) else float
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False}
+    if wanted is bool:
+        value = {**words, "no": False}.get(str(value).lower(), value)
+    if not isinstance(value, bool if wanted is bool else (int, float)):
+        kind = "true or false" if wanted is bool else "a number"
+        raise ValueError(f"optim_args has {key}={value}; expected {kind}")
+    return value
+
+
+def parse_options(text: str | None) -> dict[str, Any]:
+    """`optim_args`, "name=value,name=value": numbers and booleans as such."""
+    options: dict[str, Any] = {}
+    for item in filter(None, (text or "").replace(" ", "").split(",")):
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"optim_args must be name=value pairs, got {item!r}")
+        options[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            return text

@@ -1,0 +1,232 @@
+"""What `optim` and `optim_args` make, and what they refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ctrainer import Trainer, TrainingArguments, _optimizer_names, optim
+from ctrainer.adapters import numpy as arrays
+from ctrainer.enums import OptimizerNames
+
+
+def arguments(folder: Path, name: str, **options: Any) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder), optim=name, report_to="none", disable_tqdm=True, **options
+    )
+
+
+def made(folder: Path, name: str, **options: Any) -> Any:
+    args = arguments(folder, name, **options)
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, nn.Linear(2, 1))
+    return cls(nn.Linear(2, 1).parameters(), **kwargs)
+
+
+def test_every_name_is_honoured_or_has_its_package() -> None:
+    known = _optimizer_names.RECIPES.keys() | _optimizer_names.PACKAGES.keys()
+    assert known == {n.value for n in OptimizerNames}
+    assert not _optimizer_names.RECIPES.keys() & _optimizer_names.PACKAGES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(_optimizer_names.RECIPES))
+def test_every_name_that_is_honoured_makes_its_class(name: str, tmp_path: Path) -> None:
+    optimizer = made(tmp_path, name, learning_rate=0.25)
+    assert type(optimizer) is getattr(optim, _optimizer_names.RECIPES[name].cls)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("name", sorted(_optimizer_names.PACKAGES))
+def test_a_name_of_another_package_says_which(name: str, tmp_path: Path) -> None:
+    package = _optimizer_names.PACKAGES[name]
+    with pytest.raises(ValueError, match=f"optim='{name}'.* package {package};"):
+        arguments(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        (
+            "adamw_torch",
+            {"adam_beta1": 0.8, "adam_epsilon": 1e-6, "optim_args": "amsgrad=true"},
+            {"betas": (0.8, 0.999), "eps": 1e-6, "amsgrad": True},
+        ),
+        (
+            "sgd",
+            {"optim_args": "momentum=0.9, nesterov=yes"},
+            {"momentum": 0.9, "nesterov": True, "dampening": 0},
+        ),
+        ("adagrad", {"optim_args": "lr_decay=0.1,eps=1e-8"}, {"lr_decay": 0.1}),
+        (
+            "rmsprop",
+            {"optim_args": "alpha=0.9,momentum=0.5,centered=1"},
+            {"alpha": 0.9, "momentum": 0.5, "centered": True, "eps": 1e-8},
+        ),
+        ("lion_32bit", {"adam_beta2": 0.99}, {"betas": (0.9, 0.99)}),
+        (
+            "schedule_free_adamw",
+            {"warmup_steps": 7, "optim_args": "r=0.5,weight_lr_power=1"},
+            {"warmup_steps": 7, "r": 0.5, "weight_lr_power": 1, "eps": 1e-8},
+        ),
+        (
+            "schedule_free_sgd",
+            {"optim_args": "momentum=0.8,fp32_state=true"},
+            {"momentum": 0.8, "warmup_steps": 0, "fp32_state": True},
+        ),
+    ],
+)
+def test_arguments_reach_the_optimizer(
+    name: str, options: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    group = made(tmp_path, name, **options).param_groups[0]
+    assert {k: group[k] for k in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("sgd", "momentun=0.9", "'momentun', which optim='sgd' .* mean 'momentum'"),
+        ("lion_32bit", "eps=1", "which optim='lion_32bit' does not have: it has"),
+        ("sgd", "weight_decay=0.1", "is the argument weight_decay"),
+        ("adagrad", "lr=0.1", "is the argument learning_rate"),
+        ("adamw_torch", "betas=1", "adam_beta1 and adam_beta2"),
+        ("sgd", "fused=true", "does not have"),
+        ("sgd", "momentum=much", "momentum=much; expected a number"),
+        ("sgd", "nesterov=maybe", "nesterov=maybe; expected true or false"),
+        ("sgd", "momentum", "name=value"),
+    ],
+)
+def test_options_that_the_optimizer_lacks_are_named(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(tmp_path, name, optim_args=text)
+
+
+def test_warm_up_as_a_share_is_refused_where_updates_are_counted(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"warmup_steps=0\.1 is a share"):
+        made(tmp_path, "schedule_free_adamw", warmup_steps=0.1)
+
+
+def test_what_torch_lacks_is_refused_for_a_model_elsewhere(tmp_path: Path) -> None:
+    args = arguments(tmp_path, "lion_32bit")
+    model = nn.Linear(2, 1, device="meta")
+    with pytest.raises(
+        ValueError, match=r"on meta, for which torch\.optim has no Lion"
+    ):
+        Trainer.get_optimizer_cls_and_kwargs(args, model)
+    args = arguments(tmp_path, "rmsprop")
+    cls, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    assert cls is torch.optim.RMSprop
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.mse_loss(self.layer(x).squeeze(-1), labels)}
+
+
+DATA = [
+    {"x": torch.tensor([i / 9, 1.0, -i / 5]), "labels": float(i % 3)} for i in range(24)
+]
+
+
+def trainer(folder: Path, name: str, **options: Any) -> Trainer:
+    settings = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        **options,
+    }
+    args = arguments(folder, name, **settings)
+    return Trainer(model=Model(), args=args, train_dataset=DATA, eval_dataset=DATA)
+
+
+@pytest.mark.parametrize("name", sorted(_optimizer_names.RECIPES))
+def test_every_name_trains(name: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, name)
+    before = run.evaluate()["eval_loss"]
+    run.train()
+    assert run.optimizer._engine.updated
+    assert run.evaluate()["eval_loss"] < before
+
+
+class TestScheduleFreeInATrainer:
+    def test_ends_with_the_average_in_the_model(self, tmp_path: Path) -> None:
+        run = trainer(tmp_path, "schedule_free_sgd", max_grad_norm=0.0)
+        run.train()
+        assert [g["train_mode"] for g in run.optimizer.param_groups] == [False, False]
+        ended = [p.detach().clone() for p in run.model.parameters()]
+        run.optimizer.train()
+        params = list(run.model.parameters())
+        assert not any(torch.equal(a, b) for a, b in zip(ended, params, strict=True))
+
+    def test_checkpoints_hold_the_average_and_resume_to_the_bit(
+        self, tmp_path: Path
+    ) -> None:
+        options = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps"}
+        whole = trainer(tmp_path, "schedule_free_adamw", **options, eval_steps=2)
+        whole.train()
+        saved = torch.load(tmp_path / "checkpoint-3" / "optimizer.pt")
+        assert saved["param_groups"][0]["train_mode"] is False
+        assert saved["param_groups"][0]["k"] == 3
+        resumed = trainer(tmp_path, "schedule_free_adamw", **options, eval_steps=2)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        for a, b in zip(
+            whole.model.parameters(), resumed.model.parameters(), strict=True
+        ):
+            assert torch.equal(a, b)
+
+    def test_a_save_that_fails_leaves_the_training_in_train_mode(
+        self, tmp_path: Path
+    ) -> None:
+        run = trainer(
+            tmp_path, "schedule_free_sgd", save_strategy="steps", save_steps=2
+        )
+        modes = []
+
+        def failing(folder: str) -> None:
+            modes.append(run.optimizer.param_groups[0]["train_mode"])
+            raise OSError("no space")
+
+        run._save_rng_state = failing
+        with pytest.raises(OSError, match="no space"):
+            run.train()
+        assert modes == [False]
+        assert run.optimizer.param_groups[0]["train_mode"] is True
+
+
+class Line:
+    def __init__(self) -> None:
+        self.w = arrays.Parameter(np.zeros((1, 1), np.float32))
+
+    def parameters(self) -> Any:
+        yield self.w
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rmsprop", "lion_32bit"])
+def test_models_of_numpy_have_them_too(name: str, tmp_path: Path) -> None:
+    model = Line()
+    args = arguments(tmp_path, name)
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    assert issubclass(cls, arrays.Optimizer)
+    optimizer = cls(model.parameters(), **kwargs)
+    model.w.grad = np.ones((1, 1), np.float32)
+    optimizer.step()
+    assert model.w.data[0, 0] < 0
+
+
+def test_what_numpy_lacks_is_named(tmp_path: Path) -> None:
+    args = arguments(tmp_path, "schedule_free_sgd")
+    with pytest.raises(ValueError, match="this one is of NumPy, for which there are"):
+        Trainer.get_optimizer_cls_and_kwargs(args, Line())
