@@ -37,7 +37,7 @@ HONOURED = frozenset(
     label_names length_column_name skip_memory_metrics past_index logging_dir
     loss_scaler master_weights stochastic_rounding ema_decay ema_start_update
     ema_update_freq ema_fp32 swa_start_update swa_update_freq average_in_eval
-    clip_by_group
+    clip_by_group log_layer_grad_norms
     malloc_tuning async_save save_on_signal eval_loss_by_token eval_spill_bytes
     use_legacy_prediction_loop predict_with_generate generation_max_length
     generation_num_beams generation_config
@@ -185,6 +185,11 @@ LIMITED = {
     "grad_norm_type": Limit(_is_positive, "numbers > 0 and inf", ""),
     "max_grad_value": Limit(
         lambda value: value is None or _is_positive(value), "None and numbers > 0", ""
+    ),
+    "layer_grad_norm_depth": Limit(
+        lambda value: value is None or (type(value) is int and value > 0),
+        "None and whole numbers > 0",
+        "",
     ),
     "include_num_input_tokens_seen": one_of("all", "non_padding", "no", True, False),
     "half_precision_backend": one_of(

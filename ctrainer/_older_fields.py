@@ -298,6 +298,18 @@ class OwnFields(OlderFields):
         "a 'max_grad_norm' of its own is bounded by that in any case.",
         kw_only=True,
     )
+    log_layer_grad_norms: bool = arg(
+        False,
+        "Log the norm of each parameter's gradient as grad_norm/NAME, of the type "
+        "grad_norm_type, before clipping.",
+        kw_only=True,
+    )
+    layer_grad_norm_depth: int | None = arg(
+        None,
+        "With log_layer_grad_norms: one norm for all parameters whose names begin with "
+        "the same this many parts; None: one for each parameter.",
+        kw_only=True,
+    )
     malloc_tuning: bool = arg(
         True,
         "On the CPU, have glibc keep large blocks instead of mapping them anew each "

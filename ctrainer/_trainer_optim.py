@@ -119,6 +119,18 @@ class OptimMixin(TrainerBase):
             optimizer, norm_type, by_group
         )
 
+    def _device_layer_norms(self, optimizer: Any, norm_type: float) -> list[float]:
+        return self._adapter.layer_norms(  # type: ignore[no-any-return]
+            optimizer, norm_type
+        )
+
+    def _parameter_labels(self) -> dict[Any, str]:
+        """What log_layer_grad_norms calls each parameter."""
+        depth = self.args.layer_grad_norm_depth
+        return self._adapter.parameter_labels(  # type: ignore[no-any-return]
+            self.model, depth
+        )
+
     def _device_grad_clip(
         self, optimizer: Any, factors: list[float], limit: float | None
     ) -> None:

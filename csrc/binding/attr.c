@@ -5,15 +5,11 @@
 int
 ctpy_lookup(PyObject *op, PyObject *name, PyObject **value)
 {
-    *value = PyObject_GetAttr(op, name);
-    if (*value != NULL) {
-        return 1;
-    }
-    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        return -1;
-    }
-    PyErr_Clear();
-    return 0;
+#if PY_VERSION_HEX >= 0x030d0000
+    return PyObject_GetOptionalAttr(op, name, value);
+#else
+    return _PyObject_LookupAttr(op, name, value); /* the same under its old name */
+#endif
 }
 
 static int
@@ -146,6 +142,17 @@ ctpy_call_if_there(PyObject *op, PyObject *name)
     Py_DECREF(method);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
+}
+
+int
+ctpy_get_flag(PyObject *op, PyObject *name, bool *value)
+{
+    int failed;
+    PyObject *found = ctpy_get_optional(op, name, &failed);
+    const int truth = found == NULL ? (failed ? -1 : 0) : PyObject_IsTrue(found);
+    Py_XDECREF(found);
+    *value = truth > 0;
+    return truth < 0 ? -1 : 0;
 }
 
 int

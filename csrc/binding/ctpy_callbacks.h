@@ -4,6 +4,8 @@
 
 #include "binding/ctpy.h"
 
+#include <stdbool.h>
+
 /* handler.<event>(args, state, control, **extra): fires the event by attribute lookup,
  * so that a replaced handler or a patched event is honoured. `event` is one of the
  * interned str_on_*; `extra` is a dict, or NULL for none (on_log wants logs,
@@ -17,5 +19,9 @@ PyObject *ctpy_callbacks_fire(PyObject *handler, PyObject *event, PyObject *args
  * else sees (clipping before the update, waiting for a save) must be done first. 1, 0,
  * or -1 with an exception. */
 int ctpy_callbacks_listens(const ctpy_state *state, PyObject *handler, PyObject *event);
+
+/* Would DefaultFlow log after this step, or after the epoch if that ends with it? */
+int ctpy_flow_log_due(const ctpy_state *names, PyObject *args, PyObject *state,
+                      int64_t step, bool epoch_ends, bool *due);
 
 #endif

@@ -37,6 +37,9 @@ int ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host,
                     ctpy_grads *grads);
 void ctpy_grads_close(ctpy_grads *grads); /* {0} is fine */
 
+/* A list of the parameters whose gradients are those of such a list, in its order. */
+PyObject *ctpy_grads_params(ctpy_state *state, PyObject *optimizer);
+
 /* ct_clip_measure and then ct_clip_decide, and ct_clip_apply, without the GIL. 0, or -1
  * with an exception. */
 int ctpy_grads_measure(ctpy_grads *grads, const ct_clip *clip, double loss_scale,

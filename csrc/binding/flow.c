@@ -2,7 +2,7 @@
  *
  * Runs every step, so it is C. Steps may come as floats (a user's `logging_steps=10.0`)
  * and are compared as such. */
-#include "binding/ctpy.h"
+#include "binding/ctpy_callbacks.h"
 
 #include <math.h>
 #include <stdbool.h>
@@ -83,20 +83,43 @@ is_true(PyObject *op, PyObject *name)
 }
 
 static int
-flow_log(const flow *f, double step)
+log_due(const flow *f, double step, bool *due)
 {
-    bool due = false;
     int by_steps = strategy_is(f, f->names->str_logging_strategy, "steps");
+    *due = false;
     if (by_steps < 0 ||
-        (by_steps && is_multiple(f, f->names->str_logging_steps, step, &due) < 0)) {
+        (by_steps && is_multiple(f, f->names->str_logging_steps, step, due) < 0)) {
         return -1;
     }
-    if (!due && step == 1.0) {
+    if (!*due && step == 1.0) {
         int first = is_true(f->args, f->names->str_logging_first_step);
         if (first < 0) {
             return -1;
         }
-        due = first;
+        *due = first;
+    }
+    return 0;
+}
+
+int
+ctpy_flow_log_due(const ctpy_state *names, PyObject *args, PyObject *state,
+                  int64_t step, bool epoch_ends, bool *due)
+{
+    const flow f = {.names = names, .args = args, .state = state};
+    int by_epoch = strategy_is(&f, names->str_logging_strategy, "epoch");
+    if (by_epoch < 0 || log_due(&f, (double)step, due) < 0) {
+        return -1;
+    }
+    *due = *due || (by_epoch && epoch_ends);
+    return 0;
+}
+
+static int
+flow_log(const flow *f, double step)
+{
+    bool due;
+    if (log_due(f, step, &due) < 0) {
+        return -1;
     }
     return due ? raise_flag(f, f->names->str_should_log) : 0;
 }

@@ -262,6 +262,31 @@ ctpy_grads_clip(ctpy_grads *grads, const ct_clip *clip, double loss_scale)
 }
 
 static int
+collect_param(ctpy_state *state, PyObject *param, const ctpy_place *place, void *arg)
+{
+    PyObject *grad = PyObject_GetAttr(param, state->str_grad);
+    (void)place;
+    if (grad == NULL) {
+        return -1;
+    }
+    int result = Py_IsNone(grad) ? 0 : PyList_Append(arg, param);
+    Py_DECREF(grad);
+    return result;
+}
+
+PyObject *
+ctpy_grads_params(ctpy_state *state, PyObject *optimizer)
+{
+    PyObject *groups = get_groups(state, optimizer);
+    PyObject *params = groups == NULL ? NULL : PyList_New(0);
+    if (params != NULL && visit_groups(state, groups, collect_param, params) < 0) {
+        Py_CLEAR(params);
+    }
+    Py_XDECREF(groups);
+    return params;
+}
+
+static int
 drop_grad(ctpy_state *state, PyObject *param, const ctpy_place *place, void *arg)
 {
     (void)place;

@@ -33,6 +33,7 @@ Trainer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(((Trainer *)op)->signatures);
     Py_VISIT(((Trainer *)op)->device_loss);
+    Py_VISIT(((Trainer *)op)->grad_metrics);
     Py_VISIT(((Trainer *)op)->writer);
     return 0;
 }
@@ -42,6 +43,7 @@ Trainer_clear(PyObject *op)
 {
     Py_CLEAR(((Trainer *)op)->signatures);
     Py_CLEAR(((Trainer *)op)->device_loss);
+    Py_CLEAR(((Trainer *)op)->grad_metrics);
     Py_CLEAR(((Trainer *)op)->writer);
     return 0;
 }

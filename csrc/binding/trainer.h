@@ -18,8 +18,10 @@ typedef struct Trainer {
     PyObject *signatures; /* dict: function -> what keywords it accepts; never NULL */
     PyObject
         *device_loss; /* losses that are not in host memory, summed there; or NULL */
-    PyObject *writer; /* CheckpointWriter, or NULL before the first save */
-    double share;     /* of the current micro-batch in its update; 0 outside one */
+    PyObject *grad_metrics; /* dict: what the next log tells of gradients besides their
+                             * norm; NULL: nothing */
+    PyObject *writer;       /* CheckpointWriter, or NULL before the first save */
+    double share; /* of the current micro-batch in its update; 0 outside one */
     /* The running sums of one logging window and of the run, in double. */
     double window_loss;      /* of the updates since the last log */
     int64_t window_bad;      /* updates since the last log whose loss was Inf or NaN */
@@ -46,6 +48,7 @@ typedef struct ctpy_run {
     int64_t updates_in_epoch; /* updates an epoch */
     int64_t epoch;            /* the current one, from 0 */
     int64_t micro_step;       /* micro-batches of this epoch that are done */
+    bool layer_norms_due;     /* in the update that is under way, to be logged */
     bool stray_parameters;    /* some parameter of the model is not the optimizer's */
 } ctpy_run;
 
@@ -78,6 +81,9 @@ PyObject *ctpy_get_optional(PyObject *op, PyObject *name, int *failed);
  * optimizers. Returns 0, or -1 with an exception. */
 int ctpy_call_if_there(PyObject *op, PyObject *name);
 
+/* The truth of the attribute; false where there is none. */
+int ctpy_get_flag(PyObject *op, PyObject *name, bool *value);
+
 /* op.outer.name as a C value: a field of args, state or control. */
 int ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value);
 int ctpy_field_double(PyObject *op, PyObject *outer, PyObject *name, double *value);
@@ -105,6 +111,10 @@ int ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *co
 
 /* trainer_update.c: from the summed gradients to the end of the step. 0 or -1. */
 int ctpy_finish_update(PyObject *op, ctpy_run *run);
+
+/* trainer_metrics.c: what of the update that begins, of n_batches micro-batches, is to
+ * be measured for the log. */
+int ctpy_metrics_plan(PyObject *op, ctpy_run *run, size_t n_batches);
 
 /* trainer_ckpt.c: calls the hook _save_checkpoint in a transaction; None or NULL. */
 PyObject *ctpy_save_checkpoint(PyObject *op, PyObject *model, PyObject *trial);

@@ -28,17 +28,6 @@ read_number(PyObject *args, PyObject *name, double missing, double *value)
 }
 
 static int
-read_flag(PyObject *args, PyObject *name, bool *value)
-{
-    int failed;
-    PyObject *found = ctpy_get_optional(args, name, &failed);
-    const int truth = found == NULL ? (failed ? -1 : 0) : PyObject_IsTrue(found);
-    Py_XDECREF(found);
-    *value = truth > 0;
-    return truth < 0 ? -1 : 0;
-}
-
-static int
 read_clip(PyObject *op, ct_clip *clip)
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -50,7 +39,7 @@ read_clip(PyObject *op, ct_clip *clip)
         ctpy_get_double(args, names->str_max_grad_norm, &clip->max_norm) < 0 ||
         read_number(args, names->str_grad_norm_type, 2.0, &clip->norm_type) < 0 ||
         read_number(args, names->str_max_grad_value, 0.0, &clip->value) < 0 ||
-        read_flag(args, names->str_clip_by_group, &clip->by_group) < 0;
+        ctpy_get_flag(args, names->str_clip_by_group, &clip->by_group) < 0;
     clip->max_norm = clip->max_norm > 0.0 ? clip->max_norm : 0.0;
     Py_DECREF(args);
     return failed ? -1 : 0;

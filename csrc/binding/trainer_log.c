@@ -108,9 +108,11 @@ window_logs(PyObject *op, int64_t steps, PyObject *learning_rate)
         PyDict_SetItem(logs, names->str_learning_rate, learning_rate) < 0 ||
         (self->nonfinite_steps > 0 &&
          set_steal(logs, names->str_nonfinite_steps,
-                   PyLong_FromLongLong(self->nonfinite_steps)) < 0)) {
+                   PyLong_FromLongLong(self->nonfinite_steps)) < 0) ||
+        (self->grad_metrics != NULL && PyDict_Update(logs, self->grad_metrics) < 0)) {
         Py_CLEAR(logs);
     }
+    Py_CLEAR(self->grad_metrics);
     return logs;
 }
 

@@ -32,4 +32,8 @@ int ctpy_update_measure(PyObject *op, ctpy_update *u);
 /* Unscales and clips in place, unless the engine will, in its update. */
 int ctpy_update_clip(PyObject *op, ctpy_run *run, ctpy_update *u);
 
+/* trainer_metrics.c: the norms of single layers, where they are due; before clipping.
+ */
+int ctpy_metrics_layers(PyObject *op, const ctpy_run *run, const ctpy_update *u);
+
 #endif

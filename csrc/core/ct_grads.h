@@ -25,7 +25,7 @@ typedef struct ct_grads {
     size_t n, n_groups;
     size_t spans_capacity, group_of_capacity, groups_capacity, sums_capacity;
     ct_scratch scratch; /* the device's, for partial sums */
-    ct_scratch sum;     /* the device's, one double */
+    ct_scratch sum;     /* the device's, what is summed up */
 } ct_grads;
 
 void ct_grads_init(ct_grads *grads, const ct_device *device); /* an empty list */
@@ -47,6 +47,10 @@ void ct_grads_add(ct_grads *grads, const ct_span *span, uint32_t group);
  * is beyond double. Waits for the stream. */
 CT_NODISCARD ct_status ct_grads_sum(ct_grads *grads, void *stream, double p,
                                     bool by_group, ct_error *err);
+
+/* The sum of each span by itself, to each[0 .. n - 1]. */
+CT_NODISCARD ct_status ct_grads_sum_each(ct_grads *grads, void *stream, double p,
+                                         double *each, ct_error *err);
 
 /* The sum of all: its place in sums. */
 static inline double *

@@ -105,6 +105,23 @@ def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
     ]
 
 
+def layer_norms(optimizer: Any, norm_type: float) -> list[float]:
+    """The norm of each of the optimizer's gradients, on its device; waits for them."""
+    grads = [grad for group in optimizer.param_groups for grad in _grads(group)]
+    wide = [grad.to(torch.float64) for grad in grads]
+    norms = torch._foreach_norm(wide, norm_type) if wide else []
+    return [norm.item() for norm in norms]
+
+
+def parameter_labels(model: nn.Module, depth: int | None) -> dict[Any, str]:
+    """The names of the model's parameters, or the first `depth` parts of them."""
+    return {p: _prefix(name, depth) for name, p in model.named_parameters()}
+
+
+def _prefix(name: str, depth: int | None) -> str:
+    return ".".join(name.split(".")[:depth])
+
+
 def clip_grads(optimizer: Any, factors: list[float], limit: float | None) -> None:
     """Multiply each group's gradients by its factor in place, and clip what is then
     further from 0 than limit."""

@@ -278,6 +278,17 @@ def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
     return [float(np.linalg.norm(grads, norm_type)) for grads in flat]
 
 
+def layer_norms(optimizer: Any, norm_type: float) -> list[float]:
+    """The norm of each of the optimizer's gradients."""
+    grads = [grad for group in optimizer.param_groups for grad in _grads(group)]
+    return [float(np.linalg.norm(np.ravel(g).astype(float), norm_type)) for g in grads]
+
+
+def parameter_labels(model: Any, depth: int | None) -> dict[Any, str]:
+    """The names of the model's parameters, or the first `depth` parts of them."""
+    return {p: ".".join(name.split(".")[:depth]) for name, p in named_parameters(model)}
+
+
 def clip_grads(optimizer: Any, factors: list[float], limit: float | None) -> None:
     """Multiply each group's gradients by its factor in place, and clip what is then
     further from 0 than limit."""

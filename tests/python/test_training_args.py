@@ -241,6 +241,7 @@ class TestTable:
             ("grad_norm_type", 0.0),
             ("grad_norm_type", float("nan")),
             ("max_grad_value", -1.0),
+            ("layer_grad_norm_depth", 0),
             ("include_num_input_tokens_seen", "some"),
         ],
     )
