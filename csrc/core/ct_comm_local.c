@@ -7,6 +7,7 @@
 #include "core/ct_meeting.h"
 #include "core/ct_reduce.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* What a rank asks for. */
@@ -43,6 +44,26 @@ is_like(const request *a, const request *b)
            a->op == b->op && a->root == b->root;
 }
 
+typedef struct description {
+    char text[96];
+} description;
+
+/* "all_reduce of 3 float32 to 0 (max, root 0)" */
+static description
+describe(const request *r)
+{
+    static const char *const ops[] = {
+        [CT_REDUCE_SUM] = "sum",
+        [CT_REDUCE_MEAN] = "mean",
+        [CT_REDUCE_MAX] = "max",
+        [CT_REDUCE_MIN] = "min",
+    };
+    description d;
+    (void)snprintf(d.text, sizeof d.text, "%s of %zu %s to %zu (%s, root %d)", r->what,
+                   r->in.n, ct_dtype_name(r->in.dtype), r->out.n, ops[r->op], r->root);
+    return d;
+}
+
 /* The same on every rank: all compare with rank 0. */
 static ct_status
 check_alike(const member *self, ct_error *err)
@@ -53,11 +74,8 @@ check_alike(const member *self, ct_error *err)
         const request *other = &g->members[rank].request;
         if (!is_like(first, other)) {
             return ct_fail(err, CT_EINVAL,
-                           "ranks must call the same: rank 0 called %s of %zu %s (op "
-                           "%d, root %d), rank %d %s of %zu %s (op %d, root %d)",
-                           first->what, first->in.n, ct_dtype_name(first->in.dtype),
-                           (int)first->op, first->root, rank, other->what, other->in.n,
-                           ct_dtype_name(other->in.dtype), (int)other->op, other->root);
+                           "all ranks must call the same: rank 0 called %s, rank %d %s",
+                           describe(first).text, rank, describe(other).text);
         }
     }
     return CT_OK;
