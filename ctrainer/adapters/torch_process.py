@@ -63,3 +63,8 @@ def be_deterministic(warn_only: bool = False) -> None:
 def initial_seed() -> int:
     """Seed of this process's generator; differs between workers of a DataLoader."""
     return torch.initial_seed() % 2**32
+
+
+def visible_gpus() -> int:
+    """How many CUDA devices torch sees."""
+    return torch.cuda.device_count()

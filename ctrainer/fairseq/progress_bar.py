@@ -42,6 +42,7 @@ __all__ = [
     "format_stat",
     "progress_bar",
     "rename_logger",
+    "training_progress_bar",
 ]
 
 
@@ -82,6 +83,37 @@ def progress_bar(
     if log_file is not None:
         _copy_lines_to(log_file)
     return bar
+
+
+def training_progress_bar(
+    config: Any,
+    iterator: Iterable[Any],
+    epoch: int,
+    prefix: str | None = None,
+    is_master: bool = True,
+) -> BaseProgressBar:
+    """The bar that fairseq's programs show for a FairseqConfig.
+
+    Lines of the format "simple" take the place of tqdm's bar with no_progress_bar. Only
+    the master has trackers; its run of Weights & Biases is called by WANDB_NAME or else
+    by the last part of save_dir.
+    """
+    common, save_dir = config.common, config.checkpoint.save_dir
+    run_name = os.environ.get("WANDB_NAME", os.path.basename(save_dir))
+    return progress_bar(
+        iterator,
+        log_format=common.log_format,
+        log_interval=common.log_interval,
+        log_file=common.log_file,
+        epoch=epoch,
+        prefix=prefix,
+        aim_repo=common.aim_repo if is_master else None,
+        tensorboard_logdir=common.tensorboard_logdir if is_master else None,
+        default_log_format="simple" if common.no_progress_bar else "tqdm",
+        wandb_project=common.wandb_project if is_master else None,
+        wandb_run_name=run_name,
+        azureml_logging=common.azureml_logging if is_master else False,
+    )
 
 
 def _bar(

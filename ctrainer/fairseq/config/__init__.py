@@ -1,0 +1,76 @@
+"""fairseq's configuration: groups of options as dataclasses, out of any source.
+
+Names, types, defaults and order are those of fairseq's last commit,
+fairseq/dataclass/configs.py; docs/fairseq_config.md lists them. torch is imported only
+to count GPUs, when a config is made.
+"""
+
+from ctrainer.fairseq.config.base import (
+    II,
+    MISSING,
+    ChoiceEnum,
+    FairseqDataclass,
+    OpenConfig,
+    opt,
+)
+from ctrainer.fairseq.config.build import as_config, checkpoint_config, to_dict
+from ctrainer.fairseq.config.command_line import (
+    add_options,
+    parse_training_args,
+    training_parser,
+)
+from ctrainer.fairseq.config.common import (
+    CommonConfig,
+    CommonEvalConfig,
+    EMAConfig,
+    EvalLMConfig,
+    FairseqBMUFConfig,
+    InteractiveConfig,
+)
+from ctrainer.fairseq.config.components import (
+    component_class,
+    component_names,
+    register_architecture,
+    register_component,
+)
+from ctrainer.fairseq.config.data import (
+    CheckpointConfig,
+    DatasetConfig,
+    OptimizationConfig,
+)
+from ctrainer.fairseq.config.distributed import DistributedTrainingConfig
+from ctrainer.fairseq.config.files import to_yaml
+from ctrainer.fairseq.config.generation import GenerationConfig
+from ctrainer.fairseq.config.root import FairseqConfig
+
+__all__ = [
+    "II",
+    "MISSING",
+    "CheckpointConfig",
+    "ChoiceEnum",
+    "CommonConfig",
+    "CommonEvalConfig",
+    "DatasetConfig",
+    "DistributedTrainingConfig",
+    "EMAConfig",
+    "EvalLMConfig",
+    "FairseqBMUFConfig",
+    "FairseqConfig",
+    "FairseqDataclass",
+    "GenerationConfig",
+    "InteractiveConfig",
+    "OpenConfig",
+    "OptimizationConfig",
+    "add_options",
+    "as_config",
+    "checkpoint_config",
+    "component_class",
+    "component_names",
+    "opt",
+    "parse_training_args",
+    "register_architecture",
+    "register_component",
+    "to_dict",
+    "to_yaml",
+    "training_parser",
+]

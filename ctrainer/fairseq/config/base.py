@@ -1,0 +1,87 @@
+"""What fairseq's config dataclasses are made of: options with help, defaults that refer
+to other options, and reading by key as well as by attribute."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import ItemsView, KeysView, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from types import SimpleNamespace
+from typing import Any, cast
+
+MISSING = "???"  # the value of an option that has to be given
+
+
+def II(reference: str) -> Any:
+    """A default that takes the value of another option, such as "common.seed"."""
+    return "${" + reference + "}"
+
+
+def opt(default: Any, text: str, **metadata: Any) -> Any:
+    """An option with its help.
+
+    `default` may be a list, which each instance copies, or a function that makes the
+    value. Metadata: argparse_alias, a second spelling; argparse_const, the value of an
+    option that is given without one.
+    """
+    details = {"help": text, **metadata}
+    if callable(default):
+        return field(default_factory=default, metadata=details)
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=details)
+    return field(default=default, metadata=details)
+
+
+def ChoiceEnum(choices: Sequence[str]) -> type[Enum]:
+    """An enumeration of strings that equal their members, for dataclasses written for
+    fairseq; ours say Literal."""
+    make: Any = StrEnum
+    return cast(type[Enum], make("Choices", {choice: choice for choice in choices}))
+
+
+class Readable:
+    """Attributes that are keys too, as in OmegaConf's DictConfig."""
+
+    def keys(self) -> KeysView[str]:
+        return vars(self).keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        return vars(self).items()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return vars(self).get(key, default)
+
+    def __contains__(self, key: str) -> bool:
+        return key in vars(self)
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self)[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self, key, value)
+
+
+class OpenConfig(Readable, SimpleNamespace):
+    """The options of a component whose dataclass is not known: any names."""
+
+
+@dataclass
+class FairseqDataclass(Readable):
+    """The base of all groups; `_name` says which component a group configures."""
+
+    _name: str | None = None
+
+    @staticmethod
+    def name() -> str | None:
+        return None
+
+    @classmethod
+    def from_namespace(cls, args: Namespace | FairseqDataclass) -> Any:
+        """An instance with what `args` has of its options; others by default."""
+        if isinstance(args, cls):
+            return args
+        names = [f.name for f in dataclasses.fields(cls) if f.name[:1] != "_"]
+        given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+        return cls(**given)

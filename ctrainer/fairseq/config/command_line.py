@@ -1,0 +1,214 @@
+"""The command line: options spelt as fairseq spells them, made of the dataclasses.
+
+Only what is given is kept, so that every default comes from the dataclasses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields
+from typing import Any, NoReturn
+
+from ctrainer.fairseq.config.base import MISSING
+from ctrainer.fairseq.config.build import as_config
+from ctrainer.fairseq.config.common import CommonConfig, EMAConfig, FairseqBMUFConfig
+from ctrainer.fairseq.config.components import (
+    complete_architecture,
+    component_class,
+    component_names,
+)
+from ctrainer.fairseq.config.data import (
+    CheckpointConfig,
+    DatasetConfig,
+    OptimizationConfig,
+)
+from ctrainer.fairseq.config.distributed import DistributedTrainingConfig
+from ctrainer.fairseq.config.flat import tree_of_flat
+from ctrainer.fairseq.config.root import COMPONENTS, FairseqConfig
+from ctrainer.fairseq.config.trees import nested_class
+from ctrainer.fairseq.config.values import (
+    choices_of,
+    convert,
+    hints,
+    is_reference,
+    without_none,
+)
+
+# What a program that trains uses unless told otherwise, as in fairseq.
+_CHOSEN = {
+    "task": "translation",
+    "criterion": "cross_entropy",
+    "lr_scheduler": "fixed",
+}
+_GROUPS = {
+    "dataset_data_loading": DatasetConfig,
+    "distributed_training": DistributedTrainingConfig,
+    "optimization": OptimizationConfig,
+    "checkpoint": CheckpointConfig,
+    "ema": EMAConfig,
+}
+
+Adder = argparse._ActionsContainer
+
+
+def add_options(parser: Adder, cls: type) -> None:
+    """Add the options of a dataclass, those of groups within it too.
+
+    "data" is positional; a truth value is a flag that turns the default round; a list
+    is written 1,2. One that the parser has already stays as it is, and one that only
+    refers to another has no spelling of its own.
+    """
+    for option in fields(cls):
+        inner = nested_class(cls, option.name)
+        if inner is not None:
+            add_options(parser, inner)
+        elif option.name != "_name" and not only_refers(option):
+            _add(parser, option, hints(cls)[option.name])
+
+
+def only_refers(option: Field[Any]) -> bool:
+    """Whether an option takes the value of another and has no help of its own."""
+    return is_reference(option.default) and "help" not in option.metadata
+
+
+def spellings(option: Field[Any]) -> list[str]:
+    """How an option is written on the command line."""
+    if option.name == "data":
+        return ["data"]
+    alias = option.metadata.get("argparse_alias")
+    return [f"--{option.name.replace('_', '-')}", *([alias] if alias else [])]
+
+
+def _add(parser: Adder, option: Field[Any], hint: Any) -> None:
+    names = spellings(option)
+    taken = parser._option_string_actions
+    if names[0] in taken:
+        return
+    names = [name for name in names if name not in taken]
+    parser.add_argument(*names, **_details(option, hint))
+
+
+def _details(option: Field[Any], hint: Any) -> dict[str, Any]:
+    """The keywords of add_argument."""
+    details: dict[str, Any] = {"default": SUPPRESS, "help": option.metadata.get("help")}
+    if without_none(hint)[0] is bool:
+        details["action"] = "store_false" if option.default is True else "store_true"
+        return details
+    if option.name != "data":
+        details["required"] = option.default == MISSING
+    details["choices"] = choices_of(hint)
+    details["type"] = _reader(option.name, hint)
+    details["metavar"] = None if details["choices"] else option.name.upper()
+    if "argparse_const" in option.metadata:
+        details.update(const=option.metadata["argparse_const"], nargs="?")
+    return details
+
+
+def _reader(name: str, hint: Any) -> Callable[[str], Any]:
+    """Reads the text of an option; its errors name it."""
+
+    def read(text: str) -> Any:
+        if choices_of(hint):
+            return text  # argparse compares, and lists the choices
+        try:
+            return convert(text, hint, name)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+class _Parser(ArgumentParser):
+    """Says which option may be meant by one that it does not know."""
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        parts = []
+        for text in unknown:
+            name = text.split("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            is_option = name[:1] == "-" and near
+            parts.append(f"{text} (did you mean {near[0]}?)" if is_option else text)
+        self.error(f"unrecognized arguments: {' '.join(parts)}")
+
+
+def training_parser(**chosen: str | None) -> _Parser:
+    """The parser of a program that trains, without the components' own options.
+
+    `chosen` replaces the components used by default: a translation task, cross_entropy
+    and a fixed schedule; None is none.
+    """
+    parser = _Parser(
+        usage="%(prog)s [options] [data]",
+        allow_abbrev=False,
+        argument_default=SUPPRESS,
+    )
+    add_options(parser, CommonConfig)
+    for component in COMPONENTS:
+        names = component_names(component)
+        is_model = component == "model"
+        parser.add_argument(
+            *(["--arch", "-a"] if is_model else [f"--{component.replace('_', '-')}"]),
+            default={**_CHOSEN, **chosen}.get(component) or SUPPRESS,
+            choices=names or None,
+            metavar="NAME",
+            help=f"Name of the {component}: {', '.join(names) or 'any'}.",
+        )
+    for title, cls in _GROUPS.items():
+        add_options(parser.add_argument_group(title), cls)
+    return parser
+
+
+def parse_training_args(
+    argv: Sequence[str] | None = None,
+    *,
+    modify_parser: Callable[[ArgumentParser], None] | None = None,
+    **chosen: str | None,
+) -> FairseqConfig:
+    """The config of a command line, by default of this process.
+
+    Read twice, as in fairseq: first for the names of the components, then with their
+    options; those of bmuf exist with --use-bmuf. `modify_parser` is called before
+    each. An error, which names the option and what may be meant, ends the program with
+    status 2, as argparse does.
+    """
+    parser = training_parser(**chosen)
+    if modify_parser is not None:
+        modify_parser(parser)
+    first, _ = parser.parse_known_args(_without_help(argv))
+    for component in COMPONENTS:
+        cls = component_class(component, _name_of(component, first))
+        if cls is not None:
+            add_options(parser.add_argument_group(component), cls)
+    if getattr(first, "use_bmuf", False):
+        add_options(parser.add_argument_group("bmuf"), FairseqBMUFConfig)
+    if modify_parser is not None:
+        modify_parser(parser)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.refuse(unknown)
+    return _config(parser, options)
+
+
+def _without_help(argv: Sequence[str] | None) -> list[str]:
+    """The arguments without those that print help: not all options are known yet."""
+    given = sys.argv[1:] if argv is None else argv
+    return [text for text in given if text not in ("-h", "--help")]
+
+
+def _name_of(component: str, options: Namespace) -> str | None:
+    return getattr(options, "arch" if component == "model" else component, None)
+
+
+def _config(parser: ArgumentParser, options: Namespace) -> FairseqConfig:
+    complete_architecture(options)
+    tree, left = tree_of_flat(vars(options))
+    if left:
+        parser.error(f"no group and no component has {', '.join(left)}")
+    try:
+        return as_config(tree)
+    except ValueError as error:
+        parser.error(str(error))

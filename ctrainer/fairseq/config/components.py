@@ -1,0 +1,73 @@
+"""Which dataclass configures the task, model, optimizer and so on of a given name."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import is_dataclass
+
+from ctrainer.fairseq.config.optimizers import OPTIMIZERS
+from ctrainer.fairseq.config.root import COMPONENTS
+from ctrainer.fairseq.config.schedules import SCHEDULES
+from ctrainer.fairseq.config.tasks import CRITERIONS, TASKS
+
+Architecture = Callable[[Namespace], None]
+
+_classes: dict[str, dict[str, type]] = {
+    **{component: {} for component in COMPONENTS},
+    "criterion": dict(CRITERIONS),
+    "lr_scheduler": dict(SCHEDULES),
+    "optimizer": dict(OPTIMIZERS),
+    "task": dict(TASKS),
+}
+_architectures: dict[str, tuple[str, Architecture]] = {}
+
+
+def register_component(component: str, name: str, dataclass: type) -> None:
+    """Let `dataclass` check and complete the options of `name`.
+
+    `component` is a group of FairseqConfig without a class of its own, such as "task".
+    Raises ValueError for another group, for a class that is no dataclass, and for a
+    name that is taken by another class.
+    """
+    if component not in _classes:
+        raise ValueError(
+            f"{component!r} is no component; expected one of {', '.join(_classes)}"
+        )
+    if not is_dataclass(dataclass):
+        raise ValueError(f"{component} {name!r}: {dataclass!r} is no dataclass")
+    if _classes[component].setdefault(name, dataclass) is not dataclass:
+        raise ValueError(f"{component} {name!r} is registered already")
+
+
+def register_architecture(arch: str, model: str, complete: Architecture) -> None:
+    """Let `arch` name the model `model` with other defaults.
+
+    `complete` is called with the flat options and sets those that are not there.
+    Raises ValueError for a name that is taken and for an unknown model.
+    """
+    if arch in _architectures or arch in _classes["model"]:
+        raise ValueError(f"architecture {arch!r} is registered already")
+    if model not in _classes["model"]:
+        raise ValueError(f"architecture {arch!r}: there is no model {model!r}")
+    _architectures[arch] = (model, complete)
+
+
+def component_class(component: str, name: str | None) -> type | None:
+    """The dataclass of that name, or None where none is known."""
+    if component == "model" and name in _architectures:
+        name = _architectures[name][0]
+    return _classes[component].get(name or "")
+
+
+def component_names(component: str) -> list[str]:
+    """The names that are known, sorted; of models the architectures too."""
+    extra = _architectures if component == "model" else {}
+    return sorted({*_classes[component], *extra})
+
+
+def complete_architecture(options: Namespace) -> None:
+    """Give `options` the defaults of the architecture in options.arch."""
+    arch = getattr(options, "arch", None)
+    if arch in _architectures:
+        _architectures[arch][1](options)

@@ -1,0 +1,111 @@
+"""Writes docs/fairseq_config.md from the dataclasses and the table of the code.
+
+python docs/make_fairseq_config.py            rewrites the page
+python docs/make_fairseq_config.py --check    exits 1 when it is not current
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+
+from ctrainer.fairseq.config.command_line import only_refers, spellings
+from ctrainer.fairseq.config.components import component_class, component_names
+from ctrainer.fairseq.config.root import COMPONENTS
+from ctrainer.fairseq.config.status import status_of
+from ctrainer.fairseq.config.trees import groups
+from ctrainer.fairseq.config.values import describe, hints
+
+PAGE = Path(__file__).with_name("fairseq_config.md")
+
+HEAD = """\
+# fairseq's configuration
+
+Made by `python docs/make_fairseq_config.py` from the code; change the code, not this
+page.
+
+`ctrainer.fairseq.config` has fairseq's groups with its names, types, defaults and
+order. `as_config` makes a `FairseqConfig` of a dataclass, OmegaConf's DictConfig, a
+dict, a YAML file, an `argparse.Namespace` or nothing; `parse_training_args` of a
+command line; `checkpoint_config` of a checkpoint. Each is complete, with references
+such as `${dataset.max_tokens}` resolved. A value of the wrong type is an error that
+names the option, an unknown option one that names the near ones. `to_dict` and
+`to_yaml` give what `as_config` takes back.
+
+```python
+from ctrainer.fairseq.config import as_config
+
+cfg = as_config("lm.yaml", overrides=["optimization.lr=[0.0005]", "optimizer=adam"])
+```
+
+Text counts as what it says where that is asked for (`lr: 1e-3`, `"1,2"` for a list). A
+`data` is positional on the command line; a flag turns its default round. Where
+fairseq's parser makes `--bf16` imply `--tpu`, ours does not.
+
+The groups `model`, `task`, `criterion`, `optimizer`, `lr_scheduler`, `scoring`, `bpe`
+and `tokenizer` are of components. `_name` chooses one, and `register_component` says
+which dataclass checks its options; without one, any options are taken.
+
+*Honoured* is what this package acts on; *refused* raises ValueError with what to do
+instead; *read* is checked and kept for whoever asks for it.
+"""
+
+
+def default_of(option: Field, name: str) -> str:
+    if option.default_factory is MISSING:
+        return f"`{option.default!r}`"
+    if option.default_factory in (dict, list) or name.startswith("optimization."):
+        return f"`{option.default_factory()!r}`"
+    return {"device_id": "`LOCAL_RANK`, or 0"}.get(option.name, "visible GPUs, or 1")
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def rows(group: str, cls: type) -> Iterator[str]:
+    for option in fields(cls):
+        if option.name == "_name":
+            continue
+        name = f"{group}.{option.name}"
+        spelt = [] if only_refers(option) else spellings(option)
+        kind = describe(hints(cls)[option.name])
+        parts = [
+            f"`{option.name}`",
+            ", ".join(f"`{text}`" for text in spelt),
+            cell(kind),
+            default_of(option, name),
+            cell(option.metadata.get("help", "")),
+            status_of(name),
+        ]
+        yield f"| {' | '.join(parts)} |"
+
+
+def table(group: str, cls: type) -> str:
+    columns = ["option", "command line", "type", "default", "meaning", "status"]
+    head = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    lines = [*head, *rows(group, cls)]
+    return "\n".join(lines) if len(lines) > len(head) else "No options."
+
+
+def page() -> str:
+    parts = [HEAD]
+    for group, cls in groups().items():
+        parts.append(f"## {group}\n\n{table(group, cls)}")
+    for component in COMPONENTS:
+        for name in component_names(component):
+            cls = component_class(component, name)
+            title = f"## {component}: {name}"
+            parts.append(f"{title}\n\n{table(f'{component}.{name}', cls)}")
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def main() -> int:
+    if "--check" in sys.argv[1:]:
+        return int(not PAGE.exists() or PAGE.read_text() != page())
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
