@@ -42,6 +42,7 @@ RECIPES = {
     "rmsprop_bnb": Recipe("RMSprop"),
     "rmsprop_bnb_32bit": Recipe("RMSprop"),
     "schedule_free_adamw": Recipe("AdamWScheduleFree", (*_ADAM, "warmup_steps")),
+    "schedule_free_radam": Recipe("RAdamScheduleFree", _ADAM),
     "schedule_free_sgd": Recipe("SGDScheduleFree", ("warmup_steps",)),
     "sgd": Recipe("SGD"),
 }
@@ -75,7 +76,6 @@ PACKAGES = {
     "paged_ademamix_8bit": "bitsandbytes",
     "paged_lion_8bit": "bitsandbytes",
     "rmsprop_bnb_8bit": "bitsandbytes",
-    "schedule_free_radam": "schedulefree",
     "stable_adamw": "torch-optimi",
 }
 

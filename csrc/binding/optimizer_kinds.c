@@ -179,13 +179,12 @@ static const optim_value lion_values[] = {
 /* ---- schedule-free ----------------------------------------------------------------
  */
 
-/* What both forms have. */
+/* What every form has. */
 #define SCHEDULE_FREE_FIELDS                                                           \
     FIELD(lr, schedule_free.lr, OPTIM_NUMBER),                                         \
         FIELD(weight_decay, schedule_free.weight_decay, OPTIM_NUMBER),                 \
         FIELD(r, schedule_free.r, OPTIM_NUMBER),                                       \
         FIELD(weight_lr_power, schedule_free.weight_lr_power, OPTIM_NUMBER),           \
-        FIELD(warmup_steps, schedule_free.warmup_steps, OPTIM_NUMBER),                 \
         FIELD(train_mode, schedule_free.train_mode, OPTIM_FLAG),                       \
         LIVE(k, schedule_free.k, OPTIM_COUNT),                                         \
         LIVE(weight_sum, schedule_free.weight_sum, OPTIM_NUMBER),                      \
@@ -194,6 +193,13 @@ static const optim_value lion_values[] = {
 
 static const optim_field schedule_free_adamw_fields[] = {
     SCHEDULE_FREE_FIELDS,
+    FIELD(warmup_steps, schedule_free.warmup_steps, OPTIM_NUMBER),
+    FIELD(betas, schedule_free.beta1, OPTIM_PAIR),
+    FIELD(eps, schedule_free.eps, OPTIM_NUMBER),
+};
+static const optim_field schedule_free_radam_fields[] = {
+    SCHEDULE_FREE_FIELDS,
+    FIELD(silent_sgd_phase, schedule_free.silent_sgd_phase, OPTIM_FLAG),
     FIELD(betas, schedule_free.beta1, OPTIM_PAIR),
     FIELD(eps, schedule_free.eps, OPTIM_NUMBER),
 };
@@ -204,6 +210,7 @@ static const optim_value schedule_free_adamw_values[] = {
 
 static const optim_field schedule_free_sgd_fields[] = {
     SCHEDULE_FREE_FIELDS,
+    FIELD(warmup_steps, schedule_free.warmup_steps, OPTIM_NUMBER),
     FIELD(momentum, schedule_free.beta1, OPTIM_NUMBER),
 };
 static const optim_value schedule_free_sgd_values[] = {
@@ -223,6 +230,7 @@ const optim_spec optim_specs[CT_OPTIM_KIND_COUNT] = {
     [CT_OPTIM_RADAM] = SPEC(radam, adam),
     [CT_OPTIM_RMSPROP] = SPEC(rmsprop, rmsprop),
     [CT_OPTIM_SCHEDULE_FREE_ADAMW] = SPEC(schedule_free_adamw, schedule_free_adamw),
+    [CT_OPTIM_SCHEDULE_FREE_RADAM] = SPEC(schedule_free_radam, schedule_free_adamw),
     [CT_OPTIM_SCHEDULE_FREE_SGD] = SPEC(schedule_free_sgd, schedule_free_sgd),
     [CT_OPTIM_SGD] = SPEC(sgd, sgd),
 };

@@ -52,16 +52,15 @@ ct_fairseq_adam_coef_init(ct_adamw_coef *coef, const ct_adamw_config *config,
     return status;
 }
 
-/* By how much the variance of the adaptive rate is rectified; 0 where it cannot be. */
-static double
-rectification(double beta2, uint64_t step)
+double
+ct_radam_rectification(double beta2, uint64_t step, double tractable)
 {
     const double most = 2.0 / (1.0 - beta2) - 1.0; /* of the length of the average */
     const double length = most - 2.0 * (double)step * pow(beta2, (double)step) /
                                      ct_hyper_bias(beta2, step);
-    return length > 5.0 ? sqrt((length - 4.0) * (length - 2.0) * most /
-                               ((most - 4.0) * (most - 2.0) * length))
-                        : 0.0;
+    return length > tractable ? sqrt((length - 4.0) * (length - 2.0) * most /
+                                     ((most - 4.0) * (most - 2.0) * length))
+                              : 0.0;
 }
 
 ct_status
@@ -72,7 +71,7 @@ ct_radam_coef_init(ct_adamw_coef *coef, const ct_adamw_config *config, uint64_t 
     if (status != CT_OK) {
         return status;
     }
-    const double rectified = rectification(config->beta2, step);
+    const double rectified = ct_radam_rectification(config->beta2, step, 5.0);
     if (rectified != 0.0) {
         coef->step_size *= rectified * sqrt(ct_hyper_bias(config->beta2, step));
         coef->inv_bias2 = 1.0;

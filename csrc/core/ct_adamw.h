@@ -36,6 +36,11 @@ CT_NODISCARD ct_status ct_fairseq_adam_coef_init(ct_adamw_coef *coef,
                                                  uint64_t step, double grad_scale,
                                                  ct_error *err);
 
+/* By how much RAdam takes back the variance of its adaptive rate at step number `step`:
+ * a factor of the rate, or 0 where the averages are not longer than `tractable`, so
+ * that the rate is better not adapted. */
+double ct_radam_rectification(double beta2, uint64_t step, double tractable);
+
 /* The same for RAdam. Source: Liu et al., "On the Variance of the Adaptive Learning
  * Rate and Beyond", 2020, algorithm 2, in the form of torch.optim.RAdam. */
 CT_NODISCARD ct_status ct_radam_coef_init(ct_adamw_coef *coef,

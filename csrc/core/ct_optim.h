@@ -37,6 +37,7 @@ typedef enum ct_optim_kind {
     CT_OPTIM_RADAM,
     CT_OPTIM_RMSPROP,
     CT_OPTIM_SCHEDULE_FREE_ADAMW,
+    CT_OPTIM_SCHEDULE_FREE_RADAM,
     CT_OPTIM_SCHEDULE_FREE_SGD,
     CT_OPTIM_KIND_COUNT
 } ct_optim_kind;
@@ -55,7 +56,7 @@ typedef struct ct_optim_group {
         ct_lion_config lion;
         ct_nag_config nag;
         ct_rmsprop_config rmsprop;
-        ct_schedule_free_config schedule_free; /* of both */
+        ct_schedule_free_config schedule_free; /* of all three */
         ct_sgd_config sgd;
     };
     double max_norm; /* as in ct_grad_group */

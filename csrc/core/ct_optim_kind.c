@@ -210,10 +210,25 @@ schedule_free_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_
                                       grad_scale, err);
 }
 
+static ct_status
+schedule_free_radam_coef_init(ct_rule_coef *coef, const ct_optim_group *group,
+                              uint64_t key, double grad_scale, ct_error *err)
+{
+    (void)key;
+    return ct_schedule_free_radam_coef_init(&coef->schedule_free_adamw,
+                                            &group->schedule_free, grad_scale, err);
+}
+
 static void
 schedule_free_advance(ct_optim_group *group)
 {
     ct_schedule_free_advance(&group->schedule_free);
+}
+
+static void
+schedule_free_radam_advance(ct_optim_group *group)
+{
+    ct_schedule_free_radam_advance(&group->schedule_free);
 }
 
 /* In the order of ct_optim_ops. */
@@ -236,6 +251,9 @@ const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT] = {
     [CT_OPTIM_SCHEDULE_FREE_ADAMW] =
         OPS("schedule_free_adamw", schedule_free_adamw, schedule_free_adamw, none,
             schedule_free, schedule_free_advance),
+    [CT_OPTIM_SCHEDULE_FREE_RADAM] =
+        OPS("schedule_free_radam", schedule_free_adamw, schedule_free_adamw, none,
+            schedule_free_radam, schedule_free_radam_advance),
     [CT_OPTIM_SCHEDULE_FREE_SGD] =
         OPS("schedule_free_sgd", schedule_free_sgd, schedule_free_sgd, none,
             schedule_free, schedule_free_advance),

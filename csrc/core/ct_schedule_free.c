@@ -1,5 +1,6 @@
 #include "core/ct_schedule_free.h"
 
+#include "core/ct_adamw.h"
 #include "core/ct_hyper.h"
 
 static ct_status
@@ -32,17 +33,45 @@ last_weight(const ct_schedule_free_config *config)
            pow(config->lr_max, config->weight_lr_power);
 }
 
-/* What the next update leaves in the config. */
+/* What the next update leaves in the config, its rate being `factor` times lr. */
 static ct_schedule_free_config
-following(const ct_schedule_free_config *config)
+following(const ct_schedule_free_config *config, double factor)
 {
     ct_schedule_free_config next = *config;
-    const double done = (double)config->k, warmup = config->warmup_steps;
     next.k = config->k + 1;
-    next.scheduled_lr = config->lr * (done < warmup ? (done + 1.0) / warmup : 1.0);
+    next.scheduled_lr = config->lr * factor;
     next.lr_max = fmax(next.scheduled_lr, config->lr_max);
     next.weight_sum += last_weight(&next);
     return next;
+}
+
+static ct_schedule_free_coef
+coef_of(const ct_schedule_free_config *next, double grad_scale)
+{
+    const double ckp1 =
+        next->weight_sum == 0.0 ? 0.0 : last_weight(next) / next->weight_sum;
+    return (ct_schedule_free_coef){
+        .grad_scale = grad_scale,
+        .lr = next->scheduled_lr,
+        .weight_decay = next->weight_decay,
+        .lerp = ct_average_weight(1.0 - ckp1),
+        .from_z = ct_average_from_new(1.0 - ckp1),
+        .grad_step = next->scheduled_lr * (next->beta1 * (1.0 - ckp1) - 1.0),
+        .beta2 = next->beta2,
+        .one_minus_beta2 = 1.0 - next->beta2,
+        .inv_bias2 = 1.0 / sqrt(ct_hyper_bias(next->beta2, next->k)),
+        .eps = next->eps,
+    };
+}
+
+/* ---- AdamW and SGD: a warm-up ------------------------------------------------------
+ */
+
+static double
+warmup(const ct_schedule_free_config *config)
+{
+    const double done = (double)config->k;
+    return done < config->warmup_steps ? (done + 1.0) / config->warmup_steps : 1.0;
 }
 
 ct_status
@@ -51,29 +80,55 @@ ct_schedule_free_coef_init(ct_schedule_free_coef *coef,
                            ct_error *err)
 {
     ct_status status = config_check(config, err);
-    if (status != CT_OK) {
-        return status;
+    if (status == CT_OK) {
+        const ct_schedule_free_config next = following(config, warmup(config));
+        *coef = coef_of(&next, grad_scale);
     }
-    const ct_schedule_free_config next = following(config);
-    const double ckp1 =
-        next.weight_sum == 0.0 ? 0.0 : last_weight(&next) / next.weight_sum;
-    *coef = (ct_schedule_free_coef){
-        .grad_scale = grad_scale,
-        .lr = next.scheduled_lr,
-        .weight_decay = config->weight_decay,
-        .lerp = ct_average_weight(1.0 - ckp1),
-        .from_z = ct_average_from_new(1.0 - ckp1),
-        .grad_step = next.scheduled_lr * (config->beta1 * (1.0 - ckp1) - 1.0),
-        .beta2 = config->beta2,
-        .one_minus_beta2 = 1.0 - config->beta2,
-        .inv_bias2 = 1.0 / sqrt(ct_hyper_bias(config->beta2, next.k)),
-        .eps = config->eps,
-    };
-    return CT_OK;
+    return status;
 }
 
 void
 ct_schedule_free_advance(ct_schedule_free_config *config)
 {
-    *config = following(config);
+    *config = following(config, warmup(config));
+}
+
+/* ---- RAdam: a rectified rate -------------------------------------------------------
+ */
+
+static double
+rectification(const ct_schedule_free_config *config)
+{
+    return ct_radam_rectification(config->beta2, config->k + 1, 4.0);
+}
+
+static double
+rectified(const ct_schedule_free_config *config)
+{
+    const double factor = rectification(config);
+    return factor != 0.0 ? factor : config->silent_sgd_phase ? 0.0 : 1.0;
+}
+
+ct_status
+ct_schedule_free_radam_coef_init(ct_schedule_free_coef *coef,
+                                 const ct_schedule_free_config *config,
+                                 double grad_scale, ct_error *err)
+{
+    ct_status status = config_check(config, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    const ct_schedule_free_config next = following(config, rectified(config));
+    *coef = coef_of(&next, grad_scale);
+    if (rectification(config) == 0.0) { /* the denominator becomes 1: SGD */
+        coef->inv_bias2 = 0.0;
+        coef->eps = 1.0;
+    }
+    return CT_OK;
+}
+
+void
+ct_schedule_free_radam_advance(ct_schedule_free_config *config)
+{
+    *config = following(config, rectified(config));
 }

@@ -20,6 +20,7 @@ typedef struct ct_schedule_free_config {
     double r;               /* the average weights update k with k^r ... */
     double weight_lr_power; /* ... times the largest rate so far to this power */
     double warmup_steps;    /* >= 0: the rate grows linearly over so many updates */
+    bool silent_sgd_phase;  /* of RAdam: no movement where the rate is not adapted */
     bool train_mode;        /* the parameters hold y: an update needs it */
     /* What the updates so far have made; all 0 before the first. */
     uint64_t k;          /* their number */
@@ -36,8 +37,14 @@ CT_NODISCARD ct_status ct_schedule_free_coef_init(ct_schedule_free_coef *coef,
                                                   const ct_schedule_free_config *config,
                                                   double grad_scale, ct_error *err);
 
-/* Notes that an update has been done. */
+/* The same for RAdam, whose rate is rectified and has no warm-up. */
+CT_NODISCARD ct_status ct_schedule_free_radam_coef_init(
+    ct_schedule_free_coef *coef, const ct_schedule_free_config *config,
+    double grad_scale, ct_error *err);
+
+/* Note that an update has been done. */
 void ct_schedule_free_advance(ct_schedule_free_config *config);
+void ct_schedule_free_radam_advance(ct_schedule_free_config *config);
 
 #ifdef __cplusplus
 }

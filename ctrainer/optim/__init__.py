@@ -10,7 +10,11 @@ from ctrainer.optim._adaptive import Adadelta, Adagrad, RMSprop
 from ctrainer.optim._fairseq import FairseqAdam, FairseqAdamax, FairseqNAG
 from ctrainer.optim._lion import Lion
 from ctrainer.optim._precision import Precision
-from ctrainer.optim._schedule_free import AdamWScheduleFree, SGDScheduleFree
+from ctrainer.optim._schedule_free import (
+    AdamWScheduleFree,
+    RAdamScheduleFree,
+    SGDScheduleFree,
+)
 from ctrainer.optim._sgd import SGD
 from ctrainer.schedules import LRScheduler, get_scheduler
 
@@ -29,6 +33,7 @@ __all__ = [
     "Lion",
     "Precision",
     "RAdam",
+    "RAdamScheduleFree",
     "RMSprop",
     "SGDScheduleFree",
     "get_scheduler",

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW and SGD."""
+"""Schedule-free AdamW, RAdam and SGD."""
 
 from __future__ import annotations
 
@@ -110,6 +110,49 @@ class AdamWScheduleFree(_ScheduleFree):
             "weight_lr_power": weight_lr_power,
             "weight_decay": weight_decay,
             "foreach": foreach,
+        }
+        super().__init__(params, defaults, **precision)
+
+    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {"z": param.detach().clone(), "exp_avg_sq": zeros(param)}
+
+
+class RAdamScheduleFree(_ScheduleFree):
+    """Schedule-free RAdam, as the package schedulefree has it: the rate is rectified,
+    which takes the place of a warm-up.
+
+    silent_sgd_phase: do not move in the first updates, 3 or 4 with usual betas, where
+        the second moment is too young to adapt the rate by; else they are SGD's.
+    The other arguments, and train() and eval(), are those of AdamWScheduleFree.
+
+    Source: Defazio et al., "The Road Less Scheduled", 2024; Liu et al., "On the
+    Variance of the Adaptive Learning Rate and Beyond", 2020; the package schedulefree.
+    """
+
+    _kind = "schedule_free_radam"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 0.0025,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        foreach: bool | None = True,
+        silent_sgd_phase: bool = True,
+        **precision: Unpack[Precision],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "r": r,
+            "weight_lr_power": weight_lr_power,
+            "weight_decay": weight_decay,
+            "foreach": foreach,
+            "silent_sgd_phase": silent_sgd_phase,
         }
         super().__init__(params, defaults, **precision)
 

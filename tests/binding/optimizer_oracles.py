@@ -155,12 +155,14 @@ class AdamWScheduleFree(Oracle):
 
     def prepare(self, group: State) -> None:
         group["k"] += 1
-        warm = min(1.0, group["k"] / max(1, group["warmup_steps"]))
-        self.rate = group["lr"] * warm
+        self.rate = group["lr"] * self.factor(group)
         group["lr_max"] = max(group["lr_max"], self.rate)
         weight = group["k"] ** group["r"] * group["lr_max"] ** group["weight_lr_power"]
         group["weight_sum"] += weight
         self.share = weight / group["weight_sum"] if group["weight_sum"] else 0.0
+
+    def factor(self, group: State) -> float:
+        return float(min(1.0, group["k"] / max(1, group["warmup_steps"])))
 
     def normalised(self, g: torch.Tensor, s: State, group: State) -> torch.Tensor:
         v = s.setdefault("exp_avg_sq", torch.zeros_like(g))
@@ -190,6 +192,28 @@ class AdamWScheduleFree(Oracle):
     def eval(self) -> None:
         for p, s in self.state.items():
             p.copy_(s["x"])
+
+
+class RAdamScheduleFree(AdamWScheduleFree):
+    """The same with RAdam's rectified rate (Liu et al., 2020, algorithm 2)."""
+
+    options: ClassVar[State] = {**AdamWScheduleFree.options, "silent_sgd_phase": True}
+
+    def rectification(self, group: State) -> float:
+        k, b2 = group["k"], group["betas"][1]
+        most = 2 / (1 - b2) - 1
+        length = most - 2 * k * b2**k / (1 - b2**k)
+        if length <= 4:
+            return 0.0
+        square = (length - 4) * (length - 2) * most
+        return float((square / ((most - 4) * (most - 2) * length)) ** 0.5)
+
+    def factor(self, group: State) -> float:
+        return self.rectification(group) or float(not group["silent_sgd_phase"])
+
+    def normalised(self, g: torch.Tensor, s: State, group: State) -> torch.Tensor:
+        scaled = super().normalised(g, s, group)
+        return scaled if self.rectification(group) else g
 
 
 class SGDScheduleFree(AdamWScheduleFree):

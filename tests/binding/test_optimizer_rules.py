@@ -53,6 +53,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("AdamWScheduleFree", {"lr": 0.01}),
     ("AdamWScheduleFree", {"betas": (0.5, 0.9), "weight_decay": 0.1, "eps": 1e-4}),
     ("AdamWScheduleFree", {"lr": 0.01, "warmup_steps": 7, "r": 0.5}),
+    ("RAdamScheduleFree", {"lr": 0.01, "betas": (0.9, 0.95)}),
+    ("RAdamScheduleFree", {"weight_decay": 0.1, "r": 0.5, "silent_sgd_phase": False}),
     ("SGDScheduleFree", {"lr": 0.1, "weight_decay": 0.1}),
     ("SGDScheduleFree", {"lr": 0.1, "warmup_steps": 5, "weight_lr_power": 0.0}),
 ]
