@@ -9,17 +9,50 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctrainer.fairseq.aliases import install_fairseq_aliases
+    from ctrainer.fairseq.data_utils import batch_by_size
+    from ctrainer.fairseq.indexed_dataset import (
+        MMapIndexedDataset,
+        MMapIndexedDatasetBuilder,
+    )
+    from ctrainer.fairseq.iterators import (
+        CountingIterator,
+        EpochBatchIterator,
+        GroupedIterator,
+    )
     from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
     from ctrainer.fairseq.progress_bar import build_progress_bar
 
 _HOMES = {
+    "CountingIterator": "iterators",
+    "EpochBatchIterator": "iterators",
+    "GroupedIterator": "iterators",
+    "MMapIndexedDataset": "indexed_dataset",
+    "MMapIndexedDatasetBuilder": "indexed_dataset",
+    "batch_by_size": "data_utils",
     "build_lr_scheduler": "lr_scheduler",
     "build_progress_bar": "progress_bar",
     "install_fairseq_aliases": "aliases",
 }
-_MODULES = {"aliases", "lr_scheduler", "meters", "metrics", "progress_bar", "trackers"}
+_MODULES = {
+    "aliases",
+    "data_utils",
+    "fairseq_dataset",
+    "indexed_dataset",
+    "iterators",
+    "lr_scheduler",
+    "meters",
+    "metrics",
+    "progress_bar",
+    "trackers",
+}
 
 __all__ = [
+    "CountingIterator",
+    "EpochBatchIterator",
+    "GroupedIterator",
+    "MMapIndexedDataset",
+    "MMapIndexedDatasetBuilder",
+    "batch_by_size",
     "build_lr_scheduler",
     "build_progress_bar",
     "install_fairseq_aliases",

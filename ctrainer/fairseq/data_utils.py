@@ -1,0 +1,261 @@
+"""Batching, filtering and collation, by the names of fairseq's data/data_utils.py."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from ctrainer import _C
+
+logger = logging.getLogger(__name__)
+
+
+def infer_language_pair(path: str) -> Sequence[str | None]:
+    """["src", "dst"] of the first file SPLIT.SRC-DST... in a folder, else Nones."""
+    for name in os.listdir(path):
+        parts = name.split(".")
+        if len(parts) >= 3 and len(parts[1].split("-")) == 2:
+            return parts[1].split("-")
+    return [None, None]
+
+
+@contextlib.contextmanager
+def numpy_seed(seed: int | None, *addl_seeds: int) -> Iterator[None]:
+    """Seeds NumPy's global generator for the body and then restores its state.
+
+    Further seeds are hashed together with the first. None does nothing.
+    """
+    if seed is None:
+        yield
+        return
+    if addl_seeds:
+        seed = int(hash((seed, *addl_seeds)) % 1e6)
+    state = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
+
+
+# ---- batches -------------------------------------------------------------------------
+
+
+def _int64(values: Any) -> Any:
+    if not isinstance(values, np.ndarray):
+        values = np.fromiter(values, np.int64)
+    if values.dtype.kind not in "iu":
+        raise TypeError(f"expected integers, got an array of {values.dtype}")
+    return np.ascontiguousarray(values, np.int64)
+
+
+def batch_by_size(
+    indices: Any,
+    num_tokens_fn: Callable[[int], int] | None,
+    num_tokens_vec: Any = None,
+    max_tokens: float | None = None,
+    max_sentences: int | None = None,
+    required_batch_size_multiple: int = 1,
+    fixed_shapes: Any = None,
+) -> list[Any]:
+    """Cuts ordered indices into batches, padded to their longest sample, within limits.
+
+    indices: (n,) integers. num_tokens_vec: their lengths, (n,), or else num_tokens_fn
+    gives each. max_tokens: samples times the longest, at most; max_sentences: samples,
+    at most; None is no limit. A batch of more than required_batch_size_multiple samples
+    has a multiple of it, and a last batch that has not, because there are no more, is
+    left out and warned of. fixed_shapes: (m, 2) of samples and tokens, of which a batch
+    has to fit one; max_sentences and the multiple then do not count.
+
+    Returns views of the indices, int64. Raises ValueError for a sample that is too
+    long.
+
+    Source: fairseq, data/data_utils.py and data_utils_fast.pyx. With fixed_shapes
+    fairseq forgets the length of a batch's first sample, and lets a sample through that
+    fits no shape; neither is so here.
+    """
+    indices = _int64(indices)
+    tokens = num_tokens_fn if num_tokens_vec is None else _int64(num_tokens_vec)
+    if fixed_shapes is not None:
+        shapes = np.ascontiguousarray(fixed_shapes, np.int64)
+        return _C.batch_fixed_shapes(indices, tokens, shapes)
+    most = -1 if max_tokens is None else int(max_tokens)
+    sentences = -1 if max_sentences is None else max_sentences
+    multiple = required_batch_size_multiple
+    batches = _C.batch_by_size(indices, tokens, most, sentences, multiple)
+    if batches and len(batches[-1]) % multiple != 0:
+        logger.warning(
+            "the last %d of %d samples are left out: they make no batch of a multiple "
+            "of required_batch_size_multiple=%d",
+            len(batches[-1]),
+            len(indices),
+            multiple,
+        )
+        batches.pop()
+    return batches
+
+
+def batch_by_size_vec(
+    indices: Any,
+    num_tokens_vec: Any,
+    max_tokens: int,
+    max_sentences: int,
+    bsz_mult: int,
+) -> list[Any]:
+    """fairseq.data.data_utils_fast's: limits of 0 or less are none, the last batch
+    stays as it is."""
+    return _C.batch_by_size(
+        _int64(indices), _int64(num_tokens_vec), max_tokens, max_sentences, bsz_mult
+    )
+
+
+def batch_by_size_fn(
+    indices: Any,
+    num_tokens_fn: Callable[[int], int],
+    max_tokens: int,
+    max_sentences: int,
+    bsz_mult: int,
+) -> list[Any]:
+    """As batch_by_size_vec(), with a function that gives an index's length."""
+    return _C.batch_by_size(
+        _int64(indices), num_tokens_fn, max_tokens, max_sentences, bsz_mult
+    )
+
+
+# ---- filters -------------------------------------------------------------------------
+
+
+def collect_filtered(
+    function: Callable[[Any], bool], iterable: Iterable[Any], filtered: list[Any]
+) -> Iterator[Any]:
+    """filter() that appends what it leaves out to `filtered`."""
+    for item in iterable:
+        if function(item):
+            yield item
+        else:
+            filtered.append(item)
+
+
+def _within(size: Any, limit: Any) -> bool:
+    """Whether a size is within a limit: a number, or one for each of the size's, None
+    being no limit."""
+    if not isinstance(limit, Iterable):
+        return bool(size <= limit)
+    sizes = size if isinstance(size, Iterable) else repeat(size)
+    pairs = zip(sizes, limit, strict=False)
+    return all(a is None or b is None or a <= b for a, b in pairs)
+
+
+def _fits(size: Any, limit: Any) -> bool:
+    if not isinstance(limit, dict):
+        return _within(size, limit)
+    if not isinstance(size, dict):
+        kind = type(size).__name__
+        raise TypeError(f"max_positions is a dict, but a sample's size is a {kind}")
+    return all(_within(size[key], limit[key]) for key in limit.keys() & size.keys())
+
+
+def split_by_size(dataset: Any, indices: Any, limit: Any) -> tuple[Any, list[int]]:
+    """The indices of samples within the limit, and the list of the others: by the array
+    dataset.sizes where it and a single limit allow, else by dataset.size(index)."""
+    sizes = getattr(dataset, "sizes", None)
+    if isinstance(sizes, list) and len(sizes) == 1:
+        sizes = sizes[0]
+    if isinstance(limit, int | float) and isinstance(sizes, np.ndarray):
+        fits = sizes[indices] <= limit
+        return indices[fits], indices[~fits].tolist()
+    ignored: list[int] = []
+    plain = np.asarray(indices).tolist()
+    kept = collect_filtered(lambda i: _fits(dataset.size(i), limit), plain, ignored)
+    return np.fromiter(kept, np.int64), ignored
+
+
+def filter_by_size(
+    indices: Any, dataset: Any, max_positions: Any, raise_exception: bool = False
+) -> Any:
+    """Deprecated: dataset.filter_indices_by_size() does this.
+
+    Returns the indices within max_positions; warns of the others, or raises for them.
+    """
+    warnings.warn(
+        "data_utils.filter_by_size is deprecated. "
+        "Use `FairseqDataset::filter_indices_by_size` instead.",
+        stacklevel=2,
+    )
+    indices, ignored = split_by_size(dataset, indices, max_positions)
+    report_ignored(dataset, ignored, max_positions, raise_exception)
+    return indices
+
+
+def report_ignored(
+    dataset: Any, ignored: list[int], max_positions: Any, raise_exception: bool
+) -> None:
+    """Warns of the samples that are too large, or raises for the first of them."""
+    if ignored and raise_exception:
+        raise Exception(
+            f"Size of sample #{ignored[0]} is invalid (={dataset.size(ignored[0])}) "
+            f"since max_positions={max_positions}, skip this example with "
+            "--skip-invalid-size-inputs-valid-test"
+        )
+    if ignored:
+        logger.warning(
+            f"{len(ignored):,} samples have invalid sizes and will be skipped, "
+            f"max_positions={max_positions}, first few sample ids={ignored[:10]}"
+        )
+
+
+def filter_paired_dataset_indices_by_size(
+    src_sizes: Any, tgt_sizes: Any, indices: Any, max_sizes: Any
+) -> tuple[Any, list[int]]:
+    """The indices whose source and target are within max_sizes, and the list of the
+    others. max_sizes: None, a number for both, or a pair; tgt_sizes: an array or
+    None."""
+    if max_sizes is None:
+        return indices, []
+    pair = (max_sizes, max_sizes) if isinstance(max_sizes, int | float) else max_sizes
+    most_src, most_tgt = pair
+    fits = src_sizes[indices] <= most_src
+    if tgt_sizes is not None:
+        fits &= tgt_sizes[indices] <= most_tgt
+    return indices[fits], indices[~fits].tolist()
+
+
+# ---- collation -----------------------------------------------------------------------
+
+
+def collate_tokens(
+    values: Sequence[Any],
+    pad_idx: int,
+    eos_idx: int | None = None,
+    left_pad: bool = False,
+    move_eos_to_beginning: bool = False,
+    pad_to_length: int | None = None,
+    pad_to_multiple: int = 1,
+    pad_to_bsz: int | None = None,
+) -> Any:
+    """Puts 1-d tensors into the rows of one 2-d tensor, the rest being pad_idx.
+
+    The width is the longest's, at least pad_to_length, rounded up to pad_to_multiple;
+    the height len(values), at least pad_to_bsz. left_pad: padding comes first.
+    move_eos_to_beginning: each row is rotated by one, its first element eos_idx or, for
+    None, the last of its values.
+    """
+    width = max([len(v) for v in values] + [pad_to_length or 0])
+    width = -(-width // pad_to_multiple) * pad_to_multiple
+    rows = max(len(values), pad_to_bsz or 0)
+    out = values[0].new_full((rows, width), pad_idx)
+    for row, value in zip(out, values, strict=False):
+        place = row[width - len(value) :] if left_pad else row[: len(value)]
+        if move_eos_to_beginning:
+            place[0] = value[-1] if eos_idx is None else eos_idx
+            place[1:] = value[:-1]
+        else:
+            place.copy_(value)
+    return out
