@@ -29,16 +29,18 @@
 #undef CT_STORE
 #undef CT_STORE_F64
 
+#ifndef CT_NO_F16
 #define CT_TYPE f16
 #define CT_LOAD(x) ct_f32_from_f16(x)
 #define CT_STORE(x) ct_f16_from_f32(x)
 #define CT_STORE_F64(x) ct_f16_from_f64(x)
 #include CT_BODY
 #undef CT_TYPE
-#undef ct_elem
 #undef CT_LOAD
 #undef CT_STORE
 #undef CT_STORE_F64
+#endif
+#undef ct_elem
 #endif
 #undef ct_real
 #undef CT_REAL

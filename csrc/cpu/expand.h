@@ -2,7 +2,8 @@
  *
  * C has no templates; this file and each_dtype.h are ours. Include it with CT_BODY set
  * to a header that defines static functions named CT_NAME(function): it gets _f32_base,
- * _bf16_v4 and so on (with CT_ONLY_F32_F64 no 16-bit types), and in the body
+ * _bf16_v4 and so on (with CT_ONLY_F32_F64 no 16-bit types, with CT_NO_F16 no float16),
+ * and in the body
  *
  *     ct_elem              what lies in memory
  *     ct_real              what is computed with: double for F64, else float

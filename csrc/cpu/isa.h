@@ -24,31 +24,27 @@ CT_NODISCARD ct_status ct_check_float(const char *kernel, size_t span, ct_dtype 
                                       ct_error *err);
 
 /* The initialiser of a table [instruction set][float dtype] of a function that
- * expand.h has compiled. */
+ * expand.h has compiled: for all dtypes, for those but float16 (CT_NO_F16), or for
+ * float32 and float64 alone (CT_ONLY_F32_F64). */
+#define CT_BODIES(function) CT_EACH_SET(CT_BODIES_OF, function)
+#define CT_BODIES_NO_F16(function) CT_EACH_SET(CT_BODIES_NO_F16_OF, function)
+#define CT_REAL_BODIES(function) CT_EACH_SET(CT_REAL_BODIES_OF, function)
+
+#define CT_REALS_OF(function, set)                                                     \
+    [CT_F32] = function##_f32_##set, [CT_F64] = function##_f64_##set
+#define CT_REAL_BODIES_OF(function, set) {CT_REALS_OF(function, set)}
+#define CT_BODIES_NO_F16_OF(function, set)                                             \
+    {CT_REALS_OF(function, set), [CT_BF16] = function##_bf16_##set}
 #define CT_BODIES_OF(function, set)                                                    \
-    {[CT_F32] = function##_f32_##set,                                                  \
-     [CT_F64] = function##_f64_##set,                                                  \
-     [CT_BF16] = function##_bf16_##set,                                                \
+    {CT_REALS_OF(function, set), [CT_BF16] = function##_bf16_##set,                    \
      [CT_F16] = function##_f16_##set}
 #ifdef CT_HAVE_X86_LEVELS
-#define CT_BODIES(function)                                                            \
-    {[CT_ISA_BASE] = CT_BODIES_OF(function, base),                                     \
-     [CT_ISA_V3] = CT_BODIES_OF(function, v3),                                         \
-     [CT_ISA_V4] = CT_BODIES_OF(function, v4)}
+#define CT_EACH_SET(of, function)                                                      \
+    {[CT_ISA_BASE] = of(function, base),                                               \
+     [CT_ISA_V3] = of(function, v3),                                                   \
+     [CT_ISA_V4] = of(function, v4)}
 #else
-#define CT_BODIES(function) {[CT_ISA_BASE] = CT_BODIES_OF(function, base)}
-#endif
-
-/* The same of a function that was compiled with CT_ONLY_F32_F64. */
-#define CT_REAL_BODIES_OF(function, set)                                               \
-    {[CT_F32] = function##_f32_##set, [CT_F64] = function##_f64_##set}
-#ifdef CT_HAVE_X86_LEVELS
-#define CT_REAL_BODIES(function)                                                       \
-    {[CT_ISA_BASE] = CT_REAL_BODIES_OF(function, base),                                \
-     [CT_ISA_V3] = CT_REAL_BODIES_OF(function, v3),                                    \
-     [CT_ISA_V4] = CT_REAL_BODIES_OF(function, v4)}
-#else
-#define CT_REAL_BODIES(function) {[CT_ISA_BASE] = CT_REAL_BODIES_OF(function, base)}
+#define CT_EACH_SET(of, function) {[CT_ISA_BASE] = of(function, base)}
 #endif
 
 enum {

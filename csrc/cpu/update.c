@@ -2,15 +2,15 @@
  *
  * A piece of a span is worked on a few elements at a time. Arrays of the type that the
  * rule computes in are handed to it where they are; others pass through tiles in the
- * first-level cache, so that a rule is compiled for float and double alone and every
- * mixture of dtypes costs little more than its traffic. */
+ * first-level cache, so that a rule need not be compiled for every mixture of dtypes.
+ * It is for bfloat16 throughout, which then keeps up with memory. */
 #include "cpu/average.h"
 #include "cpu/cuts.h"
+#include "cpu/dither.h"
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
 
 #include "core/ct_pool.h"
-#include "math/ct_philox_math.h"
 
 #include <string.h>
 
@@ -20,21 +20,18 @@ typedef struct operands {
     void *state[CT_RULE_MAX_STATES];
 } operands;
 
-#define CT_ONLY_F32_F64
+#define CT_NO_F16
 #define CT_BODY "cpu/update_body.h"
 #include "cpu/expand.h"
 
 typedef void rule_body(const ct_rule_coef *coef, const operands *at, size_t n);
-typedef void dither_body(const void *from, uint16_t *restrict to,
-                         const ct_rounding *rounding, uint64_t number, size_t n);
 
-static rule_body *const rules[CT_RULE_COUNT][CT_ISA_COUNT][CT_F64 + 1] = {
+static rule_body *const rules[CT_RULE_COUNT][CT_ISA_COUNT][CT_BF16 + 1] = {
 #define CT_RULE(rule, constants, n_states)                                             \
-    [CT_RULE_##rule] = CT_REAL_BODIES(update_##rule),
+    [CT_RULE_##rule] = CT_BODIES_NO_F16(update_##rule),
 #include "math/ct_rules.def"
 #undef CT_RULE
 };
-static dither_body *const dithers[CT_ISA_COUNT][CT_F64 + 1] = CT_REAL_BODIES(dither);
 
 enum {
     DIRECT = 4096 /* elements at a time where nothing has to be converted */
@@ -52,7 +49,7 @@ typedef struct stretch {
     const update_job *job;
     const ct_update_span *span;
     size_t at, n;
-    ct_dtype real; /* what is computed in */
+    ct_dtype real; /* what the rule is handed: F32, F64, or BF16 throughout */
 } stretch;
 
 /* ---- one array of a stretch -------------------------------------------------------
@@ -80,8 +77,8 @@ put(const stretch *s, const ct_tile *tile, void *data, ct_dtype dtype)
 {
     const ct_rounding *rounding = s->span->rounding;
     if (rounding != NULL && dtype == CT_BF16) {
-        dithers[s->job->isa][s->real](tile, (uint16_t *)data + s->at, rounding,
-                                      s->span->first + s->at, s->n);
+        ct_dither(s->job->isa, s->real, tile, (uint16_t *)data + s->at, rounding,
+                  s->span->first + s->at, s->n);
     }
     else {
         ct_tile_store(s->job->isa, tile, s->real == CT_F64, dtype, data, s->at, s->n);
@@ -158,6 +155,19 @@ update_stretch(const stretch *s)
     }
 }
 
+static ct_dtype
+choose_type(const ct_update_span *span, size_t n_states)
+{
+    const bool alike = span->grad_dtype == span->dtype &&
+                       (n_states == 0 || span->state_dtype == span->dtype);
+    const bool alone =
+        span->copy == NULL && span->ema == NULL && span->rounding == NULL;
+    if (span->dtype == CT_BF16 && alike && alone) {
+        return CT_BF16;
+    }
+    return span->dtype == CT_F64 ? CT_F64 : CT_F32;
+}
+
 /* How many elements to take at a time: more than a tile where no tile is needed. */
 static size_t
 stretch_length(const ct_update_span *span, ct_dtype real, size_t n_states)
@@ -176,7 +186,7 @@ run_batch(void *arg, size_t batch)
     ct_piece piece = ct_cuts_start(job->cuts, batch);
     while (ct_cuts_next(job->cuts, batch, &piece)) {
         const ct_update_span *span = &job->update->spans[piece.span];
-        const ct_dtype real = span->dtype == CT_F64 ? CT_F64 : CT_F32;
+        const ct_dtype real = choose_type(span, job->n_states);
         const size_t length = stretch_length(span, real, job->n_states);
         for (size_t done = 0; done < piece.n; done += length) {
             const size_t left = piece.n - done;

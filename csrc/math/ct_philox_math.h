@@ -9,20 +9,29 @@
 
 #include <stdint.h>
 
+enum {
+    CT_PHILOX_ROUNDS = 10
+};
+
+/* Round number `round`, from 0 on, on one word of each of the four. */
+CT_HD static inline void
+ct_philox_round(uint64_t key, uint32_t round, uint32_t *x0, uint32_t *x1, uint32_t *x2,
+                uint32_t *x3)
+{
+    const uint64_t a = (uint64_t)0xd2511f53u * *x0;
+    const uint64_t b = (uint64_t)0xcd9e8d57u * *x2;
+    *x0 = (uint32_t)(b >> 32) ^ *x1 ^ ((uint32_t)key + round * 0x9e3779b9u);
+    *x1 = (uint32_t)b;
+    *x2 = (uint32_t)(a >> 32) ^ *x3 ^ ((uint32_t)(key >> 32) + round * 0xbb67ae85u);
+    *x3 = (uint32_t)a;
+}
+
 /* x[4] is the counter and becomes the random words. */
 CT_HD static inline void
 ct_philox(uint64_t key, uint32_t *x)
 {
-    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
-    for (int round = 0; round < 10; round++) {
-        const uint64_t a = (uint64_t)0xd2511f53u * x[0];
-        const uint64_t b = (uint64_t)0xcd9e8d57u * x[2];
-        x[0] = (uint32_t)(b >> 32) ^ x[1] ^ k0;
-        x[1] = (uint32_t)b;
-        x[2] = (uint32_t)(a >> 32) ^ x[3] ^ k1;
-        x[3] = (uint32_t)a;
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
+    for (uint32_t round = 0; round < CT_PHILOX_ROUNDS; round++) {
+        ct_philox_round(key, round, &x[0], &x[1], &x[2], &x[3]);
     }
 }
 
