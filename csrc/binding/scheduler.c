@@ -65,7 +65,8 @@ advance_to(PyObject *op, long long epoch)
         return -1;
     }
     PyObject *rates = rates_at(self, epoch);
-    if (rates == NULL || scheduler_write_rates(op, self->optimizer, rates, NULL) < 0) {
+    if (rates == NULL || scheduler_write_rates(ctpy_state_borrow(op), self->optimizer,
+                                               rates, NULL) < 0) {
         Py_XDECREF(rates);
         return -1;
     }
@@ -172,7 +173,8 @@ static PyObject *
 initial_rates(PyObject *op, PyObject *optimizer, long long last_epoch)
 {
     ctpy_state *state = ctpy_state_borrow(op);
-    PyObject *groups = scheduler_groups(op, optimizer), *rates = NULL;
+    PyObject *groups = scheduler_groups(ctpy_state_borrow(op), optimizer),
+             *rates = NULL;
     if (groups != NULL) {
         rates = PyList_New(PyTuple_GET_SIZE(groups));
     }

@@ -24,16 +24,16 @@ PyObject *ctpy_schedule_options(const ct_schedule *schedule);
 /* ---- rates of an optimizer's groups (scheduler_groups.c) -------------------------
  */
 
-/* param_groups as a new tuple of dicts: a hook cannot take one away meanwhile. op is
- * the scheduler; optimizer may be NULL, which raises. */
-PyObject *scheduler_groups(PyObject *op, PyObject *optimizer);
+/* param_groups as a new tuple of dicts: a hook cannot take one away meanwhile.
+ * optimizer may be NULL, which raises. */
+PyObject *scheduler_groups(const ctpy_state *state, PyObject *optimizer);
 /* groups[g][key] as a new float. */
 PyObject *scheduler_group_rate(PyObject *groups, Py_ssize_t g, PyObject *key);
 /* Every group's "lr" as a new list of floats. */
-PyObject *scheduler_rates(PyObject *op, PyObject *optimizer);
+PyObject *scheduler_rates(const ctpy_state *state, PyObject *optimizer);
 /* Writes rates, a list with a float for each group. Where old is such a list too,
  * rates equal to the old ones are left alone. */
-int scheduler_write_rates(PyObject *op, PyObject *optimizer, PyObject *rates,
+int scheduler_write_rates(const ctpy_state *state, PyObject *optimizer, PyObject *rates,
                           PyObject *old);
 /* numbers, a sequence with one for each of n groups, into values[n]. */
 int

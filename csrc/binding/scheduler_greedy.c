@@ -19,7 +19,8 @@ start(PyObject *op, const GreedyLR *made, PyObject *optimizer, PyObject *min_lr,
       PyObject *max_lr)
 {
     GreedyLR *self = (GreedyLR *)op;
-    PyObject *rates = scheduler_rates(op, optimizer), *least = NULL, *most = NULL;
+    PyObject *rates = scheduler_rates(ctpy_state_borrow(op), optimizer), *least = NULL,
+             *most = NULL;
     PyObject *initial = NULL;
     if (rates != NULL) {
         const Py_ssize_t n = PyList_GET_SIZE(rates);
@@ -180,7 +181,8 @@ GreedyLR_step(PyObject *op, PyObject *args, PyObject *kwargs)
     if (MetricScheduler_parse_step(op, args, kwargs, &metric, &epoch) < 0) {
         return NULL;
     }
-    PyObject *before = scheduler_rates(op, ((MetricScheduler *)op)->optimizer);
+    PyObject *before =
+        scheduler_rates(ctpy_state_borrow(op), ((MetricScheduler *)op)->optimizer);
     int result = before == NULL ? -1 : step_from(op, metric, epoch, before);
     Py_XDECREF(before);
     if (result < 0) {

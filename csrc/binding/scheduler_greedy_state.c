@@ -205,8 +205,8 @@ GreedyLR_load_state_dict(PyObject *op, PyObject *state)
     Py_ssize_t n = self->base.last_lr == NULL ? 0 : PySequence_Size(self->base.last_lr);
     int result = n < 0 ? -1 : load(&loaded, state, n);
     if (result == 0 && self->base.optimizer != NULL) {
-        result =
-            scheduler_write_rates(op, self->base.optimizer, loaded.base.last_lr, NULL);
+        result = scheduler_write_rates(ctpy_state_borrow(op), self->base.optimizer,
+                                       loaded.base.last_lr, NULL);
     }
     if (result == 0) {
         exchange(self, &loaded);

@@ -2,15 +2,14 @@
 #include "binding/scheduler.h"
 
 PyObject *
-scheduler_groups(PyObject *op, PyObject *optimizer)
+scheduler_groups(const ctpy_state *state, PyObject *optimizer)
 {
     if (optimizer == NULL) {
-        return PyErr_Format(PyExc_RuntimeError,
-                            "%.200s has no optimizer: __init__ was not called",
-                            Py_TYPE(op)->tp_name);
+        PyErr_SetString(PyExc_RuntimeError,
+                        "the scheduler has no optimizer: __init__ was not called");
+        return NULL;
     }
-    PyObject *found =
-        PyObject_GetAttr(optimizer, ctpy_state_borrow(op)->str_param_groups);
+    PyObject *found = PyObject_GetAttr(optimizer, state->str_param_groups);
     PyObject *groups = found == NULL ? NULL : PySequence_Tuple(found);
     Py_XDECREF(found);
     for (Py_ssize_t g = 0; groups != NULL && g < PyTuple_GET_SIZE(groups); g++) {
@@ -44,12 +43,12 @@ scheduler_group_rate(PyObject *groups, Py_ssize_t g, PyObject *key)
 }
 
 PyObject *
-scheduler_rates(PyObject *op, PyObject *optimizer)
+scheduler_rates(const ctpy_state *state, PyObject *optimizer)
 {
-    PyObject *groups = scheduler_groups(op, optimizer);
+    PyObject *groups = scheduler_groups(state, optimizer);
     PyObject *rates = groups == NULL ? NULL : PyList_New(PyTuple_GET_SIZE(groups));
     for (Py_ssize_t g = 0; rates != NULL && g < PyTuple_GET_SIZE(groups); g++) {
-        PyObject *rate = scheduler_group_rate(groups, g, ctpy_state_borrow(op)->str_lr);
+        PyObject *rate = scheduler_group_rate(groups, g, state->str_lr);
         if (rate == NULL) {
             Py_CLEAR(rates);
             break;
@@ -62,9 +61,8 @@ scheduler_rates(PyObject *op, PyObject *optimizer)
 
 /* A rate kept in a tensor is filled, so that whoever holds the tensor sees it. */
 static int
-write_rate(PyObject *op, PyObject *group, PyObject *rate)
+write_rate(const ctpy_state *state, PyObject *group, PyObject *rate)
 {
-    ctpy_state *state = ctpy_state_borrow(op);
     PyObject *old = PyDict_GetItemWithError(group, state->str_lr);
     if (old == NULL ? PyErr_Occurred() != NULL : PyFloat_CheckExact(old)) {
         return old == NULL ? -1 : PyDict_SetItem(group, state->str_lr, rate);
@@ -81,9 +79,10 @@ write_rate(PyObject *op, PyObject *group, PyObject *rate)
 }
 
 int
-scheduler_write_rates(PyObject *op, PyObject *optimizer, PyObject *rates, PyObject *old)
+scheduler_write_rates(const ctpy_state *state, PyObject *optimizer, PyObject *rates,
+                      PyObject *old)
 {
-    PyObject *groups = scheduler_groups(op, optimizer);
+    PyObject *groups = scheduler_groups(state, optimizer);
     int result = groups == NULL ? -1 : 0;
     if (result == 0 && PyTuple_GET_SIZE(groups) != PyList_GET_SIZE(rates)) {
         PyErr_Format(PyExc_ValueError,
@@ -97,8 +96,8 @@ scheduler_write_rates(PyObject *op, PyObject *optimizer, PyObject *rates, PyObje
         int same = old == NULL
                        ? 0
                        : PyObject_RichCompareBool(PyList_GET_ITEM(old, g), rate, Py_EQ);
-        result =
-            same != 0 ? -(same < 0) : write_rate(op, PyTuple_GET_ITEM(groups, g), rate);
+        result = same != 0 ? -(same < 0)
+                           : write_rate(state, PyTuple_GET_ITEM(groups, g), rate);
     }
     Py_XDECREF(groups);
     return result;
@@ -148,4 +147,22 @@ scheduler_limits(PyObject *limit, const char *name, Py_ssize_t n)
         }
     }
     return limits;
+}
+
+const char ctpy_write_rates_doc[] =
+    "write_rates(optimizer, rates, /)\n--\n\n"
+    "Write rates, a list with a float for each of optimizer.param_groups, to the\n"
+    "groups' 'lr'. A rate kept in a tensor is filled. ValueError: one list is longer.";
+
+PyObject *
+ctpy_write_rates(PyObject *module, PyObject *args)
+{
+    PyObject *optimizer, *rates;
+    if (!PyArg_ParseTuple(args, "OO!:write_rates", &optimizer, &PyList_Type, &rates)) {
+        return NULL;
+    }
+    if (scheduler_write_rates(PyModule_GetState(module), optimizer, rates, NULL) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }

@@ -74,8 +74,8 @@ MetricScheduler_write(PyObject *op, const double *rates, PyObject *before,
 {
     MetricScheduler *self = (MetricScheduler *)op;
     PyObject *after = list_of(rates, PyList_GET_SIZE(before));
-    if (after == NULL ||
-        scheduler_write_rates(op, self->optimizer, after, before) < 0) {
+    if (after == NULL || scheduler_write_rates(ctpy_state_borrow(op), self->optimizer,
+                                               after, before) < 0) {
         Py_XDECREF(after);
         return -1;
     }

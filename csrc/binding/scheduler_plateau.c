@@ -34,7 +34,8 @@ static int
 start(PyObject *op, const ct_plateau *core, PyObject *optimizer, PyObject *min_lr)
 {
     MetricScheduler *base = (MetricScheduler *)op;
-    PyObject *rates = scheduler_rates(op, optimizer), *limits = NULL, *shared = NULL;
+    PyObject *rates = scheduler_rates(ctpy_state_borrow(op), optimizer), *limits = NULL,
+             *shared = NULL;
     if (rates != NULL) {
         limits = scheduler_limits(min_lr, "min_lr", PyList_GET_SIZE(rates));
     }
@@ -137,7 +138,8 @@ ReduceLROnPlateau_step(PyObject *op, PyObject *args, PyObject *kwargs)
     if (MetricScheduler_parse_step(op, args, kwargs, &metric, &epoch) < 0) {
         return NULL;
     }
-    PyObject *before = scheduler_rates(op, ((MetricScheduler *)op)->optimizer);
+    PyObject *before =
+        scheduler_rates(ctpy_state_borrow(op), ((MetricScheduler *)op)->optimizer);
     int result = before == NULL ? -1 : step_from(op, metric, epoch, before);
     Py_XDECREF(before);
     if (result < 0) {

@@ -105,7 +105,7 @@ LRScheduler_setstate(PyObject *op, PyObject *state)
 {
     PyObject *loaded = LRScheduler_load_state_dict(op, state);
     if (loaded != NULL && ((LRScheduler *)op)->last_lr != NULL &&
-        scheduler_write_rates(op, ((LRScheduler *)op)->optimizer,
+        scheduler_write_rates(ctpy_state_borrow(op), ((LRScheduler *)op)->optimizer,
                               ((LRScheduler *)op)->last_lr, NULL) < 0) {
         Py_CLEAR(loaded);
     }

@@ -10,6 +10,7 @@ static const double MOST_EXACT = 9007199254740992.0; /* 2^53 */
 
 /* Longer prefixes first: every name begins with "". */
 static const ct_schedule_family *const families[] = {
+    &ct_schedule_deepspeed,
     &ct_schedule_fairseq,
     &ct_schedule_transformers,
 };

@@ -60,6 +60,10 @@ class FairseqLRScheduler:
             )
         return rates[0]
 
+    def get_lr(self) -> Any:
+        """Return the rate in force, the optimizer's."""
+        return self.optimizer.get_lr()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, under fairseq's keys."""
         return {"best": self.best}

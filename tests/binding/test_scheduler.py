@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from ctrainer import optim
-from ctrainer._C import LRScheduler
+from ctrainer._C import LRScheduler, write_rates
 
 SHAPES = ("linear", "cosine", "1-sqrt")
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -269,6 +269,19 @@ def test_bad_state_changes_nothing(change: dict[str, Any], error: type) -> None:
     with pytest.raises(KeyError):
         scheduler.load_state_dict({})
     assert scheduler.state_dict() == before
+
+
+def test_rates_are_written_to_every_group_or_refused() -> None:
+    opt = optimizer()
+    write_rates(opt, [0.5, 0.25])
+    assert rates(opt) == [0.5, 0.25]
+    with pytest.raises(ValueError, match="the optimizer has 2 groups, and had 1"):
+        write_rates(opt, [1.0])
+    with pytest.raises(TypeError, match="list"):
+        write_rates(opt, (1.0, 1.0))  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="param_groups"):
+        write_rates(None, [])
+    assert rates(opt) == [0.5, 0.25]
 
 
 def test_uninitialised_object_says_so() -> None:

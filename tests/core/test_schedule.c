@@ -265,9 +265,63 @@ test_words_are_checked(void)
     CHECK(strstr(err.message, "has no option 'power'") != NULL);
 }
 
+#define KIND(name, ...)                                                                \
+    {                                                                                  \
+        name,                                                                          \
+        {                                                                              \
+            __VA_ARGS__                                                                \
+        }                                                                              \
+    }
+
+/* Each kind with the least that it needs. */
+static void
+test_every_rate_is_a_number_of_at_least_zero(void)
+{
+    static const struct {
+        const char *name;
+        setting settings[4];
+    } kinds[] = {
+        KIND("polynomial", {"num_warmup_steps", 9}, {"num_training_steps", 90},
+             {"lr_init", 0.1}),
+        KIND("inverse_sqrt", {"num_warmup_steps", 0}),
+        KIND("cosine_with_min_lr", {"num_warmup_steps", 9}, {"num_training_steps", 90},
+             {"min_lr_rate", 0.1}),
+        KIND("cosine_warmup_with_min_lr", {"num_warmup_steps", 1},
+             {"num_training_steps", 90}, {"min_lr_rate", 0.1}),
+        KIND("warmup_stable_decay", {"num_warmup_steps", 9}, {"num_training_steps", 90},
+             {"num_decay_steps", 0}),
+        KIND("fairseq.fixed", {"lr", 0.1}),
+        KIND("fairseq.inverse_sqrt", {"lr", 0.1}),
+        KIND("fairseq.cosine", {"lr", 0.1}, {"max_update", 90}),
+        KIND("fairseq.cosine", {"lr", 0.1}, {"max_update", 90}, {"t_mult", 0.5}),
+        KIND("fairseq.polynomial_decay", {"lr", 0.1}, {"total_num_update", 90}),
+        KIND("fairseq.reduce_lr_on_plateau", {"lr", 0.1}),
+        KIND("fairseq.tri_stage", {"lr", 0.1}, {"warmup_steps", 1}),
+        KIND("fairseq.triangular", {"lr", 0.1}, {"max_lr", 0.2},
+             {"lr_period_updates", 2}),
+        KIND("fairseq.step", {"lr", 0.1}, {"lr_deacy_period", 1}),
+        KIND("deepspeed.LRRangeTest", {"lr_range_test_step_size", 1}),
+        KIND("deepspeed.OneCycle", {"cycle_min_lr", 0.1}, {"cycle_max_lr", 0.2},
+             {"cycle_second_step_size", 0}),
+        KIND("deepspeed.OneCycle.momentum", {"cycle_first_step_size", 1}),
+        KIND("deepspeed.WarmupLR", {"warmup_num_steps", 1}),
+        KIND("deepspeed.WarmupDecayLR", {"total_num_steps", 0}),
+        KIND("deepspeed.WarmupCosineLR", {"total_num_steps", 0}, {"lr", 0.1}),
+    };
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
+        ct_schedule s;
+        CHECK(make(&s, kinds[k].name, kinds[k].settings, NULL) == CT_OK);
+        for (int64_t step = 0; step < 6000; step++) {
+            const double rate = ct_schedule_value(&s, step);
+            CHECK(rate >= 0.0 && isfinite(rate));
+        }
+    }
+}
+
 int
 main(void)
 {
+    test_every_rate_is_a_number_of_at_least_zero();
     test_factors_equal_those_of_transformers_to_the_last_bit();
     test_constant_is_one();
     test_factors_stay_between_zero_and_one_and_zero_has_no_sign();

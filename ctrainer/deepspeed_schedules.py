@@ -1,0 +1,318 @@
+"""DeepSpeed's five learning-rate schedules: its classes and parameters, formulas in C.
+
+An optimizer is anything with param_groups, or a wrapper of one as its `optimizer`.
+Batches are counted from 0; last_batch_iteration is -1 before the first. Deepspeed need
+not be installed. Source: DeepSpeed, runtime/lr_schedules.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+from ctrainer._C import Schedule, write_rates
+
+__all__ = [
+    "SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+]
+
+logger = logging.getLogger("ctrainer.deepspeed_schedules")
+
+PerGroup = float | Sequence[float]
+
+
+class _Scheduler:
+    """A rate for each group, which the number of batches decides."""
+
+    _name: ClassVar[str]
+
+    def __init__(
+        self,
+        optimizer: Any,
+        per_group: Mapping[str, PerGroup],
+        shared: Mapping[str, Any],
+        last_batch_iteration: int,
+    ) -> None:
+        self.optimizer = _unwrapped(optimizer)
+        self._schedules = _schedules(self._name, per_group, shared, self.optimizer)
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr = _own_rates(self.optimizer)
+        if last_batch_iteration == -1:
+            self._go_to(-1)
+
+    def _go_to(self, batch: int) -> None:
+        self.last_batch_iteration = batch
+        rates = self.get_lr()
+        write_rates(self.optimizer, rates)
+        self._last_lr = rates
+
+    def get_lr(self) -> list[float]:
+        """Return each group's rate at last_batch_iteration."""
+        return [schedule(self.last_batch_iteration) for schedule in self._schedules]
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rates that were last written, at first the groups' own."""
+        return list(self._last_lr)
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Go to the next batch, or to the one given, and write its rates."""
+        following = self.last_batch_iteration + 1
+        self._go_to(following if batch_iteration is None else batch_iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of the last batch, as DeepSpeed does."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: Mapping[str, Any]) -> None:
+        """Load it; the groups' rates come with the optimizer's state."""
+        self.last_batch_iteration = sd["last_batch_iteration"]
+        self._last_lr = self.get_lr()
+
+
+class _AfterWarmup(_Scheduler):
+    """Those whose step() calls its argument by another name."""
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next batch, or to the one given, and write its rates."""
+        super().step(last_batch_iteration)
+
+
+def _schedules(
+    name: str, per_group: Mapping[str, PerGroup], shared: Mapping[str, Any], of: Any
+) -> list[Schedule]:
+    """A formula for each group of the optimizer."""
+    groups = len(of.param_groups)
+    lists = {key: _each(key, value, groups) for key, value in per_group.items()}
+    own = ({key: values[g] for key, values in lists.items()} for g in range(groups))
+    return [Schedule(f"deepspeed.{name}", {**shared, **options}) for options in own]
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer itself, or the one in a wrapper that has no groups."""
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        if hasattr(candidate, "param_groups"):
+            return candidate
+    raise TypeError(
+        f"{type(optimizer).__name__} is no optimizer: it has no param_groups"
+    )
+
+
+def _own_rates(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in _unwrapped(optimizer).param_groups]
+
+
+def _each(name: str, value: PerGroup, groups: int) -> Sequence[float]:
+    if not isinstance(value, (list, tuple)):
+        return [cast("float", value)] * groups
+    if len(value) != groups:
+        raise ValueError(
+            f"{name} has {len(value)} entries; expected one number, or one for each of "
+            f"the optimizer's {groups} groups"
+        )
+    return value
+
+
+class LRRangeTest(_Scheduler):
+    """A rate that rises without end, to find where training diverges.
+
+    Source: Smith, "A disciplined approach to neural network hyper-parameters: Part 1",
+    arXiv 1803.09820.
+    """
+
+    _name = "LRRangeTest"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        shared = {
+            "lr_range_test_step_size": lr_range_test_step_size,
+            "lr_range_test_step_rate": lr_range_test_step_rate,
+            "lr_range_test_staircase": lr_range_test_staircase,
+        }
+        least = {"lr_range_test_min_lr": lr_range_test_min_lr}
+        super().__init__(optimizer, least, shared, last_batch_iteration)
+
+
+class OneCycle(_Scheduler):
+    """A rate that rises and falls once while the momentum falls and rises, then decay.
+
+    The momentum is the first of each group's betas; the second becomes 0.99, as in
+    DeepSpeed. Source: as LRRangeTest.
+    """
+
+    _name = "OneCycle"
+    _BETA2 = 0.99
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        cycle = {
+            "cycle_first_step_size": cycle_first_step_size,
+            "cycle_second_step_size": cycle_second_step_size,
+            "cycle_first_stair_count": cycle_first_stair_count,
+            "cycle_second_stair_count": cycle_second_stair_count,
+            "decay_step_size": decay_step_size,
+        }
+        rates = {"cycle_min_lr": cycle_min_lr, "cycle_max_lr": cycle_max_lr}
+        momenta = {"cycle_min_mom": cycle_min_mom, "cycle_max_mom": cycle_max_mom}
+        of = _unwrapped(optimizer)
+        decay = {**cycle, "decay_mom_rate": decay_mom_rate}
+        self._momenta = _schedules("OneCycle.momentum", momenta, decay, of)
+        self.cycle_momentum = cycle_momentum and _has_betas(of)
+        shared = {**cycle, "decay_lr_rate": decay_lr_rate}
+        super().__init__(of, rates, shared, last_batch_iteration)
+        if self.cycle_momentum and last_batch_iteration == -1:
+            least = _each("cycle_min_mom", cycle_min_mom, len(of.param_groups))
+            self._write_momenta([(momentum, self._BETA2) for momentum in least])
+
+    def _write_momenta(self, momenta: list[tuple[float, float]]) -> None:
+        for group, betas in zip(self.optimizer.param_groups, momenta, strict=True):
+            group["betas"] = betas
+
+    def _go_to(self, batch: int) -> None:
+        super()._go_to(batch)
+        if self.cycle_momentum:
+            self._write_momenta(self.get_mom() or [])
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return each group's betas at last_batch_iteration; None where they stay."""
+        if not self.cycle_momentum:
+            return None
+        at = self.last_batch_iteration
+        return [(momentum(at), self._BETA2) for momentum in self._momenta]
+
+
+def _has_betas(optimizer: Any) -> bool:
+    found = "betas" in optimizer.defaults
+    if not found:
+        logger.warning(
+            "cycle_momentum is off: %s has no betas", type(optimizer).__name__
+        )
+    return found
+
+
+class WarmupLR(_AfterWarmup):
+    """A rate that rises from warmup_min_lr to warmup_max_lr and stays there.
+
+    warmup_max_lr is by default each group's own rate; warmup_type is "log" or "linear".
+    """
+
+    _name = "WarmupLR"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        most = _own_rates(optimizer) if warmup_max_lr is None else warmup_max_lr
+        ends = {"warmup_min_lr": warmup_min_lr, "warmup_max_lr": most}
+        shared = {
+            "warmup_num_steps": warmup_num_steps,
+            "warmup_type": warmup_type,
+            **self._more(),
+        }
+        super().__init__(optimizer, ends, shared, last_batch_iteration)
+
+    def _more(self) -> dict[str, Any]:
+        return {}
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, then a linear fall to warmup_min_lr at batch total_num_steps."""
+
+    _name = "WarmupDecayLR"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        _warn_of_length(total_num_steps, warmup_num_steps)
+        self.total_num_steps = total_num_steps
+        super().__init__(
+            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type,
+            last_batch_iteration,
+        )  # fmt: skip
+
+    def _more(self) -> dict[str, Any]:
+        return {"total_num_steps": self.total_num_steps}
+
+
+class WarmupCosineLR(_AfterWarmup):
+    """Shares of the groups' own rates: a warm-up, then a cosine down to cos_min_ratio.
+
+    The rate is 0 until the first step, as in DeepSpeed.
+    """
+
+    _name = "WarmupCosineLR"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        _warn_of_length(total_num_steps, warmup_num_steps)
+        shared = {
+            "total_num_steps": total_num_steps,
+            "warmup_min_ratio": warmup_min_ratio,
+            "warmup_num_steps": warmup_num_steps,
+            "cos_min_ratio": cos_min_ratio,
+            "warmup_type": warmup_type,
+        }
+        own = {"lr": _own_rates(optimizer)}
+        super().__init__(optimizer, own, shared, last_batch_iteration)
+
+
+def _warn_of_length(total: int, warmup: int) -> None:
+    if total < warmup:
+        logger.warning("total_num_steps, %s, is less than warmup_num_steps, %s", total,
+                       warmup)  # fmt: skip
+
+
+SCHEDULES = {
+    "LRRangeTest": LRRangeTest,
+    "OneCycle": OneCycle,
+    "WarmupLR": WarmupLR,
+    "WarmupDecayLR": WarmupDecayLR,
+    "WarmupCosineLR": WarmupCosineLR,
+}
