@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctrainer.fairseq.aliases import install_fairseq_aliases
+    from ctrainer.fairseq.config import FairseqConfig, as_config, parse_training_args
     from ctrainer.fairseq.data_utils import batch_by_size
     from ctrainer.fairseq.indexed_dataset import (
         MMapIndexedDataset,
@@ -20,21 +21,26 @@ if TYPE_CHECKING:
         GroupedIterator,
     )
     from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
-    from ctrainer.fairseq.progress_bar import build_progress_bar
+    from ctrainer.fairseq.progress_bar import build_progress_bar, training_progress_bar
 
 _HOMES = {
     "CountingIterator": "iterators",
     "EpochBatchIterator": "iterators",
+    "FairseqConfig": "config",
     "GroupedIterator": "iterators",
     "MMapIndexedDataset": "indexed_dataset",
     "MMapIndexedDatasetBuilder": "indexed_dataset",
+    "as_config": "config",
     "batch_by_size": "data_utils",
     "build_lr_scheduler": "lr_scheduler",
     "build_progress_bar": "progress_bar",
     "install_fairseq_aliases": "aliases",
+    "parse_training_args": "config",
+    "training_progress_bar": "progress_bar",
 }
 _MODULES = {
     "aliases",
+    "config",
     "data_utils",
     "fairseq_dataset",
     "indexed_dataset",
@@ -49,13 +55,17 @@ _MODULES = {
 __all__ = [
     "CountingIterator",
     "EpochBatchIterator",
+    "FairseqConfig",
     "GroupedIterator",
     "MMapIndexedDataset",
     "MMapIndexedDatasetBuilder",
+    "as_config",
     "batch_by_size",
     "build_lr_scheduler",
     "build_progress_bar",
     "install_fairseq_aliases",
+    "parse_training_args",
+    "training_progress_bar",
 ]
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ctrainer.fairseq import _lr_configs as configs
+from ctrainer.fairseq.config import default_options, schedules
 
 
 def unless_negative(value: Any) -> Any:
     """fairseq's way to leave a number out is to give one below 0."""
     return None if value is None or value < 0 else value
+
+
+def _setting(cfg: Any, name: str, default: Any) -> Any:
+    """What cfg says; default where it says nothing or refers to another option."""
+    value = getattr(cfg, name, default)
+    return default if isinstance(value, str) and value.startswith("${") else value
 
 
 class FairseqLRScheduler:
@@ -22,7 +27,7 @@ class FairseqLRScheduler:
     the least in any case.)
     """
 
-    _config: ClassVar[type[Any]] = configs.PassThroughScheduleConfig
+    _config: ClassVar[type[Any]] = schedules.PassThroughScheduleConfig
 
     def __init__(
         self, cfg: Any, optimizer: Any, *, maximize: bool | None = None
@@ -39,9 +44,9 @@ class FairseqLRScheduler:
         self.optimizer = optimizer
         self.best: float | None = None
         self._better = max if maximize else min
-        names = [f.name for f in dataclasses.fields(self._config)]
         self._settings: dict[str, Any] = {
-            name: getattr(cfg, name, getattr(self._config(), name)) for name in names
+            name: _setting(cfg, name, default)
+            for name, default in default_options(self._config).items()
         }
 
     def _rates(self) -> list[float]:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrainer._C import ReduceLROnPlateau, Schedule
-from ctrainer.fairseq import _lr_configs as configs
 from ctrainer.fairseq._lr_base import FairseqLRScheduler, unless_negative
+from ctrainer.fairseq.config import schedules
 
 
 class FixedLRSchedule(FairseqLRScheduler):
     """A rate for each epoch, with a linear warm-up."""
 
-    _config = configs.FixedLRScheduleConfig
+    _config = schedules.FixedLRScheduleConfig
 
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         super().__init__(cfg, optimizer, **options)
@@ -63,7 +63,7 @@ class PolynomialDecayLRSchedule(FairseqLRScheduler):
     Of several rates in lr, epoch e begins with number e, counted from 0, as in fairseq.
     """
 
-    _config = configs.PolynomialDecayLRScheduleConfig
+    _config = schedules.PolynomialDecayLRScheduleConfig
 
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         super().__init__(cfg, optimizer, **options)
@@ -114,7 +114,7 @@ class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
     forgets it, passes the key over.
     """
 
-    _config = configs.ReduceLROnPlateauLRScheduleConfig
+    _config = schedules.ReduceLROnPlateauLRScheduleConfig
 
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         super().__init__(cfg, optimizer, **options)
@@ -169,7 +169,7 @@ class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
 class ManualSchedule(FairseqLRScheduler):
     """Rates from given epochs and updates on; an update's replaces an epoch's."""
 
-    _config = configs.ManualScheduleConfig
+    _config = schedules.ManualScheduleConfig
 
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         super().__init__(cfg, optimizer, **options)

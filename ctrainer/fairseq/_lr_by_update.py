@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ctrainer._C import Schedule
-from ctrainer.fairseq import _lr_configs as configs
 from ctrainer.fairseq._lr_base import FairseqLRScheduler, unless_negative
+from ctrainer.fairseq.config import schedules
 
 
 class OfUpdates(FairseqLRScheduler):
@@ -44,7 +44,7 @@ class InverseSquareRootSchedule(OfUpdates):
     """
 
     _name = "inverse_sqrt"
-    _config = configs.InverseSquareRootLRScheduleConfig
+    _config = schedules.InverseSquareRootLRScheduleConfig
 
 
 class CosineLRSchedule(OfUpdates):
@@ -54,7 +54,7 @@ class CosineLRSchedule(OfUpdates):
     """
 
     _name = "cosine"
-    _config = configs.CosineLRScheduleConfig
+    _config = schedules.CosineLRScheduleConfig
 
     def _options(self) -> dict[str, Any]:
         options = super()._options()
@@ -70,7 +70,7 @@ class TriStageLRSchedule(OfUpdates):
     """
 
     _name = "tri_stage"
-    _config = configs.TriStageLRScheduleConfig
+    _config = schedules.TriStageLRScheduleConfig
 
     def _options(self) -> dict[str, Any]:
         options = super()._options()
@@ -88,11 +88,11 @@ class TriangularLRSchedule(OfUpdates):
     """
 
     _name = "triangular"
-    _config = configs.TriangularLRScheduleConfig
+    _config = schedules.TriangularLRScheduleConfig
 
 
 class StepLRSchedule(OfUpdates):
     """Linear warm-up, then lr_decay times the rate each lr_deacy_period updates."""
 
     _name = "step"
-    _config = configs.StepLRScheduleConfig
+    _config = schedules.StepLRScheduleConfig

@@ -1,5 +1,5 @@
-"""fairseq's module names for our modules, so that tasks and criterions written for
-fairseq log into our metrics where fairseq itself is not installed."""
+"""fairseq's module names for our modules: where fairseq is not installed, tasks and
+criterions written for it then log into our metrics and use our configuration."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ from importlib.util import find_spec
 from types import ModuleType
 
 _OURS = {
+    "fairseq.dataclass": "ctrainer.fairseq.config",
+    "fairseq.dataclass.configs": "ctrainer.fairseq.config",
     "fairseq.logging.meters": "ctrainer.fairseq.meters",
     "fairseq.logging.metrics": "ctrainer.fairseq.metrics",
     "fairseq.logging.progress_bar": "ctrainer.fairseq.progress_bar",
+    # The older names, which fairseq keeps up too:
+    "fairseq.meters": "ctrainer.fairseq.meters",
+    "fairseq.metrics": "ctrainer.fairseq.metrics",
+    "fairseq.progress_bar": "ctrainer.fairseq.progress_bar",
 }
 
 
 def install_fairseq_aliases() -> None:
-    """Make `fairseq.logging.metrics`, `.meters` and `.progress_bar` name our modules.
+    """Make `fairseq.logging.metrics`, `.meters` and `.progress_bar` name our modules,
+    and `fairseq.dataclass` our configuration.
 
-    Installs nothing but these and the empty packages above them; a second call changes
-    nothing. Raises RuntimeError where fairseq is installed or loaded: two sets of
-    metrics under one name would each miss half of what is logged.
+    Installs nothing but these, under their older names too, and the empty packages
+    above them; a second call changes nothing. Raises RuntimeError where fairseq is
+    installed or loaded: two sets of metrics under one name would each miss half of
+    what is logged.
     """
     if sys.modules.get("fairseq") is _package("fairseq"):
         return
@@ -59,4 +67,5 @@ def _link() -> None:
     """Make the modules attributes of the packages above them, as importing does."""
     for name in ("fairseq.logging", *_OURS):
         parent, _, child = name.rpartition(".")
-        setattr(sys.modules[parent], child, sys.modules[name])
+        if parent in _packages:
+            setattr(_packages[parent], child, sys.modules[name])

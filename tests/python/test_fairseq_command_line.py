@@ -127,6 +127,13 @@ class TestSpelling:
             ("-a lm --tied", "model", "tied", False),
             ("--use-bmuf --block-lr 0.5", "bmuf", "block_lr", 0.5),
             ("--store-ema", "ema", "store_ema", True),
+            ("--update-epoch-batch-itr", "dataset", "update_epoch_batch_itr", True),
+            (
+                "--grouped-shuffling --update-epoch-batch-itr=false",
+                "dataset",
+                "update_epoch_batch_itr",
+                False,
+            ),
             ("--debug-param-names", "optimization", "debug_param_names", True),
         ],
     )

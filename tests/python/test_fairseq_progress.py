@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ctrainer.fairseq import as_config, trackers
 from ctrainer.fairseq import progress_bar as bars
-from ctrainer.fairseq import trackers
 from ctrainer.fairseq.meters import AverageMeter, StopwatchMeter, SumMeter, TimeMeter
 
 STATS = {"loss": 12.3456789, "ppl": "4.1 ", "num_updates": 3}
@@ -236,6 +236,44 @@ class TestChoice:
         options.log_format = "json"
         bar = bars.build_progress_bar(options, [1], epoch=1, prefix="x")
         assert (bar.log_interval, bar.prefix) == (7, "epoch 001 | x")
+
+
+class TestForAConfig:
+    def test_the_common_options_decide(self, lines: pytest.LogCaptureFixture) -> None:
+        config = as_config({"common": {"log_format": "json", "log_interval": 2}})
+        bar = bars.training_progress_bar(config, range(4), epoch=3)
+        assert isinstance(bar, bars.JsonProgressBar)
+        assert (bar.log_interval, bar.epoch) == (2, 3)
+
+    def test_no_progress_bar_means_plain_lines(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        config = as_config({"common": {"no_progress_bar": True}})
+        bar = bars.training_progress_bar(config, [], epoch=1)
+        assert isinstance(bar, bars.SimpleProgressBar)
+
+    def test_only_the_master_tracks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wandb = FakeWandb()
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        monkeypatch.delenv("WANDB_NAME", raising=False)
+        config = as_config(
+            {
+                "common": {"log_format": "none", "wandb_project": "lm"},
+                "checkpoint": {"save_dir": "runs/first"},
+            }
+        )
+        worker = bars.training_progress_bar(config, [], epoch=1, is_master=False)
+        assert isinstance(worker, bars.NoopProgressBar)
+        bars.training_progress_bar(config, [], epoch=1)
+        assert wandb.calls == [
+            ("init", {"project": "lm", "reinit": False, "name": "first"})
+        ]
+
+    def test_what_has_no_tracker_is_refused(self) -> None:
+        config = as_config({"common": {"azureml_logging": True}})
+        with pytest.raises(ValueError, match="azureml_logging"):
+            bars.training_progress_bar(config, [], epoch=1)
 
 
 def events(folder: Path) -> list[tuple[str, float, int]]:

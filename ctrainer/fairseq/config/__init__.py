@@ -13,7 +13,12 @@ from ctrainer.fairseq.config.base import (
     OpenConfig,
     opt,
 )
-from ctrainer.fairseq.config.build import as_config, checkpoint_config, to_dict
+from ctrainer.fairseq.config.build import (
+    as_config,
+    checkpoint_config,
+    default_options,
+    to_dict,
+)
 from ctrainer.fairseq.config.command_line import (
     add_options,
     parse_training_args,
@@ -66,6 +71,7 @@ __all__ = [
     "checkpoint_config",
     "component_class",
     "component_names",
+    "default_options",
     "opt",
     "parse_training_args",
     "register_architecture",

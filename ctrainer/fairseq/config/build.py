@@ -13,7 +13,11 @@ from ctrainer.fairseq.config.base import MISSING, OpenConfig
 from ctrainer.fairseq.config.components import component_class
 from ctrainer.fairseq.config.files import override_tree, read_yaml
 from ctrainer.fairseq.config.flat import tree_of_flat
-from ctrainer.fairseq.config.references import resolve
+from ctrainer.fairseq.config.references import (
+    referred_groups,
+    resolve,
+    resolve_group,
+)
 from ctrainer.fairseq.config.root import COMPONENTS, FairseqConfig
 from ctrainer.fairseq.config.trees import (
     Tree,
@@ -188,6 +192,19 @@ def _instance(cls: type | None, value: Any, where: str) -> Any:
         else:
             arguments[name] = convert(item, annotations[name], path)
     return cls(**arguments)
+
+
+def default_options(cls: type) -> dict[str, Any]:
+    """The options of a group's dataclass with their defaults, references followed to
+    the defaults of other groups; None for one that must be given."""
+    own = defaults_of(cls)
+    others = {name: defaults_of(groups()[name]) for name in referred_groups(own)}
+    resolved = resolve_group({**others, cls.__name__: own}, cls.__name__)
+    return {
+        name: None if value == MISSING else value
+        for name, value in resolved.items()
+        if name != "_name"
+    }
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -96,6 +96,13 @@ def _details(option: Field[Any], hint: Any) -> dict[str, Any]:
     """The keywords of add_argument."""
     details: dict[str, Any] = {"default": SUPPRESS, "help": option.metadata.get("help")}
     if without_none(hint)[0] is bool:
+        if is_reference(option.default):  # a flag that can also be turned off
+            return {
+                **details,
+                "nargs": "?",
+                "const": True,
+                "type": _reader(option.name, hint),
+            }
         details["action"] = "store_false" if option.default is True else "store_true"
         return details
     if option.name != "data":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ctrainer.fairseq.config.values import is_reference
@@ -20,13 +20,25 @@ _ENVIRONMENT = re.compile(r"(?:oc\.)?env:([^,]+)(?:,(.*))?$", re.DOTALL)
 Tree = dict[str, Any]
 
 
+def referred_groups(tree: Tree) -> Iterator[str]:
+    """The first names of the references in the values of a group."""
+    for value in tree.values():
+        if is_reference(value):
+            yield from (found.split(".")[0] for found in _REFERENCE.findall(value))
+
+
 def resolve(tree: Tree) -> Tree:
     """A copy of nested dicts and lists without references.
 
     Raises ValueError, which names the option, for a reference to what is not there and
     for references in a circle.
     """
-    return {key: _resolved(tree, value, (key,), ()) for key, value in tree.items()}
+    return {key: resolve_group(tree, key) for key in tree}
+
+
+def resolve_group(tree: Tree, group: str) -> Any:
+    """The same for one group of the tree."""
+    return _resolved(tree, tree[group], (group,), ())
 
 
 def _resolved(

@@ -121,6 +121,7 @@ class ManualScheduleConfig(FairseqDataclass):
 
     epoch2lr: str = opt("{}", "Python dict from epochs, such as '1,3-5', to rates.")
     update2lr: str = opt("{}", "Python dict from updates to rates.")
+    lr: list[float] = II("optimization.lr")
 
 
 @dataclass

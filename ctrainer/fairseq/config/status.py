@@ -19,6 +19,8 @@ HONOURED = {
     "common.tensorboard_logdir": _BAR,
     "common.wandb_project": _BAR,
 }
+# Of all options of a kind of component.
+HONOURED_COMPONENTS = {"lr_scheduler": "by build_lr_scheduler"}
 REFUSED = {
     "common.aim_repo": _TRACKER,
     "common.azureml_logging": _TRACKER,
@@ -26,9 +28,12 @@ REFUSED = {
 
 
 def status_of(option: str) -> str:
-    """The status of "group.option", with where or why."""
+    """The status of "group.option" or "component.name.option", with where or why."""
     if option in HONOURED:
         return f"honoured: {HONOURED[option]}"
+    component = option.partition(".")[0]
+    if component in HONOURED_COMPONENTS:
+        return f"honoured: {HONOURED_COMPONENTS[component]}"
     if option in REFUSED:
         return f"refused when set: {REFUSED[option]}"
     return "read"
