@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
     from ctrainer.fairseq.progress_bar import build_progress_bar, training_progress_bar
+    from ctrainer.fairseq.trainer import Trainer
 
 _HOMES = {
     "CountingIterator": "iterators",
@@ -30,6 +31,7 @@ _HOMES = {
     "GroupedIterator": "iterators",
     "MMapIndexedDataset": "indexed_dataset",
     "MMapIndexedDatasetBuilder": "indexed_dataset",
+    "Trainer": "trainer",
     "as_config": "config",
     "batch_by_size": "data_utils",
     "build_lr_scheduler": "lr_scheduler",
@@ -48,8 +50,10 @@ _MODULES = {
     "lr_scheduler",
     "meters",
     "metrics",
+    "optim",
     "progress_bar",
     "trackers",
+    "trainer",
 }
 
 __all__ = [
@@ -59,6 +63,7 @@ __all__ = [
     "GroupedIterator",
     "MMapIndexedDataset",
     "MMapIndexedDatasetBuilder",
+    "Trainer",
     "as_config",
     "batch_by_size",
     "build_lr_scheduler",

@@ -1,0 +1,108 @@
+/* ctrainer._C.FairseqTrainer: what the files of the type share.
+ *
+ * Everything that Python sees lives in the instance's __dict__, under the names that
+ * fairseq's Trainer has. The struct holds the settings that every update reads, taken
+ * from cfg once by _read_config(). */
+#ifndef CTPY_FAIRSEQ_TRAINER_H
+#define CTPY_FAIRSEQ_TRAINER_H
+
+#include "binding/ctpy.h"
+#include "binding/trainer.h"
+
+#include <stdbool.h>
+
+typedef struct fairseq_settings {
+    int64_t seed;             /* common.seed */
+    double clip_norm;         /* optimization.clip_norm; 0: no clipping */
+    int64_t empty_cache_freq; /* common.empty_cache_freq; 0: never */
+    int64_t amp_batch_retries;
+    int64_t fp16, bf16, amp, converts_on_cpu, store_ema; /* truth values */
+    bool cuda;
+    bool slowmo;           /* distributed_training.ddp_backend is "slowmo" */
+    bool original_dummies; /* a dummy in the last place voids the whole update */
+    bool criterion_trains; /* the criterion has parameters */
+} fairseq_settings;
+
+typedef struct FairseqTrainer {
+    PyObject_HEAD
+    fairseq_settings settings;
+    PyObject *step_keywords; /* names of task.train_step's arguments, ema_model last */
+    int depth;               /* of train_step() within itself, as amp's retries are */
+    bool handled;            /* the exception under way has been reported */
+} FairseqTrainer;
+
+/* One train_step(), on its stack. */
+typedef struct fairseq_update {
+    PyObject *samples;     /* a list; borrowed */
+    PyObject *start;       /* states of the generators before it, for crash.pt */
+    PyObject *ema_model;   /* for task.train_step, or NULL */
+    PyObject *outputs;     /* list of the logging outputs of real samples */
+    PyObject *dummies;     /* and of dummy ones */
+    PyObject *sample_size; /* a number or a tensor */
+    PyObject *grad_norm;   /* what clip_grad_norm() returned, or NULL */
+    Py_ssize_t place;      /* of the sample under way; -1 outside the samples */
+    int64_t ooms;          /* samples dropped for lack of memory */
+    bool last_is_dummy, overflow, raise_oom;
+} fairseq_update;
+
+/* ---- fairseq_calls.c: what is called of Python ------------------------------------
+ */
+
+/* metrics.function(*args), with args as Py_BuildValue makes the tuple of `format`. 0
+ * or -1. */
+int fairseq_metric(PyObject *op, const char *function, const char *format, ...);
+
+/* Opens metrics.aggregate(*name); the context, and what it yields in *meters (may be
+ * NULL). fairseq_leave closes it the same way whether an exception is set or not, which
+ * stays set: a context that forgets its `finally` is left all the same. */
+PyObject *fairseq_enter(PyObject *op, const char *name, PyObject **meters);
+int fairseq_leave(PyObject *op, PyObject *context);
+
+/* Logs a line under the trainer's logger: level is "info", "warning" or "error". */
+int fairseq_tell(PyObject *op, const char *level, const char *format, ...);
+
+/* Is an exception set, a RuntimeError, whose text says "out of memory"? It stays. */
+bool fairseq_is_oom(void);
+
+/* Calls op.name(*arguments) with the exception that is set taken away, the exception
+ * the first argument, and then sets it again; what the hook raises is reported with it
+ * and dropped. */
+void fairseq_report(PyObject *op, PyObject *name, PyObject *const *more, size_t n);
+
+/* op.name() for its effect. 0 or -1. */
+int fairseq_do(PyObject *op, PyObject *name);
+
+/* ---- the parts of train_step() ----------------------------------------------------
+ */
+
+/* fairseq_micro.c: forward and backward of every sample. 1: go on; 0: nothing is left,
+ * every sample ran out of memory; -1. */
+int fairseq_run_samples(PyObject *op, fairseq_update *u);
+
+/* fairseq_update.c: from gradients to parameters. 1: done, u->overflow tells how; 0:
+ * *again is what the repetition that amp asked for returned; -1. */
+int fairseq_run_update(PyObject *op, fairseq_update *u, PyObject **again);
+
+/* fairseq_stats.c: counters, average, metrics. The logging output, or NULL. */
+PyObject *fairseq_finish_update(PyObject *op, fairseq_update *u);
+
+/* task.train_step(...) of one sample, whose result is (loss, sample_size, output). */
+PyObject *fairseq_task_step(PyObject *op, fairseq_update *u, PyObject *sample,
+                            PyObject *ignore_grad);
+
+/* model for the keyword ema_model, NULL where the task takes none. 0 or -1. */
+int fairseq_ema_model(PyObject *op, PyObject **model);
+
+/* op._prepare_sample(sample) as its two parts; 0 or -1. */
+int fairseq_prepare(PyObject *op, PyObject *sample, PyObject **prepared, int *dummy);
+
+/* {0} is fine. */
+void fairseq_update_release(fairseq_update *u);
+
+#define CTPY_METHOD(name, flags)                                                       \
+    extern const char FairseqTrainer_##name##_doc[];                                   \
+    PyObject *FairseqTrainer_##name CTPY_SIGNATURE_##flags;
+#include "binding/fairseq_methods.def"
+#undef CTPY_METHOD
+
+#endif

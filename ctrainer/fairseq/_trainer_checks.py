@@ -1,0 +1,63 @@
+"""What fairseq's Trainer checks of its config, and what ours refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def setting(cfg: Any, group: str, name: str, default: Any) -> Any:
+    """cfg.group.name, or fairseq's default where the config lacks it."""
+    return getattr(getattr(cfg, group, None), name, default)
+
+
+def check_config(cfg: Any) -> None:
+    """Raise for settings that exclude each other, in fairseq's words, and for those
+    that this trainer does not have.
+
+    Raises:
+        ValueError: the message names the setting.
+        AssertionError: fp16 together with amp, as in fairseq.
+    """
+    _check_sharding(cfg)
+    if setting(cfg, "common", "fp16", False):
+        assert not setting(cfg, "common", "amp", False), (
+            "Cannot use fp16 and AMP together"
+        )
+    for group, name, allowed, why in _REFUSED:
+        value = setting(cfg, group, name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"{group}.{name} is {value!r}: {why}")
+
+
+def _check_sharding(cfg: Any) -> None:
+    where = "distributed_training"
+    if setting(cfg, where, "ddp_backend", None) != "fully_sharded":
+        if setting(cfg, where, "cpu_offload", False):
+            raise ValueError("--cpu-offload requires --ddp-backend=fully_sharded")
+        return
+    if setting(cfg, "common", "bf16", False):
+        raise ValueError(
+            "FullyShardedDataParallel is not compatible with --bf16 or "
+            "--memory-efficient-bf16"
+        )
+    if setting(cfg, where, "zero_sharding", "none") != "none":
+        raise ValueError(
+            "FullyShardedDataParallel is not compatible with --zero-sharding option "
+            "(it's already built in)"
+        )
+    raise ValueError(
+        "distributed_training.ddp_backend is 'fully_sharded': this trainer runs one "
+        "process, which has nobody to share its parameters with"
+    )
+
+
+_ONE = "this trainer runs one process, and has no collectives for more"
+_REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
+    ("common", "tpu", (False,), "there is no support for TPUs here"),
+    ("common", "model_parallel_size", (1,), _ONE),
+    ("distributed_training", "distributed_world_size", (1,), _ONE),
+    ("distributed_training", "pipeline_model_parallel", (False,), _ONE),
+    ("distributed_training", "zero_sharding", ("none",), _ONE),
+    ("optimization", "use_bmuf", (False,), f"BMUF averages over workers; {_ONE}"),
+    ("model", "base_layers", (0,), f"BASE layers are spread over workers; {_ONE}"),
+]
