@@ -25,6 +25,5 @@ def use_device(device: int) -> None:
     torch.cuda.set_device(device)
 
 
-def long_tensor(array: Any) -> torch.Tensor:
-    """An int64 tensor: over the array's own memory where that is int64 already."""
-    return torch.from_numpy(array).long()
+# A tensor over a NumPy array's memory.
+tensor_over = torch.from_numpy

@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any, cast
@@ -75,6 +76,18 @@ def map_bytes(path: str, *, private: bool = False) -> Any:
         else:
             mapped = mmap.mmap(file.fileno(), n, access=mmap.ACCESS_READ)
     return np.frombuffer(mapped, np.uint8)
+
+
+@cache
+def _tensor_over() -> Callable[[Any], Any]:
+    from ctrainer.adapters._torch_data import tensor_over
+
+    return tensor_over
+
+
+def long_tensor(array: Any) -> Any:
+    """An int64 tensor over an int64 array's memory; torch is imported now."""
+    return _tensor_over()(array.astype(np.int64, copy=False))
 
 
 def _discard(file: FileIO, path: str) -> None:

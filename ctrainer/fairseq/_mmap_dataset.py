@@ -21,6 +21,7 @@ from ctrainer.fairseq._file_pair import (
     data_file_path,
     dtype_of_code,
     index_file_path,
+    long_tensor,
     map_bytes,
     pair_exists,
 )
@@ -63,6 +64,9 @@ class MMapIndex:
         end = _HEADER.size + 4 * n
         self.sizes = whole[_HEADER.size : end].view("<i4")
         self.offsets = whole[end:].view("<i8")
+        # Items of a memoryview are Python's integers, those of an array NumPy's.
+        self._sizes = memoryview(whole)[_HEADER.size : end].cast("i")
+        self._offsets = memoryview(whole)[end:].cast("q")
 
     def check(self, data_path: str, data_bytes: int) -> None:
         """Raises ValueError unless all items lie within a data file of that size."""
@@ -76,7 +80,7 @@ class MMapIndex:
 
     def __getitem__(self, i: int) -> tuple[int, int]:
         """(offset in bytes, size in elements) of an item."""
-        return int(self.offsets[i]), int(self.sizes[i])
+        return self._offsets[i], self._sizes[i]
 
 
 class MMapIndexedDataset:
@@ -109,6 +113,7 @@ class MMapIndexedDataset:
         index.check(data_path, data.nbytes)
         self._path = path
         self._index = index
+        self._item_bytes = self.dtype.itemsize
         self._data = data[: data.nbytes - data.nbytes % self.dtype.itemsize].view(
             self.dtype
         )
@@ -128,7 +133,7 @@ class MMapIndexedDataset:
 
     def _view(self, i: int) -> Any:
         offset, size = self._index[i]
-        start = offset // self.dtype.itemsize
+        start = offset // self._item_bytes
         return self._data[start : start + size]
 
     def array(self, i: int) -> Any:
@@ -139,15 +144,13 @@ class MMapIndexedDataset:
 
     def __getitem__(self, i: int) -> Any:
         """Item i as an int64 tensor of one dimension."""
-        from ctrainer.adapters._torch_data import long_tensor
-
         return long_tensor(self._view(i))
 
     def num_tokens(self, index: int) -> int:
-        return int(self.sizes[index])
+        return self._index[index][1]
 
     def size(self, index: int) -> int:
-        return int(self.sizes[index])
+        return self._index[index][1]
 
     @staticmethod
     def exists(path: str) -> bool:

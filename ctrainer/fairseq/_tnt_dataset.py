@@ -21,6 +21,7 @@ from ctrainer.fairseq._file_pair import (
     data_file_path,
     dtype_of_code,
     index_file_path,
+    long_tensor,
     map_bytes,
     pair_exists,
 )
@@ -122,8 +123,6 @@ class IndexedDataset(FairseqDataset):
 
     def __getitem__(self, i: int) -> Any:
         """Item i as an int64 tensor of its shape."""
-        from ctrainer.adapters._torch_data import long_tensor
-
         self.check_index(i)
         item = self._read(i).astype(np.int64)
         return long_tensor(item - 1 if self.fix_lua_indexing else item)

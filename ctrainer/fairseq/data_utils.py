@@ -247,15 +247,27 @@ def collate_tokens(
     move_eos_to_beginning: each row is rotated by one, its first element eos_idx or, for
     None, the last of its values.
     """
-    width = max([len(v) for v in values] + [pad_to_length or 0])
+    width = max([v.numel() for v in values] + [pad_to_length or 0])
     width = -(-width // pad_to_multiple) * pad_to_multiple
     rows = max(len(values), pad_to_bsz or 0)
     out = values[0].new_full((rows, width), pad_idx)
-    for row, value in zip(out, values, strict=False):
-        place = row[width - len(value) :] if left_pad else row[: len(value)]
-        if move_eos_to_beginning:
-            place[0] = value[-1] if eos_idx is None else eos_idx
+    first = None
+    if move_eos_to_beginning and eos_idx is not None:
+        first = values[0].new_full((1,), eos_idx)
+    if out.is_floating_point() or not _C.pad_rows(
+        out, values, left_pad, move_eos_to_beginning, first
+    ):
+        _pad_rows(out, values, left_pad, move_eos_to_beginning, first)
+    return out
+
+
+def _pad_rows(out: Any, values: Any, left: bool, rotate: bool, first: Any) -> None:
+    """_C.pad_rows() for tensors of any device and kind, and for gradients to pass."""
+    for i, value in enumerate(values):
+        row = out[i]  # not one of unbind's views, which gradients forbid to write to
+        place = row[len(row) - len(value) :] if left else row[: len(value)]
+        if rotate and len(value) > 0:
+            place[:1] = value[-1:] if first is None else first
             place[1:] = value[:-1]
         else:
             place.copy_(value)
-    return out

@@ -332,6 +332,32 @@ def test_a_batch_has_the_dtype_of_its_values(dtype: str) -> None:
     assert out.tolist() == [[1, 1], [1, 0]]
 
 
+def test_tensors_that_are_no_plain_memory_are_collated_all_the_same() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Marked(torch.Tensor):  # type: ignore[misc,name-defined]
+        pass
+
+    marked = torch.tensor([1, 2, 9]).as_subclass(Marked)
+    strided = torch.arange(10)[::4]
+    out = collate_tokens([marked, torch.tensor([5])], 0)
+    assert out.tolist() == [[1, 2, 9], [5, 0, 0]]
+    assert collate_tokens([strided, strided[:1]], 3).tolist() == [[0, 4, 8], [0, 3, 3]]
+    moved = collate_tokens([marked, strided], 0, eos_idx=7, move_eos_to_beginning=True)
+    assert moved.tolist() == [[7, 1, 2], [7, 0, 4]]
+    last = collate_tokens([strided, strided[:0]], 0, move_eos_to_beginning=True)
+    assert last.tolist() == [[8, 0, 4], [0, 0, 0]]
+    meta = collate_tokens([torch.empty(3, device="meta").long()], 0)
+    assert (meta.device.type, meta.shape) == ("meta", (1, 3))
+
+
+def test_gradients_pass_through_collation() -> None:
+    torch = pytest.importorskip("torch")
+    value = torch.ones(3, requires_grad=True)
+    collate_tokens([value, torch.ones(5)], 0).sum().backward()
+    assert value.grad.tolist() == [1, 1, 1]
+
+
 def test_the_modules_of_data_need_no_torch() -> None:
     code = "import sys, ctrainer.fairseq.data_utils, ctrainer.fairseq.iterators\n"
     code += "import ctrainer.fairseq.indexed_dataset; print('torch' in sys.modules)"
