@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
+
+__all__ = ["current_device", "default_collate", "loader", "tensor_over", "use_device"]
 
 
 def loader(dataset: Any, collate: Callable[[Any], Any] | None, **options: Any) -> Any:

@@ -41,6 +41,7 @@ _HOMES = {
     "training_progress_bar": "progress_bar",
 }
 _MODULES = {
+    "concat_dataset",
     "aliases",
     "config",
     "data_utils",

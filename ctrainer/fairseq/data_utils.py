@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import count, islice, repeat, takewhile
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,37 @@ def numpy_seed(seed: int | None, *addl_seeds: int) -> Iterator[None]:
         yield
     finally:
         np.random.set_state(state)
+
+
+def load_indexed_dataset(
+    path: str,
+    dictionary: Any = None,
+    dataset_impl: str | None = None,
+    combine: bool = False,
+    default: str = "cached",
+) -> Any:
+    """Opens the data set with the prefix `path`, "data-bin/train" for example; None
+    where there is none.
+
+    dataset_impl: its kind; None asks the files, and `default` where they do not say.
+    combine: PATH1, PATH2 and so on belong to it too, as far as they go.
+    """
+    from ctrainer.fairseq.concat_dataset import ConcatDataset
+    from ctrainer.fairseq.indexed_dataset import infer_dataset_impl, make_dataset
+
+    def opened(k: int) -> Any:
+        prefix = path + (str(k) if k > 0 else "")
+        impl = dataset_impl or infer_dataset_impl(prefix) or default
+        dataset = make_dataset(prefix, impl, True, dictionary)
+        if dataset is not None:
+            logger.info("loaded %s examples from: %s", f"{len(dataset):,}", prefix)
+        return dataset
+
+    parts = takewhile(lambda d: d is not None, map(opened, count()))
+    datasets = list(parts if combine else islice(parts, 1))
+    if len(datasets) < 2:
+        return next(iter(datasets), None)
+    return ConcatDataset(datasets)
 
 
 # ---- batches -------------------------------------------------------------------------

@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrainer.fairseq import data_utils
+from ctrainer.fairseq.concat_dataset import ConcatDataset
 from ctrainer.fairseq.data_utils import batch_by_size, collate_tokens, numpy_seed
 from ctrainer.fairseq.fairseq_dataset import FairseqDataset
+from ctrainer.fairseq.indexed_dataset import make_builder
+from ctrainer.fairseq.iterators import EpochBatchIterator
 
 
 def plain(batches: list[Any]) -> list[list[int]]:
@@ -365,3 +368,111 @@ def test_the_modules_of_data_need_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+# ---- several data sets ---------------------------------------------------------------
+
+
+def write(prefix: Path, items: list[list[int]], impl: str = "mmap") -> str:
+    builder = make_builder(f"{prefix}.bin", impl)
+    for item in items:
+        builder.add_item(np.array(item, np.int64))
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+@pytest.mark.parametrize("impl", ["mmap", "cached"])
+def test_a_data_set_is_loaded_with_its_parts(
+    tmp_path: Path, impl: str, caplog: Any
+) -> None:
+    pytest.importorskip("torch")
+    caplog.set_level("INFO")
+    prefix = write(tmp_path / "train", [[1, 2], [3]], impl)
+    write(tmp_path / "train1", [[4]], impl)
+    write(tmp_path / "train3", [[5]], impl)  # after a gap: not a part
+    whole = data_utils.load_indexed_dataset(prefix, combine=True)
+    assert [whole[i].tolist() for i in range(len(whole))] == [[1, 2], [3], [4]]
+    assert caplog.messages[0] == f"loaded 2 examples from: {prefix}"
+    alone = data_utils.load_indexed_dataset(prefix)
+    assert [alone[i].tolist() for i in range(len(alone))] == [[1, 2], [3]]
+    assert (
+        data_utils.load_indexed_dataset(str(tmp_path / "valid"), combine=True) is None
+    )
+    lazy = "mmap" if impl == "mmap" else "lazy"
+    assert len(data_utils.load_indexed_dataset(prefix, dataset_impl=lazy)) == 2
+
+
+def test_data_sets_follow_each_other_as_often_as_they_are_asked_for() -> None:
+    both = ConcatDataset([Sized([5, 3]), Sized([4, 9, 1])], [2, 1])
+    assert (len(both), both.cumulative_sizes) == (7, [4, 7])
+    assert [both.size(i) for i in range(7)] == [5, 3, 5, 3, 4, 9, 1]
+    assert both.num_tokens(5) == 9
+    for i in (-1, 7):
+        with pytest.raises(IndexError, match=f"sample {i} of 7"):
+            both.size(i)
+    with pytest.raises(ValueError, match="should not be an empty"):
+        ConcatDataset([])
+    with pytest.raises(ValueError, match="sample_ratios has 1 numbers for 2 data sets"):
+        ConcatDataset([Sized([1])] * 2, [1])
+
+
+def test_concatenated_data_sets_are_ordered_by_size() -> None:
+    one, two = Sized([5, 3]), Sized([4])
+    one.sizes, two.sizes = np.array([5, 3]), [np.array([4])]
+    both = ConcatDataset([one, two], 2)
+    assert both.sizes.tolist() == [5, 3, 5, 3, 4, 4]
+    assert both.sizes[both.ordered_indices()].tolist() == [3, 3, 4, 4, 5, 5]
+    one.sizes, two.sizes = np.array([[2, 9], [1, 5]]), np.array([[1, 4]])
+    pairs = ConcatDataset([one, two])
+    assert pairs.ordered_indices().tolist() == [2, 1, 0]  # by source, then by target
+
+
+def test_a_concatenation_passes_on_what_it_is_told() -> None:
+    class Told(Sized):
+        can_reuse_epoch_itr_across_epochs = True
+        supports_prefetch = True
+        label = "told"
+
+        def prefetch(self, indices: Any) -> None:
+            self.prefetched = list(indices)
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def collater(self, samples: list[Any]) -> Any:
+            return ["collated", *samples]
+
+    parts = [Told([1, 2]), Told([3])]
+    both = ConcatDataset(parts, [2, 1])
+    both.prefetch([4, 3, 0])
+    both.set_epoch(6)
+    assert [p.prefetched for p in parts] == [[1, 0], [0]]
+    assert [p.epoch for p in parts] == [6, 6]
+    assert (both.supports_prefetch, both.can_reuse_epoch_itr_across_epochs) == (
+        True,
+        True,
+    )
+    assert (both.attr("label", 4), both.attr("nothing", 0)) == ("told", None)
+    assert both.collater([1]) == ["collated", 1]
+    mixed = ConcatDataset([parts[0], [1, 2]])
+    mixed.prefetch([0, 2])
+    mixed.set_epoch(7)
+    assert (mixed.supports_prefetch, mixed.can_reuse_epoch_itr_across_epochs) == (
+        False,
+    ) * 2
+
+
+class Lengths(Sized):
+    def __getitem__(self, index: int) -> int:
+        return self.lengths[index]
+
+
+def test_batches_by_size_become_epochs() -> None:
+    pytest.importorskip("torch")
+    dataset = Lengths([3, 1, 2, 3, 3, 1])
+    order = np.argsort(dataset.lengths, kind="stable")
+    batches = dataset.batch_by_size(order, max_tokens=6)
+    epochs = EpochBatchIterator(dataset, list, batches, num_shards=2, shard_id=1)
+    seen = [b for _ in range(2) for b in epochs.next_epoch_itr(shuffle=False)]
+    assert [b.tolist() for b in batches] == [[1, 5, 2], [0, 3], [4]]
+    assert seen == [[3, 3], []] * 2
