@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import pickle
+import subprocess
 import sys
 from typing import Any
 
@@ -232,6 +233,40 @@ def test_an_option_of_none_counts_as_not_given() -> None:
     opt = optimizer()
     optim.get_scheduler("inverse_sqrt", opt, 0, None, {"timescale": None})
     assert rates(opt) == [0.1, 3e-5]
+
+
+WITHOUT_FRAMEWORKS = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "transformers"), None))  # imports now fail
+import numpy as np
+import ctrainer
+from ctrainer.adapters.numpy import SGD, Parameter
+from ctrainer.schedules import get_scheduler
+
+needed = {
+    "cosine_with_min_lr": {"min_lr": 1e-3},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 5},
+    "reduce_lr_on_plateau": {"patience": 0},
+    "greedy": {"patience": 0},
+}
+for name in ctrainer.SchedulerType:
+    optimizer = SGD([Parameter(np.zeros(2, np.float32))], lr=0.1)
+    scheduler = get_scheduler(name, optimizer, 2, 20, needed.get(str(name)))
+    metric = [1.0] if name in ("reduce_lr_on_plateau", "greedy") else []
+    for _ in range(5):
+        scheduler.step(*metric)
+    print(name, scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]])
+"""
+
+
+def test_every_schedule_works_without_torch_and_transformers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FRAMEWORKS], capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    names = [kind.value for kind in transformers.SchedulerType]
+    assert sorted(done.stdout.split("\n")) == ["", *sorted(f"{n} True" for n in names)]
 
 
 def test_layerwise_optimizers_are_refused() -> None:
