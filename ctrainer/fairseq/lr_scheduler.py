@@ -1,7 +1,8 @@
 """fairseq's ten learning-rate schedules: its classes and interface, formulas in C.
 
-A config is one of the dataclasses here or any object with their attributes, of which
-those that are missing keep fairseq's defaults; it is read once and never written to.
+A config is a group of ctrainer.fairseq.config.schedules or any object with the
+attributes of one, of which those that are missing keep fairseq's defaults; it is read
+once and never written to.
 An optimizer is a FairseqOptimizer or anything with its get_lr() and set_lr(lr).
 
 Rates are the original's at every update. What differs is listed in docs/schedules.md.

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ctrainer.fairseq.config import (
     II,
@@ -22,6 +24,8 @@ from ctrainer.fairseq.config import (
     to_dict,
     to_yaml,
 )
+from ctrainer.fairseq.config.files import parse_yaml
+from ctrainer.fairseq.config.trees import known_options
 
 SOURCE = {
     "optimization": {"lr": [0.1, 0.05], "max_update": 60},
@@ -298,6 +302,25 @@ class TestRoundTrips:
         path.write_text(to_yaml(config))
         assert as_config(path) == config
 
+    @pytest.mark.parametrize("text", ["1e5", "1.5", "true", "null", "${", "a: b", ""])
+    def test_text_that_looks_like_something_else(
+        self, tmp_path: Path, text: str
+    ) -> None:
+        config = as_config()
+        config.common.log_file = text
+        path = tmp_path / "config.yaml"
+        path.write_text(to_yaml(config))
+        assert parse_yaml(path.read_text(), "")["common"]["log_file"] == text
+
+    def test_what_is_written_has_lists_alone(self) -> None:
+        source = {
+            "optimizer": "adam",
+            "lr_scheduler": {"_name": "tri_stage", "phase_ratio": (0.5, 0.5, 0)},
+        }
+        written = to_dict(as_config(source))
+        assert written["optimizer"]["adam_betas"] == [0.9, 0.999]
+        assert written["lr_scheduler"]["phase_ratio"] == [0.5, 0.5, 0.0]
+
     def test_omegaconf_reads_what_we_write(self) -> None:
         omegaconf = pytest.importorskip("omegaconf")
         config = as_config(SOURCE)
@@ -333,3 +356,30 @@ def test_groups_read_by_key_too() -> None:
     assert config.get("common").seed == 4
     assert "seed" in config.common
     assert dict(config.items())["task"] is None
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
+    | st.text(max_size=6) | st.sampled_from(["1,2", "json", "[1", "${", "???", "1e5"]),
+    lambda inner: st.lists(inner, max_size=2)
+    | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=3,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(known_options())), VALUES)
+def test_any_value_is_refused_by_name_or_kept_for_good(
+    option: str, value: object
+) -> None:
+    group, name = option.split(".")
+    try:
+        config = as_config({group: {name: value}})
+    except ValueError as error:
+        named = name in str(error) or "Cannot combine" in str(error)
+    else:
+        named = True
+        assert as_config(config) == config
+        written = parse_yaml(to_yaml(config), "")
+        assert as_config(written) == config
+    assert named

@@ -28,7 +28,7 @@ from ctrainer.fairseq.config.trees import (
     tree_of,
     unknown_option,
 )
-from ctrainer.fairseq.config.values import convert, hints
+from ctrainer.fairseq.config.values import as_lists, convert, hints
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ def default_options(cls: type) -> dict[str, Any]:
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested dicts of plain values, as a checkpoint's "cfg" holds them; `as_config`
     takes them back."""
-    return dict(tree_of(config))
+    return dict(as_lists(tree_of(config)))
 
 
 def checkpoint_config(state: Mapping[str, Any]) -> FairseqConfig:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ctrainer.fairseq.config.root import COMPONENTS
 from ctrainer.fairseq.config.trees import Tree, tree_of
+from ctrainer.fairseq.config.values import as_lists
 
 # YAML 1.1 takes 1e-3 for text, since it has no point; OmegaConf does not.
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
@@ -24,15 +25,22 @@ def _yaml() -> Any:
         raise ImportError("YAML configs need PyYAML: pip install pyyaml") from None
 
 
+def _with_floats(base: type) -> Any:
+    """A class of PyYAML to which 1e-3 is a number, when read and when quoting."""
+    made: Any = type(f"_{base.__name__}", (base,), {})
+    first = list("-+.0123456789")
+    made.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, first)
+    return made
+
+
 @cache
 def _loader() -> Any:
-    """A safe loader that reads 1e-3 as a number."""
-    yaml = _yaml()
-    loader: Any = type("_Loader", (yaml.SafeLoader,), {})
-    loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789")
-    )
-    return loader
+    return _with_floats(_yaml().SafeLoader)
+
+
+@cache
+def _dumper() -> Any:
+    return _with_floats(_yaml().SafeDumper)
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -118,13 +126,5 @@ def override_tree(tree: Tree, override: str) -> None:
 
 def to_yaml(config: Any) -> str:
     """The config as YAML, which `as_config` takes back from a file."""
-    return str(_yaml().safe_dump(_lists(tree_of(config)), sort_keys=False))
-
-
-def _lists(value: Any) -> Any:
-    """Tuples as lists, which is what YAML has."""
-    if isinstance(value, dict):
-        return {key: _lists(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_lists(item) for item in value]
-    return value
+    tree = as_lists(tree_of(config))
+    return str(_yaml().dump(tree, Dumper=_dumper(), sort_keys=False))

@@ -66,6 +66,15 @@ def plain(value: Any) -> Any:
     return value
 
 
+def as_lists(value: Any) -> Any:
+    """Tuples as lists, in containers too: YAML and OmegaConf have nothing else."""
+    if isinstance(value, dict):
+        return {key: as_lists(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_lists(item) for item in value]
+    return value
+
+
 def convert(value: Any, hint: Any, where: str) -> Any:
     """`value` as `hint` wants it.
 
@@ -74,12 +83,10 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     """
     value = plain(value)
     kind, optional = without_none(hint)
-    if (
-        kind is Any
-        or is_reference(value)
-        or (isinstance(value, str) and value == MISSING)
-    ):
+    if is_reference(value) or (isinstance(value, str) and value == MISSING):
         return value
+    if kind is Any:
+        return as_lists(value)
     if value is None and optional:
         return None
     try:
