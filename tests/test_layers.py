@@ -45,7 +45,7 @@ FLOORS = (
     {"ct_device", "ct_comm", "ct_comm_self", "ct_comm_local", "ct_reduce", "ct_plugin"},
     set[str](),
     {"ct_optim", "ct_optim_kind"},
-    {"ct_step"},
+    {"ct_step", "ct_probe"},
 )
 POLICIES = FLOORS.index(set())
 

@@ -2,7 +2,7 @@
 #ifndef CTPY_OPTIM_H
 #define CTPY_OPTIM_H
 
-#include "binding/ctpy.h"
+#include "binding/buffer.h"
 #include "core/ct_step.h"
 
 /* May the engine of `op` be driven directly: is op one of our optimizer faces, whose
@@ -30,12 +30,20 @@ int ctpy_engine_attach(PyObject *engine, PyObject *average);
  * spans. */
 typedef struct ctpy_grads {
     ct_grads list;
-    PyObject *owners; /* a list: what keeps the spans alive */
+    PyObject *owners; /* a list: what keeps the spans alive; NULL without spans */
 } ctpy_grads;
 
 int ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host,
                     ctpy_grads *grads);
 void ctpy_grads_close(ctpy_grads *grads); /* {0} is fine */
+
+/* Calls visit(state, param, grad, place, arg) for every parameter and its .grad, which
+ * may be None, and returns a list that keeps the gradients alive; NULL when a visit
+ * fails. */
+typedef int ctpy_grad_visit(ctpy_state *state, PyObject *param, PyObject *grad,
+                            const ctpy_place *place, void *arg);
+PyObject *ctpy_grads_visit(ctpy_state *state, PyObject *optimizer,
+                           ctpy_grad_visit *visit, void *arg);
 
 /* A list of the parameters whose gradients are those of such a list, in its order. */
 PyObject *ctpy_grads_params(ctpy_state *state, PyObject *optimizer);

@@ -82,28 +82,6 @@ ctpy_optimizer_engine(ctpy_state *state, PyObject *op, PyObject **engine)
 /* ---- gradients of a foreign optimizer ----------------------------------------------
  */
 
-static int
-add_grad(ctpy_state *state, ctpy_grads *grads, PyObject *grad, const ctpy_place *place)
-{
-    ctpy_view view;
-    ct_error err;
-    if (ctpy_view_of(state, grad, place, &view) < 0) {
-        return -1;
-    }
-    if (!ct_dtype_is_float(view.span.dtype)) {
-        PyErr_Format(PyExc_TypeError,
-                     "param_groups[%zd]['params'][%zd].grad has dtype %s; expected a "
-                     "floating point dtype",
-                     place->group, place->index, ct_dtype_name(view.span.dtype));
-        return -1;
-    }
-    if (ct_grads_reserve(&grads->list, grads->list.n + 1, &err) != CT_OK) {
-        return ctpy_raise_int(&err);
-    }
-    ct_grads_add(&grads->list, &view.span, (uint32_t)place->group);
-    return PyList_Append(grads->owners, grad);
-}
-
 /* Calls visit(state, param, place, arg) for every parameter of every group. */
 typedef int
 visit_fn(ctpy_state *state, PyObject *param, const ctpy_place *place, void *arg);
@@ -154,16 +132,73 @@ visit_groups(ctpy_state *state, PyObject *groups, visit_fn *visit, void *arg)
     return result;
 }
 
+typedef struct grad_visit {
+    ctpy_grad_visit *visit;
+    void *arg;
+    PyObject *owners;
+} grad_visit;
+
 static int
-collect_grad(ctpy_state *state, PyObject *param, const ctpy_place *place, void *arg)
+visit_grad(ctpy_state *state, PyObject *param, const ctpy_place *place, void *arg)
 {
+    const grad_visit *v = arg;
     PyObject *grad = PyObject_GetAttr(param, state->str_grad);
-    if (grad == NULL) {
+    int result = grad == NULL ? -1 : 0;
+    if (result == 0 && !Py_IsNone(grad)) {
+        result = PyList_Append(v->owners, grad);
+    }
+    if (result == 0) {
+        result = v->visit(state, param, grad, place, v->arg);
+    }
+    Py_XDECREF(grad);
+    return result;
+}
+
+static PyObject *
+visit_grads(ctpy_state *state, PyObject *groups, ctpy_grad_visit *visit, void *arg)
+{
+    grad_visit v = {visit, arg, PyList_New(0)};
+    if (v.owners != NULL && visit_groups(state, groups, visit_grad, &v) < 0) {
+        Py_CLEAR(v.owners);
+    }
+    return v.owners;
+}
+
+PyObject *
+ctpy_grads_visit(ctpy_state *state, PyObject *optimizer, ctpy_grad_visit *visit,
+                 void *arg)
+{
+    PyObject *groups = get_groups(state, optimizer);
+    PyObject *owners = groups == NULL ? NULL : visit_grads(state, groups, visit, arg);
+    Py_XDECREF(groups);
+    return owners;
+}
+
+static int
+add_grad(ctpy_state *state, PyObject *Py_UNUSED(param), PyObject *grad,
+         const ctpy_place *place, void *arg)
+{
+    ct_grads *list = arg;
+    ctpy_view view;
+    ct_error err;
+    if (Py_IsNone(grad)) {
+        return 0;
+    }
+    if (ctpy_view_of(state, grad, place, &view) < 0) {
         return -1;
     }
-    int result = Py_IsNone(grad) ? 0 : add_grad(state, arg, grad, place);
-    Py_DECREF(grad);
-    return result;
+    if (!ct_dtype_is_float(view.span.dtype)) {
+        PyErr_Format(PyExc_TypeError,
+                     "param_groups[%zd]['params'][%zd].grad has dtype %s; expected a "
+                     "floating point dtype",
+                     place->group, place->index, ct_dtype_name(view.span.dtype));
+        return -1;
+    }
+    if (ct_grads_reserve(list, list->n + 1, &err) != CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    ct_grads_add(list, &view.span, (uint32_t)place->group);
+    return 0;
 }
 
 int
@@ -212,12 +247,13 @@ int
 ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host, ctpy_grads *grads)
 {
     PyObject *groups = get_groups(state, optimizer);
-    *grads = (ctpy_grads){.owners = PyList_New(0)};
+    *grads = (ctpy_grads){.owners = NULL};
     ct_grads_init(&grads->list, &ct_device_cpu);
-    const bool failed =
-        groups == NULL || grads->owners == NULL ||
-        read_groups(state, groups, &grads->list) < 0 ||
-        (on_host && visit_groups(state, groups, collect_grad, grads) < 0);
+    bool failed = groups == NULL || read_groups(state, groups, &grads->list) < 0;
+    if (!failed && on_host) {
+        grads->owners = visit_grads(state, groups, add_grad, &grads->list);
+        failed = grads->owners == NULL;
+    }
     Py_XDECREF(groups);
     if (failed) {
         ctpy_grads_close(grads);
@@ -262,27 +298,23 @@ ctpy_grads_clip(ctpy_grads *grads, const ct_clip *clip, double loss_scale)
 }
 
 static int
-collect_param(ctpy_state *state, PyObject *param, const ctpy_place *place, void *arg)
+collect_param(ctpy_state *Py_UNUSED(state), PyObject *param, PyObject *grad,
+              const ctpy_place *Py_UNUSED(place), void *arg)
 {
-    PyObject *grad = PyObject_GetAttr(param, state->str_grad);
-    (void)place;
-    if (grad == NULL) {
-        return -1;
-    }
-    int result = Py_IsNone(grad) ? 0 : PyList_Append(arg, param);
-    Py_DECREF(grad);
-    return result;
+    return Py_IsNone(grad) ? 0 : PyList_Append(arg, param);
 }
 
 PyObject *
 ctpy_grads_params(ctpy_state *state, PyObject *optimizer)
 {
-    PyObject *groups = get_groups(state, optimizer);
-    PyObject *params = groups == NULL ? NULL : PyList_New(0);
-    if (params != NULL && visit_groups(state, groups, collect_param, params) < 0) {
+    PyObject *params = PyList_New(0);
+    PyObject *owners = params == NULL
+                           ? NULL
+                           : ctpy_grads_visit(state, optimizer, collect_param, params);
+    if (owners == NULL) {
         Py_CLEAR(params);
     }
-    Py_XDECREF(groups);
+    Py_XDECREF(owners);
     return params;
 }
 

@@ -1,5 +1,5 @@
 /* ctrainer._C.Trainer: the type, its private state and its method table. */
-#include "binding/trainer.h"
+#include "binding/trainer_noise.h"
 
 static PyObject *
 Trainer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kw))
@@ -34,6 +34,7 @@ Trainer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(((Trainer *)op)->signatures);
     Py_VISIT(((Trainer *)op)->device_loss);
     Py_VISIT(((Trainer *)op)->grad_metrics);
+    Py_VISIT(((Trainer *)op)->noise.device_copies);
     Py_VISIT(((Trainer *)op)->writer);
     return 0;
 }
@@ -44,6 +45,7 @@ Trainer_clear(PyObject *op)
     Py_CLEAR(((Trainer *)op)->signatures);
     Py_CLEAR(((Trainer *)op)->device_loss);
     Py_CLEAR(((Trainer *)op)->grad_metrics);
+    Py_CLEAR(((Trainer *)op)->noise.device_copies);
     Py_CLEAR(((Trainer *)op)->writer);
     return 0;
 }
@@ -54,6 +56,7 @@ Trainer_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     (void)Trainer_clear(op);
+    ctpy_noise_end(op);
     type->tp_free(op);
     Py_DECREF(type);
 }

@@ -9,9 +9,20 @@
 
 #include "binding/ctpy.h"
 #include "binding/signals.h"
+#include "core/ct_noise.h"
+#include "core/ct_probe.h"
 #include "core/ct_step.h"
 
 #include <stdbool.h>
+
+/* trainer_noise.c */
+typedef struct ctpy_noise {
+    ct_noise averages;
+    ct_noise_sample sample;  /* the micro-batches of the update that is under way */
+    double examples;         /* in it */
+    ct_probe *probe;         /* NULL until it is needed */
+    PyObject *device_copies; /* the same for gradients on a device: a list, or NULL */
+} ctpy_noise;
 
 typedef struct Trainer {
     PyObject_HEAD
@@ -30,9 +41,10 @@ typedef struct Trainer {
     int64_t window_start;    /* global_step at the last log */
     int64_t nonfinite_steps; /* updates skipped for Inf or NaN, since the last log */
     int64_t nonfinite_total; /* in the whole run */
-    double grad_norm;        /* of the last update; NaN before the first */
-    bool saving;             /* a checkpoint is in the making: writer.folder is open */
-    bool in_update; /* between the first micro-batch and the end of an update */
+    ctpy_noise noise;
+    double grad_norm; /* of the last update; NaN before the first */
+    bool saving;      /* a checkpoint is in the making: writer.folder is open */
+    bool in_update;   /* between the first micro-batch and the end of an update */
 } Trainer;
 
 /* What does not change during one train(): made by the loop, on its stack. All borrowed
@@ -49,6 +61,7 @@ typedef struct ctpy_run {
     int64_t epoch;            /* the current one, from 0 */
     int64_t micro_step;       /* micro-batches of this epoch that are done */
     bool layer_norms_due;     /* in the update that is under way, to be logged */
+    bool noise_due;           /* likewise */
     bool stray_parameters;    /* some parameter of the model is not the optimizer's */
 } ctpy_run;
 
@@ -112,15 +125,16 @@ int ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *co
 /* trainer_update.c: from the summed gradients to the end of the step. 0 or -1. */
 int ctpy_finish_update(PyObject *op, ctpy_run *run);
 
-/* trainer_metrics.c: what of the update that begins, of n_batches micro-batches, is to
- * be measured for the log. */
-int ctpy_metrics_plan(PyObject *op, ctpy_run *run, size_t n_batches);
+/* trainer_metrics.c: what of the update that begins is to be measured for the log. */
+int ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches);
 
 /* trainer_ckpt.c: calls the hook _save_checkpoint in a transaction; None or NULL. */
 PyObject *ctpy_save_checkpoint(PyObject *op, PyObject *model, PyObject *trial);
 
 /* trainer_log.c */
 int ctpy_add_loss(PyObject *op, PyObject *loss, double *value);
+/* Brings what was summed on a device into the window. */
+int ctpy_drain_device_loss(PyObject *op);
 int ctpy_log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate);
 
 #define CTPY_METHOD(name, flags)                                                       \

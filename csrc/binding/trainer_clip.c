@@ -192,6 +192,16 @@ ctpy_update_measure(PyObject *op, ctpy_update *u)
     return 0;
 }
 
+int
+ctpy_update_norm(PyObject *op, const ctpy_update *u, double *norm)
+{
+    ctpy_update only = {
+        .optimizer = u->optimizer, .loss_scale = u->loss_scale, .on_host = u->on_host};
+    int result = open_and_measure(op, &only, &(ct_clip){.norm_type = 2.0}, norm);
+    ctpy_grads_close(&only.grads);
+    return result;
+}
+
 /* An override of _clip_grad_norm(model) clips by itself and returns the norm. */
 static int
 clip_by_override(PyObject *op, ctpy_run *run, ctpy_update *u)

@@ -57,9 +57,8 @@ ctpy_add_loss(PyObject *op, PyObject *loss, double *value)
     return 0;
 }
 
-/* Brings what was summed on a device into the window. */
-static int
-drain_device_loss(PyObject *op)
+int
+ctpy_drain_device_loss(PyObject *op)
 {
     Trainer *self = (Trainer *)op;
     if (self->device_loss == NULL) {
@@ -145,7 +144,7 @@ log_window(PyObject *op, PyObject *learning_rate, PyObject *start_time)
     rate = learning_rate != Py_None
                ? Py_NewRef(learning_rate)
                : PyObject_CallMethodNoArgs(op, names->str__get_learning_rate);
-    if (rate == NULL || drain_device_loss(op) < 0 ||
+    if (rate == NULL || ctpy_drain_device_loss(op) < 0 ||
         (logs = window_logs(op, step - self->window_start, rate)) == NULL) {
         goto done;
     }
@@ -316,75 +315,4 @@ ctpy_log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate)
                    save_when_due(op, run->model, run->trial) < 0
                ? -1
                : 0;
-}
-
-const char Trainer__training_loss_doc[] =
-    "_training_loss($self, /)\n--\n\n"
-    "Return the mean loss of the run's updates so far, those before a resume included.";
-
-PyObject *
-Trainer__training_loss(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    Trainer *self = (Trainer *)op;
-    ctpy_state *names = ctpy_state_borrow(op);
-    int64_t step;
-    if (drain_device_loss(op) < 0 ||
-        ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
-        return NULL;
-    }
-    double sum = self->total_loss + self->window_loss;
-    int64_t finite = step - self->total_bad - self->window_bad;
-    return PyFloat_FromDouble(finite > 0 ? sum / (double)finite
-                              : step > 0 ? Py_NAN
-                                         : 0.0);
-}
-
-const char Trainer__loss_state_doc[] =
-    "_loss_state($self, /)\n--\n\n"
-    "Return what a resumed run needs to go on with the same sums: a dict of numbers.";
-
-PyObject *
-Trainer__loss_state(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    Trainer *self = (Trainer *)op;
-    if (drain_device_loss(op) < 0) {
-        return NULL;
-    }
-    return Py_BuildValue(
-        "{s:d,s:L,s:d,s:L,s:L,s:L,s:L}", "window_loss", self->window_loss, "window_bad",
-        (long long)self->window_bad, "total_loss", self->total_loss, "total_bad",
-        (long long)self->total_bad, "window_start", (long long)self->window_start,
-        "nonfinite_steps", (long long)self->nonfinite_steps, "nonfinite_total",
-        (long long)self->nonfinite_total);
-}
-
-const char Trainer__set_loss_state_doc[] =
-    "_set_loss_state($self, /, *, window_loss=0.0, window_bad=0, total_loss=0.0,\n"
-    "                total_bad=0, window_start=0, nonfinite_steps=0,\n"
-    "                nonfinite_total=0)\n--\n\n"
-    "Start the sums of losses anew, or from what _loss_state() returned.";
-
-PyObject *
-Trainer__set_loss_state(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {
-        "window_loss",  "window_bad",      "total_loss",      "total_bad",
-        "window_start", "nonfinite_steps", "nonfinite_total", NULL};
-    Trainer *self = (Trainer *)op;
-    double window = 0.0, total = 0.0;
-    long long window_bad = 0, total_bad = 0, start = 0, steps = 0, all = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$dLdLLLL:_set_loss_state",
-                                     keywords, &window, &window_bad, &total, &total_bad,
-                                     &start, &steps, &all)) {
-        return NULL;
-    }
-    self->window_loss = window;
-    self->window_bad = window_bad;
-    self->total_loss = total;
-    self->total_bad = total_bad;
-    self->window_start = start;
-    self->nonfinite_steps = steps;
-    self->nonfinite_total = all;
-    Py_CLEAR(self->device_loss);
-    Py_RETURN_NONE;
 }

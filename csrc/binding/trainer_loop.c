@@ -1,5 +1,6 @@
 /* Trainer: train(), its epochs, and what ends them. */
 #include "binding/trainer.h"
+#include "binding/trainer_noise.h"
 
 /* The numbers of set_initial_training_values, which scripts and subclasses override. */
 typedef struct plan {
@@ -301,6 +302,7 @@ end_train_steal(PyObject *op, ctpy_signals *saved, PyObject *output)
     int number = ctpy_signals_restore(saved);
     ((Trainer *)op)->in_update = false;
     ((Trainer *)op)->share = 0.0;
+    ctpy_noise_end(op);
     PyObject *answer =
         PyObject_CallMethod(op, "_end_train", "O", type == NULL ? Py_True : Py_False);
     if (type != NULL) {

@@ -3,6 +3,7 @@
  * Measured in updates after which a log is due, in passes of their own, so that neither
  * the other updates nor what is trained know of it. */
 #include "binding/ctpy_callbacks.h"
+#include "binding/trainer_noise.h"
 #include "binding/trainer_update.h"
 
 #include "math/ct_norm_math.h"
@@ -11,7 +12,7 @@
  */
 
 static int
-log_follows(PyObject *op, const ctpy_run *run, size_t n_batches, PyObject *args,
+log_follows(PyObject *op, const ctpy_run *run, PyObject *batches, PyObject *args,
             bool *due)
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -20,7 +21,7 @@ log_follows(PyObject *op, const ctpy_run *run, size_t n_batches, PyObject *args,
     int result = -1;
     if (state != NULL && ctpy_get_int64(state, names->str_global_step, &step) == 0) {
         const bool epoch_ends =
-            run->micro_step + (int64_t)n_batches >= run->steps_in_epoch;
+            run->micro_step + PyList_GET_SIZE(batches) >= run->steps_in_epoch;
         result = ctpy_flow_log_due(names, args, state, step + 1, epoch_ends, due);
     }
     Py_XDECREF(state);
@@ -28,19 +29,21 @@ log_follows(PyObject *op, const ctpy_run *run, size_t n_batches, PyObject *args,
 }
 
 int
-ctpy_metrics_plan(PyObject *op, ctpy_run *run, size_t n_batches)
+ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    bool layers, due = true;
+    bool layers, noise, due = true;
     PyObject *args = PyObject_GetAttr(op, names->str_args);
     Py_CLEAR(((Trainer *)op)->grad_metrics);
     const bool failed =
         args == NULL ||
         ctpy_get_flag(args, names->str_log_layer_grad_norms, &layers) < 0 ||
-        (layers && log_follows(op, run, n_batches, args, &due) < 0);
+        ctpy_get_flag(args, names->str_log_grad_noise_scale, &noise) < 0 ||
+        ((layers || noise) && log_follows(op, run, batches, args, &due) < 0);
     Py_XDECREF(args);
     run->layer_norms_due = !failed && layers && due;
-    return failed ? -1 : 0;
+    run->noise_due = !failed && noise && due && PyList_GET_SIZE(batches) > 1;
+    return failed || (run->noise_due && ctpy_noise_begin(op, batches) < 0) ? -1 : 0;
 }
 
 /* ---- norms of layers ---------------------------------------------------------------
@@ -170,15 +173,48 @@ layer_norms(PyObject *op, const ctpy_update *u, PyObject *params)
     return norms;
 }
 
-int
-ctpy_metrics_layers(PyObject *op, const ctpy_run *run, const ctpy_update *u)
+static int
+add_layer_norms(PyObject *op, const ctpy_update *u)
 {
-    if (!run->layer_norms_due) {
-        return 0;
-    }
     PyObject *params = ctpy_grads_params(ctpy_state_borrow(op), u->optimizer);
     PyObject *norms = params == NULL ? NULL : layer_norms(op, u, params);
     Py_XDECREF(params);
     Py_XSETREF(((Trainer *)op)->grad_metrics, norms);
     return norms == NULL ? -1 : 0;
+}
+
+/* ---- the noise scale ---------------------------------------------------------------
+ */
+
+static int
+add_noise_scale(PyObject *op, const ctpy_update *u)
+{
+    Trainer *self = (Trainer *)op;
+    double norm = u->result.grad_norm, scale;
+    if (u->config.clip.norm_type != 2.0 && ctpy_update_norm(op, u, &norm) < 0) {
+        return -1;
+    }
+    if (!ctpy_noise_add(op, norm, u->loss_scale, &scale)) {
+        return 0;
+    }
+    if (self->grad_metrics == NULL && (self->grad_metrics = PyDict_New()) == NULL) {
+        return -1;
+    }
+    PyObject *value = PyFloat_FromDouble(scale);
+    int result =
+        value == NULL
+            ? -1
+            : PyDict_SetItem(self->grad_metrics,
+                             ctpy_state_borrow(op)->str_grad_noise_scale, value);
+    Py_XDECREF(value);
+    return result;
+}
+
+int
+ctpy_metrics_measure(PyObject *op, const ctpy_run *run, const ctpy_update *u)
+{
+    return (run->layer_norms_due && add_layer_norms(op, u) < 0) ||
+                   (run->noise_due && add_noise_scale(op, u) < 0)
+               ? -1
+               : 0;
 }

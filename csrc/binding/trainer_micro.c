@@ -1,5 +1,5 @@
 /* Trainer: the micro-batches of one update. */
-#include "binding/trainer.h"
+#include "binding/trainer_noise.h"
 
 /* The count of floating-point operations and of tokens, by their hooks. */
 static int
@@ -88,7 +88,7 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
         int result = run_micro_batch(op, run, inputs, count, loss);
         self->share = 0.0;
         Py_DECREF(inputs);
-        if (result < 0) {
+        if (result < 0 || (run->noise_due && ctpy_noise_see(op, shares[i]) < 0)) {
             return -1;
         }
         if (i + 1 < PyList_GET_SIZE(batches) &&
@@ -142,7 +142,7 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
     if (ctpy_set_int64(op, names->str_current_gradient_accumulation_steps,
                        (int64_t)n) == 0 &&
         ctpy_batch_shares(op, batches, shares) == 0 &&
-        ctpy_metrics_plan(op, run, n) == 0 &&
+        ctpy_metrics_plan(op, run, batches) == 0 &&
         ctpy_trainer_fire(op, names->str_on_step_begin, NULL) == 0) {
         result = run_micro_batches(op, run, batches, count, shares, &loss);
     }

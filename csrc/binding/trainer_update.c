@@ -197,7 +197,7 @@ static int
 update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    if (ctpy_update_measure(op, u) < 0 || ctpy_metrics_layers(op, run, u) < 0 ||
+    if (ctpy_update_measure(op, u) < 0 || ctpy_metrics_measure(op, run, u) < 0 ||
         (!u->result.finite && u->scaler == NULL && tell_nonfinite(op, u) < 0) ||
         (u->result.finite && ctpy_update_clip(op, run, u) < 0)) {
         return -1;

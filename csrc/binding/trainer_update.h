@@ -32,8 +32,10 @@ int ctpy_update_measure(PyObject *op, ctpy_update *u);
 /* Unscales and clips in place, unless the engine will, in its update. */
 int ctpy_update_clip(PyObject *op, ctpy_run *run, ctpy_update *u);
 
-/* trainer_metrics.c: the norms of single layers, where they are due; before clipping.
- */
-int ctpy_metrics_layers(PyObject *op, const ctpy_run *run, const ctpy_update *u);
+/* The L2 norm of the gradients as they are, divided by the loss scale. */
+int ctpy_update_norm(PyObject *op, const ctpy_update *u, double *norm);
+
+/* trainer_metrics.c: what is due of metrics; after measuring, before clipping. */
+int ctpy_metrics_measure(PyObject *op, const ctpy_run *run, const ctpy_update *u);
 
 #endif

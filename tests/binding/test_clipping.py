@@ -203,7 +203,13 @@ def test_norms_and_clipping_on_a_device_equal_ours(adapter: Any, p: float) -> No
 class Device(ctrainer.Trainer):
     """A trainer that takes its gradients for those of a device."""
 
-    _inputs_stay = False
+    @property
+    def _inputs_stay(self) -> bool:
+        return False
+
+    @_inputs_stay.setter
+    def _inputs_stay(self, value: bool) -> None:
+        assert value, "the machine's own answer"
 
 
 class Looks(ctrainer.TrainerCallback):

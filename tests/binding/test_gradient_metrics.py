@@ -17,7 +17,13 @@ from ctrainer import optim
 class Device(ctrainer.Trainer):
     """A trainer that takes its gradients for those of a device."""
 
-    _inputs_stay = False
+    @property
+    def _inputs_stay(self) -> bool:
+        return False
+
+    @_inputs_stay.setter
+    def _inputs_stay(self, value: bool) -> None:
+        assert value, "the machine's own answer"
 
 
 class Deep(nn.Module):
@@ -38,9 +44,14 @@ class Deep(nn.Module):
         return {"loss": nn.functional.mse_loss(y, labels)}
 
 
+def data() -> list[dict[str, torch.Tensor]]:
+    """Rows on whose gradients' direction all agree more than they differ."""
+    return [{"x": row["x"], "labels": row["labels"] + 6} for row in rows(64)]
+
+
 def gradients(model: nn.Module, first: int, n: int) -> dict[str, torch.Tensor]:
     """Of the mean loss of n rows; the model's own gradients are dropped."""
-    part = rows(64)[first : first + n]
+    part = data()[first : first + n]
     batch = {k: torch.stack([r[k] for r in part]) for k in part[0]}
     model.zero_grad()
     model(**batch)["loss"].backward()
@@ -57,7 +68,7 @@ def run(
     """The logs of a run without learning, so that reference gradients are easy."""
     options = {"max_steps": 4, "logging_steps": 2, "learning_rate": 0.0, **options}
     trainer = make(
-        cls, model or Deep(), rows(64), train_sampling_strategy="sequential",
+        cls, model or Deep(), data(), train_sampling_strategy="sequential",
         max_grad_norm=0.01, **options,
     )  # fmt: skip
     trainer.train()
@@ -173,3 +184,118 @@ def test_a_parameter_that_the_model_does_not_know_is_told_by_its_number() -> Non
     )  # fmt: skip
     number = len(list(model.parameters()))
     assert logs[0][f"grad_norm/parameter {number} of the optimizer"] == math.sqrt(12.0)
+
+
+# The gradient noise scale
+
+
+def flat_gradient(first: int, n: int) -> torch.Tensor:
+    return torch.cat([g.flatten() for g in gradients(Deep(), first, n).values()])
+
+
+def estimate(update: int, micro_batches: int) -> tuple[float, float]:
+    """T and |G|^2 of one update (from 1) of micro-batches of 8 rows, by the formulas of
+    McCandlish et al., appendix A.1."""
+    first, n = 8 * micro_batches * (update - 1), 8 * micro_batches
+    parts = [flat_gradient(first + 8 * i, 8) for i in range(micro_batches)]
+    small = sum(part.square().sum().item() for part in parts) / micro_batches
+    big = flat_gradient(first, n).square().sum().item()
+    trace = (small - big) / (1 / 8 - 1 / n)
+    return trace, (n * big - 8 * small) / (n - 8)
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's", "device", "1-norm"])
+def test_the_noise_scale_is_that_of_the_paper(kind: str) -> None:
+    model = Deep()
+    source = torch.optim if kind == "torch's" else optim
+    logs = run(
+        Device if kind == "device" else ctrainer.Trainer, model,
+        log_grad_noise_scale=True, gradient_accumulation_steps=2,
+        grad_norm_type=1.0 if kind == "1-norm" else 2.0,
+        parts={"optimizers": (source.SGD(model.parameters(), lr=0.0), None)},
+    )  # fmt: skip
+    (trace, signal), (trace_4, signal_4) = estimate(2, 2), estimate(4, 2)
+    assert min(trace, signal, trace_4, signal_4) > 0
+    assert logs[0]["grad_noise_scale"] == pytest.approx(trace / signal, rel=1e-4)
+    both = (0.9 * trace + trace_4) / (0.9 * signal + signal_4)
+    assert logs[1]["grad_noise_scale"] == pytest.approx(both, rel=1e-4)
+
+
+@pytest.mark.parametrize("micro_batches", [3, 4])
+def test_more_micro_batches_are_compared(micro_batches: int) -> None:
+    logs = run(
+        log_grad_noise_scale=True, gradient_accumulation_steps=micro_batches,
+        max_steps=1, logging_steps=1,
+    )  # fmt: skip
+    trace, signal = estimate(1, micro_batches)
+    assert logs[0]["grad_noise_scale"] == pytest.approx(trace / signal, rel=1e-4)
+
+
+@pytest.mark.parametrize("source", [optim, torch.optim])
+def test_measuring_noise_changes_nothing_of_what_is_trained(source: Any) -> None:
+    weights = []
+    for log in (False, True):
+        model = Deep()
+        optimizer = source.AdamW(model.parameters(), lr=0.01)
+        logs = run(
+            model=model, log_grad_noise_scale=log, gradient_accumulation_steps=3,
+            logging_steps=1, parts={"optimizers": (optimizer, None)},
+        )  # fmt: skip
+        weights.append(list(model.parameters()))
+        assert all(("grad_noise_scale" in entry) == log for entry in logs)
+    assert all(map(torch.equal, *weights))
+
+
+def test_noise_is_measured_only_where_it_is_logged() -> None:
+    calls: list[int] = []
+
+    class Counts(Device):
+        def _device_grad_growth(self, optimizer: Any, before: Any) -> Any:
+            calls.append(self.state.global_step + 1)
+            return super()._device_grad_growth(optimizer, before)
+
+    run(Counts, log_grad_noise_scale=True, gradient_accumulation_steps=2)
+    assert calls == [2, 2, 4, 4]
+    calls.clear()
+    run(Counts, gradient_accumulation_steps=2, logging_steps=1)
+    assert calls == []
+
+
+def test_an_update_of_one_micro_batch_tells_no_noise() -> None:
+    logs = run(
+        log_grad_noise_scale=True, gradient_accumulation_steps=3, logging_steps=1,
+        max_steps=-1, num_train_epochs=1,
+    )  # fmt: skip
+    assert ["grad_noise_scale" in entry for entry in logs] == [True, True, True]
+    logs = run(
+        log_grad_noise_scale=True, gradient_accumulation_steps=7, logging_steps=1,
+        max_steps=-1, num_train_epochs=1,
+    )  # fmt: skip
+    assert ["grad_noise_scale" in entry for entry in logs] == [True, False]
+
+
+def test_without_accumulation_the_noise_scale_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="gradient_accumulation_steps is 1; set it to 2"
+    ):
+        ctrainer.TrainingArguments("unused", log_grad_noise_scale=True)
+
+
+def test_the_averages_of_noise_are_resumed(tmp_path: Any) -> None:
+    options: dict[str, Any] = {
+        "log_grad_noise_scale": True, "gradient_accumulation_steps": 2, "max_steps": 4,
+        "logging_steps": 1, "learning_rate": 0.01, "max_grad_norm": 0.0,
+        "train_sampling_strategy": "sequential", "output_dir": str(tmp_path),
+    }  # fmt: skip
+    whole = make(
+        ctrainer.Trainer, Deep(), data(), **options, save_strategy="steps", save_steps=2
+    )
+    whole.train()
+    resumed = make(ctrainer.Trainer, Deep(), data(), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    seen = [
+        [e["grad_noise_scale"] for e in t.state.log_history if "loss" in e]
+        for t in (whole, resumed)
+    ]
+    assert len(seen[0]) == 4
+    assert seen[0] == seen[1]
