@@ -25,9 +25,11 @@ class Recipe:
     cls: str
     takes: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    third_beta: float | None = None  # what optim_args may give as "beta3", and else is
 
 
 _ADAM = ("betas", "eps")
+_ADEMAMIX = Recipe("AdEMAMix", _ADAM, third_beta=0.9999)
 
 RECIPES = {
     "adagrad": Recipe("Adagrad"),
@@ -35,8 +37,10 @@ RECIPES = {
     "adamw_hf": Recipe("AdamW", _ADAM),
     "adamw_torch": Recipe("AdamW", _ADAM),
     "adamw_torch_fused": Recipe("AdamW", _ADAM),
+    "ademamix": _ADEMAMIX,
     "lion_32bit": Recipe("Lion", ("betas",)),
     "paged_adamw_32bit": Recipe("AdamW", _ADAM),
+    "paged_ademamix_32bit": _ADEMAMIX,
     "paged_lion_32bit": Recipe("Lion", ("betas",)),
     "rmsprop": Recipe("RMSprop"),
     "rmsprop_bnb": Recipe("RMSprop"),
@@ -58,7 +62,6 @@ PACKAGES = {
     "adamw_torch_8bit": "torchao",
     "adamw_torch_npu_fused": "torch_npu",
     "adamw_torch_xla": "torch_xla",
-    "ademamix": "bitsandbytes",
     "ademamix_8bit": "bitsandbytes",
     "apollo_adamw": "apollo-torch",
     "apollo_adamw_layerwise": "apollo-torch",
@@ -72,7 +75,6 @@ PACKAGES = {
     "lion_8bit": "bitsandbytes",
     "lomo": "lomo-optim",
     "paged_adamw_8bit": "bitsandbytes",
-    "paged_ademamix_32bit": "bitsandbytes",
     "paged_ademamix_8bit": "bitsandbytes",
     "paged_lion_8bit": "bitsandbytes",
     "rmsprop_bnb_8bit": "bitsandbytes",
@@ -83,6 +85,8 @@ PACKAGES = {
 _OWN_ARGUMENTS = {
     "lr": "learning_rate",
     "weight_decay": "weight_decay",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
     "betas": "adam_beta1 and adam_beta2",
     "warmup_steps": "warmup_steps",
 }
@@ -139,6 +143,8 @@ def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str
             f"updates parameters in host memory; got {cls.__module__}.{cls.__name__}"
         )
     given = checked_options(getattr(args, "optim_args", None), name, cls)
+    if recipe.third_beta is not None:
+        taken["betas"] += (given.pop("beta3", recipe.third_beta),)
     rate = {"lr": args.learning_rate}
     return cls, {**rate, **taken, **recipe.fixed, **kwargs, **precision, **given}
 
@@ -151,6 +157,8 @@ def checked_options(
     found = inspect.signature(cls).parameters.values()
     defaults = {p.name: p.default for p in found if p.kind is not p.VAR_KEYWORD}
     defaults |= getattr(cls, "precision_defaults", {})
+    if RECIPES[name].third_beta is not None:
+        defaults["beta3"] = RECIPES[name].third_beta
     known = defaults.keys() - _OWN_ARGUMENTS.keys() - _OF_TORCH - {"params"}
     options = parse_options(text)
     for key in options.keys() - known:

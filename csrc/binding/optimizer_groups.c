@@ -56,23 +56,25 @@ read_flag(PyObject *group, PyObject *key, int missing)
     return truth;
 }
 
+/* n numbers, 2 or 3, one behind the other. */
 static int
-read_pair(PyObject *group, PyObject *key, size_t g, double *out)
+read_tuple(PyObject *group, PyObject *key, size_t g, double *out, Py_ssize_t n)
 {
     PyObject *value = group_get(group, key, g);
-    PyObject *pair = value == NULL ? NULL : PySequence_Tuple(value);
+    PyObject *tuple = value == NULL ? NULL : PySequence_Tuple(value);
     int result = -1;
-    if (pair != NULL && PyTuple_GET_SIZE(pair) != 2) {
+    if (tuple != NULL && PyTuple_GET_SIZE(tuple) != n) {
         PyErr_Format(PyExc_ValueError,
-                     "param_groups[%zu][%R] is %R; expected two numbers", g, key, pair);
+                     "param_groups[%zu][%R] is %R; expected %s numbers", g, key, tuple,
+                     n == 2 ? "two" : "three");
     }
-    else if (pair != NULL) {
-        result = to_double(PyTuple_GET_ITEM(pair, 0), key, g, &out[0]) < 0 ||
-                         to_double(PyTuple_GET_ITEM(pair, 1), key, g, &out[1]) < 0
-                     ? -1
-                     : 0;
+    else if (tuple != NULL) {
+        result = 0;
+        for (Py_ssize_t i = 0; i < n && result == 0; i++) {
+            result = to_double(PyTuple_GET_ITEM(tuple, i), key, g, &out[i]);
+        }
     }
-    Py_XDECREF(pair);
+    Py_XDECREF(tuple);
     Py_XDECREF(value);
     return result;
 }
@@ -80,9 +82,12 @@ read_pair(PyObject *group, PyObject *key, size_t g, double *out)
 static int
 read_optional(PyObject *group, PyObject *key, size_t g, double *out)
 {
-    int known = PyDict_Contains(group, key);
+    PyObject *value = PyDict_GetItemWithError(group, key);
     *out = Py_NAN;
-    return known > 0 ? read_double(group, key, g, out) : known;
+    if (value == NULL || Py_IsNone(value)) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    return read_double(group, key, g, out);
 }
 
 static int
@@ -137,7 +142,9 @@ read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field
     case OPTIM_NUMBER:
         return read_double(group, key, g, member);
     case OPTIM_PAIR:
-        return read_pair(group, key, g, member);
+        return read_tuple(group, key, g, member, 2);
+    case OPTIM_TRIPLE:
+        return read_tuple(group, key, g, member, 3);
     case OPTIM_OPTIONAL:
         return read_optional(group, key, g, member);
     case OPTIM_COUNT:

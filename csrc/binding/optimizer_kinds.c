@@ -102,6 +102,25 @@ static const optim_field fairseq_adamax_fields[] = {
     FIELD(bias_correction, adamax.bias_correction, OPTIM_FLAG_ON),
 };
 
+static const optim_field ademamix_fields[] = {
+    FIELD(lr, ademamix.lr, OPTIM_NUMBER),
+    FIELD(betas, ademamix.beta1, OPTIM_TRIPLE),
+    FIELD(alpha, ademamix.alpha, OPTIM_NUMBER),
+    FIELD(t_alpha, ademamix.t_alpha, OPTIM_OPTIONAL),
+    FIELD(t_beta3, ademamix.t_beta3, OPTIM_OPTIONAL),
+    FIELD(eps, ademamix.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, ademamix.weight_decay, OPTIM_NUMBER),
+};
+static const optim_value ademamix_values[] = {
+    COUNT,
+    ARRAY(exp_avg_fast, 0),
+    ARRAY(exp_avg_slow, 1),
+    ARRAY(exp_avg_sq, 2),
+};
+_Static_assert(offsetof(ct_ademamix_config, beta3) ==
+                   offsetof(ct_ademamix_config, beta1) + 2 * sizeof(double),
+               "betas are read as a triple");
+
 /* ---- SGD and NAG ------------------------------------------------------------------
  */
 
@@ -223,6 +242,7 @@ const optim_spec optim_specs[CT_OPTIM_KIND_COUNT] = {
     [CT_OPTIM_ADAM] = SPEC(adam, adam),
     [CT_OPTIM_ADAMAX] = SPEC(adamax, adamax),
     [CT_OPTIM_ADAMW] = SPEC(adamw, adam),
+    [CT_OPTIM_ADEMAMIX] = SPEC(ademamix, ademamix),
     [CT_OPTIM_FAIRSEQ_ADAM] = SPEC(fairseq_adam, adam),
     [CT_OPTIM_FAIRSEQ_ADAMAX] = SPEC(fairseq_adamax, adamax),
     [CT_OPTIM_LION] = SPEC(lion, lion),

@@ -9,7 +9,8 @@
 typedef enum optim_field_type {
     OPTIM_NUMBER,   /* a double; required */
     OPTIM_PAIR,     /* two doubles, one behind the other; required */
-    OPTIM_OPTIONAL, /* a double; NaN where the key is missing */
+    OPTIM_TRIPLE,   /* three of them */
+    OPTIM_OPTIONAL, /* a double; NaN where the key is missing or None */
     OPTIM_FLAG,     /* a bool; false where the key is missing */
     OPTIM_FLAG_ON,  /* a bool; true where the key is missing */
     OPTIM_COUNT,    /* a whole number from 0 to 2^64 - 1; 0 where the key is missing */

@@ -12,6 +12,7 @@
 #include "core/ct_adagrad.h"
 #include "core/ct_adamax.h"
 #include "core/ct_adamw.h"
+#include "core/ct_ademamix.h"
 #include "core/ct_grads.h"
 #include "core/ct_lion.h"
 #include "core/ct_nag.h"
@@ -30,6 +31,7 @@ typedef enum ct_optim_kind {
     CT_OPTIM_ADAGRAD,
     CT_OPTIM_ADAM,
     CT_OPTIM_ADAMAX,
+    CT_OPTIM_ADEMAMIX,
     CT_OPTIM_FAIRSEQ_ADAM,
     CT_OPTIM_FAIRSEQ_ADAMAX,
     CT_OPTIM_LION,
@@ -53,6 +55,7 @@ typedef struct ct_optim_group {
         ct_adagrad_config adagrad;
         ct_adamax_config adamax; /* and of fairseq_adamax */
         ct_adamw_config adamw;   /* and of adam, fairseq_adam and radam */
+        ct_ademamix_config ademamix;
         ct_lion_config lion;
         ct_nag_config nag;
         ct_rmsprop_config rmsprop;

@@ -99,6 +99,16 @@ fairseq_adamax_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64
                                        err);
 }
 
+ONE_RULE(ademamix, 7)
+
+static ct_status
+ademamix_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                   double grad_scale, ct_error *err)
+{
+    return ct_ademamix_coef_init(&coef->ademamix, &group->ademamix, key, grad_scale,
+                                 err);
+}
+
 /* ---- SGD and NAG ------------------------------------------------------------------
  */
 
@@ -240,6 +250,7 @@ const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT] = {
     [CT_OPTIM_ADAM] = OPS("adam", adam, adam, step, adam, NULL),
     [CT_OPTIM_ADAMAX] = OPS("adamax", adamax, adamax, step, adamax, NULL),
     [CT_OPTIM_ADAMW] = OPS("adamw", adam, adam, step, adam, NULL),
+    [CT_OPTIM_ADEMAMIX] = OPS("ademamix", ademamix, ademamix, step, ademamix, NULL),
     [CT_OPTIM_FAIRSEQ_ADAM] =
         OPS("fairseq_adam", fairseq_adam, adam, step, fairseq_adam, NULL),
     [CT_OPTIM_FAIRSEQ_ADAMAX] =

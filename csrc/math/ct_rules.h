@@ -6,6 +6,7 @@
 #include "math/ct_adagrad_math.h"
 #include "math/ct_adamax_math.h"
 #include "math/ct_adamw_math.h"
+#include "math/ct_ademamix_math.h"
 #include "math/ct_lion_math.h"
 #include "math/ct_nag_math.h"
 #include "math/ct_rmsprop_math.h"

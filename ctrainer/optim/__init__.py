@@ -5,7 +5,7 @@ original's own layout, so state_dict() loads into the optimizer of the same name
 other way round. Parameters live on the CPU; on a GPU use torch.optim's with fused=True.
 """
 
-from ctrainer.optim._adam import Adam, Adamax, AdamW, RAdam
+from ctrainer.optim._adam import Adam, Adamax, AdamW, AdEMAMix, RAdam
 from ctrainer.optim._adaptive import Adadelta, Adagrad, RMSprop
 from ctrainer.optim._fairseq import FairseqAdam, FairseqAdamax, FairseqNAG
 from ctrainer.optim._lion import Lion
@@ -20,6 +20,7 @@ from ctrainer.schedules import LRScheduler, get_scheduler
 
 __all__ = [
     "SGD",
+    "AdEMAMix",
     "Adadelta",
     "Adagrad",
     "Adam",

@@ -152,6 +152,58 @@ class RAdam(_Adam, torch.optim.RAdam):
         )
 
 
+class AdEMAMix(Face):
+    """AdEMAMix: AdamW with a second, much slower average of the gradient beside the
+    first.
+
+    params: parameters, or dicts of them with options of their own.
+    lr: >= 0. eps: >= 0. weight_decay: >= 0, decoupled.
+    betas: in [0, 1): of the fast average, the second moment and the slow average.
+    alpha: >= 0: the weight of the slow average.
+    t_alpha, t_beta3: updates over which alpha grows from 0, and the slow average's
+        half-life from the fast one's; None: they are what they are from the start. The
+        paper takes the length of the run for both.
+
+    state[param] is "step", "exp_avg_fast", "exp_avg_slow" and "exp_avg_sq", as in the
+    authors' class. For 16-bit parameters see Precision.
+
+    Source: Pagliardini, Ablin and Grangier, "The AdEMAMix Optimizer: Better, Faster,
+    Older", 2024, algorithm 1.
+    """
+
+    _kind = "ademamix"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        t_alpha: float | None = None,
+        t_beta3: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        **precision: Unpack[Precision],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "alpha": alpha,
+            "t_alpha": t_alpha,
+            "t_beta3": t_beta3,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults=defaults, **precision)
+
+    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        names = ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq")
+        return {"step": count(), **{name: zeros(param) for name in names}}
+
+
 class Adamax(Face, torch.optim.Adamax):
     """Adamax, as torch.optim.Adamax.
 

@@ -1,6 +1,7 @@
 """Optimizers that torch lacks, written down from their papers and sources with one
 tensor operation after the other: what the engine's are compared with."""
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -52,6 +53,47 @@ class Lion(Oracle):
         direction = (b1 * m + (1 - b1) * g).sign()
         p.copy_(p * (1 - lr * group["weight_decay"]) - lr * direction)
         m.copy_(b2 * m + (1 - b2) * g)
+
+
+class AdEMAMix(Oracle):
+    """Pagliardini et al., 2024, algorithm 1, and its growing alpha and beta3."""
+
+    options: ClassVar[State] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999, 0.9999),
+        "alpha": 5.0,
+        "t_alpha": None,
+        "t_beta3": None,
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+        "maximize": False,
+    }
+
+    def slow_beta(self, step: int, group: State) -> float:
+        b1, _, b3 = group["betas"]
+        part = min(1.0, step / (group["t_beta3"] or step))
+        life1, life3 = (math.log(0.5) / math.log(b) for b in (b1, b3))
+        return float(0.5 ** (1 / ((1 - part) * life1 + part * life3)))
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, s: State, group: State) -> None:
+        if not s:
+            s["step"] = torch.tensor(0.0)
+            for name in ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"):
+                s[name] = torch.zeros_like(p)
+        s["step"] += 1
+        (b1, b2, _), lr, t = group["betas"], group["lr"], int(s["step"])
+        b3 = self.slow_beta(t, group)
+        alpha = group["alpha"] * min(1.0, t / (group["t_alpha"] or t))
+        for name, beta, value in (
+            ("exp_avg_fast", b1, g),
+            ("exp_avg_slow", b3, g),
+            ("exp_avg_sq", b2, g * g),
+        ):
+            s[name].copy_(beta * s[name] + (1 - beta) * value)
+        fast = s["exp_avg_fast"] / (1 - b1**t)
+        denom = (s["exp_avg_sq"] / (1 - b2**t)).sqrt() + group["eps"]
+        step = (fast + alpha * s["exp_avg_slow"]) / denom
+        p.sub_(lr * (step + group["weight_decay"] * p))
 
 
 class FairseqAdam(Oracle):

@@ -6,6 +6,7 @@
 #include "core/ct_adagrad.h"
 #include "core/ct_adamax.h"
 #include "core/ct_adamw.h"
+#include "core/ct_ademamix.h"
 #include "core/ct_lion.h"
 #include "core/ct_nag.h"
 #include "core/ct_rmsprop.h"
@@ -110,6 +111,24 @@ ct_adamax_example(size_t variant)
 }
 
 static inline ct_rule_coef
+ct_ademamix_example(size_t variant)
+{
+    ct_rule_coef coef;
+    const ct_ademamix_config config = {ct_example_lr(variant),
+                                       ct_example_beta1(variant),
+                                       0.99,
+                                       0.999,
+                                       5.0,
+                                       3.0,
+                                       variant == 1 ? 2.5 : 7.0,
+                                       1e-6,
+                                       ct_example_decay(variant)};
+    CHECK(ct_ademamix_coef_init(&coef.ademamix, &config, variant + 1, ct_example_scale,
+                                NULL) == CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
 ct_lion_example(size_t variant)
 {
     ct_rule_coef coef;
@@ -184,6 +203,8 @@ ct_rule_example(ct_rule rule, size_t variant)
     case CT_RULE_adamw:
     case CT_RULE_adamw_amsgrad:
         return ct_adamw_example(variant, true);
+    case CT_RULE_ademamix:
+        return ct_ademamix_example(variant);
     case CT_RULE_lion:
         return ct_lion_example(variant);
     case CT_RULE_nag:

@@ -101,6 +101,13 @@ test_every_option_of_every_kind_is_checked_and_named(void)
         CHECK_NAMED(kind, adamax, eps, -1.0);
         CHECK_NAMED(kind, adamax, weight_decay, -1.0);
     }
+    CHECK_NAMED(CT_OPTIM_ADEMAMIX, ademamix, lr, -1.0);
+    CHECK_NAMED(CT_OPTIM_ADEMAMIX, ademamix, beta1, 1.0);
+    CHECK_NAMED(CT_OPTIM_ADEMAMIX, ademamix, beta2, 1.0);
+    CHECK_NAMED(CT_OPTIM_ADEMAMIX, ademamix, beta3, 1.0);
+    CHECK_NAMED(CT_OPTIM_ADEMAMIX, ademamix, alpha, -1.0);
+    CHECK_NAMED(CT_OPTIM_ADEMAMIX, ademamix, eps, -1.0);
+    CHECK_NAMED(CT_OPTIM_ADEMAMIX, ademamix, weight_decay, -1.0);
     CHECK_NAMED(CT_OPTIM_ADAGRAD, adagrad, lr, -1.0);
     CHECK_NAMED(CT_OPTIM_ADAGRAD, adagrad, lr_decay, -1.0);
     CHECK_NAMED(CT_OPTIM_ADAGRAD, adagrad, eps, -1.0);

@@ -66,6 +66,11 @@ def test_a_name_of_another_package_says_which(name: str, tmp_path: Path) -> None
         ),
         ("lion_32bit", {"adam_beta2": 0.99}, {"betas": (0.9, 0.99)}),
         (
+            "ademamix",
+            {"adam_beta1": 0.8, "optim_args": "beta3=0.99,alpha=2,t_alpha=9"},
+            {"betas": (0.8, 0.999, 0.99), "alpha": 2, "t_alpha": 9, "t_beta3": None},
+        ),
+        (
             "schedule_free_adamw",
             {"warmup_steps": 7, "optim_args": "r=0.5,weight_lr_power=1"},
             {"warmup_steps": 7, "r": 0.5, "weight_lr_power": 1, "eps": 1e-8},
@@ -92,6 +97,8 @@ def test_arguments_reach_the_optimizer(
         ("sgd", "weight_decay=0.1", "is the argument weight_decay"),
         ("adagrad", "lr=0.1", "is the argument learning_rate"),
         ("adamw_torch", "betas=1", "adam_beta1 and adam_beta2"),
+        ("ademamix", "beta1=0.8", "is the argument adam_beta1"),
+        ("adamw_torch", "beta3=0.8", "'beta3', which optim='adamw_torch' does not"),
         ("sgd", "fused=true", "does not have"),
         ("sgd", "momentum=much", "momentum=much; expected a number"),
         ("sgd", "nesterov=maybe", "nesterov=maybe; expected true or false"),
