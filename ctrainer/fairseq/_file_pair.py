@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
@@ -9,9 +10,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from io import FileIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -90,9 +90,19 @@ def long_tensor(array: Any) -> Any:
     return _tensor_over()(array.astype(np.int64, copy=False))
 
 
-def _discard(file: FileIO, path: str) -> None:
-    file.close()
+def _discard(file: BinaryIO, path: str) -> None:
+    with contextlib.suppress(OSError):  # of a full disk, on which nothing was to stay
+        file.close()
     Path(path).unlink(missing_ok=True)
+
+
+def _sync_folder(path: str) -> None:
+    """Makes renames in the folder of `path` outlive a loss of power."""
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 class PairWriter:
@@ -107,8 +117,8 @@ class PairWriter:
         self._code = code_of_dtype(dtype)
         self._path = os.fspath(out_file)
         self._temporary = f"{self._path}.{os.getpid()}.tmp"
-        self._file = FileIO(self._temporary, "wb")
-        self._items = 0
+        self._file = open(self._temporary, "wb", 1 << 20)
+        self._items = self._bytes = 0
         self._forget = weakref.finalize(self, _discard, self._file, self._temporary)
 
     def _write_item(self, values: Any) -> int:
@@ -119,34 +129,43 @@ class PairWriter:
                 f"item {self._items} of {self._path} holds values that {self._dtype} "
                 "does not: choose a wider dtype, or give make_builder the vocab_size"
             )
-        self._write_all(array)
+        self._file.write(array.data)
         self._items += 1
+        self._bytes += array.nbytes
         return array.size
-
-    def _write_all(self, buffer: Any) -> None:
-        rest = memoryview(buffer).cast("B") if memoryview(buffer).nbytes else b""
-        while len(rest) > 0:
-            rest = rest[self._file.write(rest) :]
 
     def _append_file(self, path: str) -> None:
         with open(path, "rb") as other:
             shutil.copyfileobj(other, self._file, 1 << 20)
+        self._bytes += os.path.getsize(path)
+
+    def _sync_data(self) -> None:
+        self._file.flush()
+        written = os.fstat(self._file.fileno()).st_size
+        if written != self._bytes:
+            raise OSError(
+                f"{self._temporary} has {written} bytes of {self._bytes}: an item was "
+                "not written whole, and the data set cannot be finished"
+            )
+        os.fsync(self._file.fileno())
 
     def _commit(self, index_file: str | os.PathLike[str], parts: Iterable[Any]) -> None:
         """Writes the index's parts, then gives both files their names."""
         index = os.fspath(index_file)
         temporary = f"{index}.{os.getpid()}.tmp"
         try:
-            os.fsync(self._file.fileno())
+            self._sync_data()
             with open(temporary, "wb") as out:
                 for part in parts:
                     out.write(part)
                 out.flush()
                 os.fsync(out.fileno())
             Path(index).unlink(missing_ok=True)
+            _sync_folder(index)
             self._file.close()
             os.replace(self._temporary, self._path)
             os.replace(temporary, index)
+            _sync_folder(index)
         finally:
             Path(temporary).unlink(missing_ok=True)
             self._forget()

@@ -275,6 +275,32 @@ def test_a_set_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.idx"]
 
 
+def test_a_full_disk_leaves_the_old_set(tmp_path: Path) -> None:
+    """Under a limit on the size of files, which is what a full disk looks like."""
+    prefix = build(tmp_path)
+    code = FULL_DISK + "builder.finalize(sys.argv[1] + '.idx')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, prefix],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "OSError" in done.stderr.splitlines()[-1]
+    assert lists(MMapIndexedDataset(prefix)) == ITEMS
+    assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.idx"]
+
+
+FULL_DISK = """
+import contextlib, resource, signal, sys, numpy as np
+from ctrainer.fairseq.indexed_dataset import make_builder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
+builder = make_builder(sys.argv[1] + ".bin", "mmap")
+for i in range(5):
+    with contextlib.suppress(OSError):
+        builder.add_item(np.arange(300_000))
+"""
+
 KILLED_BETWEEN_RENAMES = """
 import os, sys, numpy as np
 from ctrainer.fairseq.indexed_dataset import make_builder
