@@ -87,11 +87,11 @@ def load_object(folder: str, name: str) -> Any:
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
         return None
-    with torch.serialization.safe_globals(_numpy_names()):
+    with torch.serialization.safe_globals(numpy_names()):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _numpy_names() -> list[Any]:
+def numpy_names() -> list[Any]:
     """What a pickled state of NumPy's generator names, under NumPy 1 and 2."""
     core = np._core if hasattr(np, "_core") else np.core
     rebuild = core.multiarray._reconstruct

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import pickle
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,6 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ctrainer import _C
+from ctrainer.adapters._torch_checkpoint import archive_records, numpy_names
 from ctrainer.adapters.torch import empty_cache, no_grad
 
 __all__ = ["empty_cache", "no_grad"]
@@ -154,3 +159,114 @@ def memory_summaries() -> list[str]:
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.memory_summary(i) for i in range(torch.cuda.device_count())]
+
+
+# Checkpoints
+
+
+def save_file(path: str, state: Any) -> None:
+    """Write a file that torch.load reads, whole or not at all."""
+    _C.write_archive(path, archive_records(path, to_host(state)))
+
+
+def load_file(path: str) -> Any:
+    """Read a checkpoint onto the host, executing nothing that it may contain.
+
+    Raises ValueError where it holds objects that are no plain data.
+    """
+    safe = [argparse.Namespace, *numpy_names()]
+    try:
+        with torch.serialization.safe_globals(safe):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds objects that are no plain data, which could run code when "
+            f"they are loaded: {error}"
+        ) from error
+
+
+def to_host(value: Any) -> Any:
+    """A nested value with its tensors on the host and detached, not copied there."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {k: to_host(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [to_host(v) for v in value]
+    return tuple(map(to_host, value)) if type(value) is tuple else value
+
+
+def load_weights(module: Any, state: dict[str, Any], cfg: Any) -> None:
+    """module.load_state_dict, strictly, with model_cfg where it takes that."""
+    takes = inspect.signature(module.load_state_dict).parameters
+    more = {"model_cfg": cfg} if "model_cfg" in takes else {}
+    module.load_state_dict(state, strict=True, **more)
+
+
+def flat_state(state: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
+    """An optimizer's state as if its parameters were one: fairseq's layout of fp16."""
+    entries = state["state"]
+    if len(entries) != len(sizes):
+        return state  # parameters without gradients so far have no state to join
+    joined: dict[str, Any] = {}
+    for name, value in entries[0].items():
+        joined[name] = value
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            joined[name] = torch.cat([entries[i][name].flatten() for i in entries])
+    (group,) = state["param_groups"]
+    return {"state": {0: joined}, "param_groups": [{**group, "params": [0]}]}
+
+
+def unflatten_state(state: dict[str, Any], shapes: list[Any]) -> dict[str, Any]:
+    """The reverse; a state that is not flat is returned as it is."""
+    (group,) = state["param_groups"]
+    total = sum(shape.numel() for shape in shapes)
+    first = state["state"].get(0, {})
+    flat = [v for v in first.values() if isinstance(v, torch.Tensor) and v.dim() == 1]
+    if len(group["params"]) != 1 or not flat or flat[0].numel() != total:
+        return state
+    entries: dict[int, dict[str, Any]] = {i: {} for i in range(len(shapes))}
+    for name, value in first.items():
+        parts: list[Any] = [value] * len(shapes)
+        if isinstance(value, torch.Tensor) and value.dim() == 1:
+            cut = torch.split(value, [shape.numel() for shape in shapes])
+            parts = [part.view(s) for part, s in zip(cut, shapes, strict=True)]
+        for i, part in enumerate(parts):
+            entries[i][name] = part
+    groups = [{**group, "params": list(range(len(shapes)))}]
+    return {"state": entries, "param_groups": groups}
+
+
+# Averages
+
+
+def averaged_tensors(module: Module) -> tuple[list[str], list[torch.Tensor]]:
+    """Names and tensors of a state_dict() that are averaged, each tensor once."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if value.is_floating_point() and "version" not in name:
+            found.setdefault(value.data_ptr(), (name, value))
+    return [n for n, _ in found.values()], [v for _, v in found.values()]
+
+
+def tensors_named(module: Module, names: list[str]) -> list[torch.Tensor]:
+    state = module.state_dict(keep_vars=True)
+    return [state[name] for name in names]
+
+
+def float32_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.float32, copy=True)
+
+
+@torch.no_grad()
+def copy_others(
+    module: Module, source: Module, float32: dict[str, torch.Tensor]
+) -> None:
+    """Copy float32 averages into their module, and from the source what is not
+    averaged."""
+    others = source.state_dict()
+    for name, value in module.state_dict().items():
+        if name in float32:
+            value.copy_(float32[name])
+        elif not value.is_floating_point() or "version" in name:
+            value.copy_(others[name])

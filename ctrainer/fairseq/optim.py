@@ -218,15 +218,41 @@ class _Scaled(FairseqOptimizer):
         if "loss_scaler" in state_dict:
             core.load_state_dict(state_dict["loss_scaler"])
         elif "loss_scale" in state_dict:
-            core.load_state_dict(
-                {**core.state_dict(), "scale": state_dict["loss_scale"]}
-            )
+            now = core.state_dict()
+            name = "loss_scale" if "loss_scale" in now else "scale"
+            core.load_state_dict({**now, name: state_dict["loss_scale"]})
 
 
 class FP16Optimizer(_Scaled):
-    """Updates a float32 copy of 16-bit parameters; fp16 with a loss scale."""
+    """Updates a float32 copy of 16-bit parameters; fp16 with a loss scale.
+
+    flat: the state_dict() has all parameters joined to one, as fairseq's has them
+    without fp16_no_flatten_grads. Its "master_param" is ours: fairseq makes the copy of
+    the rounded weights anew.
+    """
 
     supports_flat_params = True
+
+    def __init__(
+        self, cfg: Any, optimizer: Any, core: _C.LossScaler | None, flat: bool = False
+    ) -> None:
+        super().__init__(cfg, optimizer, core, "fp16")
+        self.flat = flat
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, joined where flat, and of the scaler."""
+        state = super().state_dict()
+        if self.flat:
+            state.update(tools.flat_state(state, [p.numel() for p in self.params]))
+        return state
+
+    def load_state_dict(
+        self, state_dict: dict[str, Any], optimizer_overrides: Any = None
+    ) -> None:
+        """Load a state of ours or of fairseq's, flat or not."""
+        shapes = [p.shape for p in self.params]
+        state = {**state_dict, **tools.unflatten_state(state_dict, shapes)}
+        super().load_state_dict(state, optimizer_overrides)
 
     @property
     def fp32_params(self) -> list[Any]:
@@ -278,7 +304,7 @@ def build_precise_optimizer(cfg: Any, params: Iterable[Any]) -> FairseqOptimizer
         )
     core = _scaler(cfg) if fp16 else None
     _, inner = _inner(cfg.optimizer, params, master_weights=True)
-    return FP16Optimizer(cfg.optimizer, inner, core, "fp16")
+    return FP16Optimizer(cfg.optimizer, inner, core, flat)
 
 
 def _scaler(cfg: Any) -> _C.LossScaler:

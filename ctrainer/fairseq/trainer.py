@@ -11,19 +11,19 @@ import time
 from argparse import Namespace
 from typing import Any
 
-from ctrainer import _C
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import metrics as own_metrics
 from ctrainer.fairseq._trainer_checks import check_config, setting
-from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
-from ctrainer.fairseq.optim import build_precise_optimizer
+from ctrainer.fairseq._trainer_data import Iterators
+from ctrainer.fairseq._trainer_failures import Failures
+from ctrainer.fairseq.config import as_config
 
 __all__ = ["Trainer"]
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(_C.FairseqTrainer):
+class Trainer(Iterators, Failures):
     """Trains a fairseq task, model and criterion in one process.
 
     cfg: fairseq's config: groups common, optimization, optimizer, lr_scheduler,
@@ -35,6 +35,8 @@ class Trainer(_C.FairseqTrainer):
     original_dummies: a dummy sample in the last place of an update voids the sample
         size of all of it, as in fairseq. By default a dummy counts for nothing and the
         others for what they are.
+
+    An argparse.Namespace as cfg is converted, with fairseq's warning.
 
     Raises ValueError for a setting that needs several processes or another device.
     """
@@ -50,10 +52,7 @@ class Trainer(_C.FairseqTrainer):
         original_dummies: bool = False,
     ) -> None:
         if isinstance(cfg, Namespace):
-            raise TypeError(
-                "cfg is an argparse.Namespace; expected fairseq's config with its "
-                "groups as attributes"
-            )
+            cfg = as_config(cfg)
         check_config(cfg)
         self.cfg, self.task, self.quantizer = cfg, task, quantizer
         self.original_dummies = original_dummies
@@ -88,90 +87,20 @@ class Trainer(_C.FairseqTrainer):
 
     def _forget(self) -> None:
         """The state of a trainer that has done nothing."""
-        self._dummy_batch: Any = None
-        self._ema: Any = None
-        self._gathered_optim_state: Any = None
+        self._dummy_batch = None
+        self._ema = None
+        self._epoch_itr = None
+        self._gathered_optim_state = None
         self._grad_norm_buf = None
-        self._lr_scheduler: Any = None
-        self._optim_history: list[dict[str, Any]] | None = None
-        self._optimizer: Any = None
-        self._wrapped_criterion: Any = None
-        self._wrapped_model: Any = None
+        self._lr_scheduler = None
+        self._optim_history = None
+        self._optimizer = None
+        self._wrapped_criterion = None
+        self._wrapped_model = None
         self._num_updates = self._amp_retries = self._num_xla_compiles = 0
-        self._warn_once: set[str] = set()
-        self._previous_training_time: float = 0
-        self._cumulative_training_time: float | None = None
-
-    # One process: what a group of them would be asked for
-
-    @property
-    def data_parallel_world_size(self) -> int:
-        return 1
-
-    @property
-    def data_parallel_process_group(self) -> None:
-        return None
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return 0
-
-    @property
-    def is_data_parallel_master(self) -> bool:
-        return self.data_parallel_rank == 0
-
-    @property
-    def is_fsdp(self) -> bool:
-        return False
-
-    @property
-    def use_distributed_wrapper(self) -> bool:
-        return False
-
-    @property
-    def should_save_checkpoint_on_current_rank(self) -> bool:
-        return self.is_data_parallel_master
-
-    @property
-    def always_call_state_dict_during_save_checkpoint(self) -> bool:
-        return False
-
-    @property
-    def checkpoint_suffix(self) -> str:
-        """What the names of checkpoints end in, before .pt."""
-        return setting(self.cfg, "checkpoint", "checkpoint_suffix", "") or ""
-
-    def _sync_stats(self) -> bool:
-        return False
-
-    def consolidate_optimizer(self) -> None:
-        """Gather the optimizer's state from all processes, of which there is one."""
-
-    # Made on first use
-
-    def _wrap_model(self) -> None:
-        self._wrapped_model = self._model
-
-    def _wrap_criterion(self) -> None:
-        self._wrapped_criterion = self._criterion
-
-    def _build_optimizer(self) -> None:
-        params = tools.trainable(self.model, self.criterion)
-        self._optimizer = build_precise_optimizer(self.cfg, params)
-        schedule = self.cfg.lr_scheduler
-        name = schedule if isinstance(schedule, str) else schedule._name
-        self._lr_scheduler = build_lr_scheduler(
-            name,
-            schedule,
-            self._optimizer,
-            maximize=setting(
-                self.cfg, "checkpoint", "maximize_best_checkpoint_metric", None
-            ),
-        )
-        self._lr_scheduler.step_update(0)
-
-    def _build_ema(self) -> None:
-        raise ValueError("ema.store_ema: this trainer keeps no average of the weights")
+        self._warn_once = set()
+        self._previous_training_time = 0
+        self._cumulative_training_time = None
 
     # Epochs
 
@@ -187,16 +116,7 @@ class Trainer(_C.FairseqTrainer):
         """Tell the task that a validation begins."""
         self.task.begin_valid_epoch(epoch, self.get_model())
 
-    # Time and meters
-
-    def cumulative_training_time(self) -> float:
-        """Seconds of training, those before a restart included."""
-        if self._cumulative_training_time is not None:
-            return self._cumulative_training_time
-        return self._local_cumulative_training_time()
-
-    def _local_cumulative_training_time(self) -> float:
-        return time.time() - self._start_time + self._previous_training_time
+    # Meters
 
     def get_meter(self, name: str) -> Any:
         """A meter by its old name; deprecated, as in fairseq: see fairseq.metrics."""
@@ -229,24 +149,6 @@ class Trainer(_C.FairseqTrainer):
 
     def _log_memory(self) -> None:
         self._metrics.log_scalar("gb_free", tools.memory_gb(), 0, 1500, 1)
-
-    def _log_oom(self, error: BaseException, in_update: bool = False) -> None:
-        logger.warning("OOM: Ran out of memory with exception: %s", error)
-        for summary in tools.memory_summaries():
-            logger.warning(summary)
-        if in_update:
-            logger.error("OOM during optimization, irrecoverable")
-        sys.stderr.flush()
-
-    def _save_crash(
-        self, error: BaseException, samples: list[Any], place: int | None, rng: Any
-    ) -> None:
-        logger.error("update %s failed: %s", self.get_num_updates() + 1, error)
-
-    def _find_nonfinite(
-        self, error: BaseException, samples: list[Any], rng: Any
-    ) -> None:
-        logger.error("the gradients of update %s are not finite", self._num_updates + 1)
 
 
 _OLD_METERS: dict[str, tuple[str, str, Any]] = {

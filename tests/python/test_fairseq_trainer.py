@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ import torch
 
 from ctrainer.fairseq import metrics
 from tests import fairseq_tiny as tiny
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # crash.pt goes to ./checkpoints
 
 
 class Original:

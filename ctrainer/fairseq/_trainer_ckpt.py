@@ -1,0 +1,181 @@
+"""fairseq's checkpoints: its dictionary, written whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq._trainer_checks import setting
+from ctrainer.fairseq._trainer_core import Core
+
+logger = logging.getLogger("ctrainer.fairseq.trainer")
+
+
+def plain_config(cfg: Any) -> Any:
+    """A config as nested dicts of plain values, which loading need not trust."""
+    if hasattr(cfg, "_content") or dataclasses.is_dataclass(cfg):
+        from ctrainer.fairseq.config import to_dict
+
+        return to_dict(cfg)
+    if isinstance(cfg, Mapping):
+        return {key: plain_config(value) for key, value in cfg.items()}
+    if hasattr(cfg, "__dict__"):
+        return {key: plain_config(value) for key, value in vars(cfg).items()}
+    return cfg
+
+
+class Checkpoints(Core):
+    """state_dict(), save_checkpoint() and load_checkpoint()."""
+
+    def consolidate_optimizer(self) -> None:
+        """Gather the optimizer's state from all processes, of which there is one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, in fairseq's layout; tensors are not copied."""
+        state: dict[str, Any] = {
+            "args": None,
+            "cfg": plain_config(self.cfg),
+            "model": self.model.state_dict(),
+            "criterion": self.criterion.state_dict() or None,
+            "optimizer_history": [*(self._optim_history or []), self._history()],
+            "task_state": self.task.state_dict() if self.task is not None else {},
+            "extra_state": {
+                "metrics": self._metrics.state_dict(),
+                "previous_training_time": self.cumulative_training_time(),
+            },
+        }
+        if setting(self.cfg, "ema", "store_ema", False):
+            state["extra_state"]["ema"] = self.ema.get_model().state_dict()
+            if setting(self.cfg, "ema", "ema_fp32", False):
+                state["extra_state"]["ema_fp32_params"] = self.ema.fp32_params
+        if not setting(self.cfg, "checkpoint", "no_save_optimizer_state", False):
+            state["last_optimizer_state"] = self.optimizer.state_dict()
+        return state
+
+    def _history(self) -> dict[str, Any]:
+        return {
+            "criterion_name": type(self.get_criterion()).__name__,
+            "optimizer_name": type(self.optimizer).__name__,
+            "lr_scheduler_state": self.lr_scheduler.state_dict(),
+            "num_updates": self.get_num_updates(),
+        }
+
+    def save_checkpoint(self, filename: str, extra_state: Any) -> str | None:
+        """Write state_dict() with extra_state; return the absolute path.
+
+        The file appears when it is whole. write_checkpoints_asynchronously makes no
+        difference: it has been written when this returns.
+        """
+        if not self.should_save_checkpoint_on_current_rank:
+            return None
+        logger.info("Saving checkpoint to %s", filename)
+        state = self.state_dict()
+        state["extra_state"].update(extra_state)
+        tools.save_file(filename, state)
+        logger.info("Finished saving checkpoint to %s", filename)
+        return os.path.abspath(filename)
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        reset_optimizer: bool = False,
+        reset_lr_scheduler: bool = False,
+        optimizer_overrides: dict[str, Any] | None = None,
+        reset_meters: bool = False,
+    ) -> dict[str, Any] | None:
+        """Load what save_checkpoint() of ours or of fairseq's wrote.
+
+        reset_optimizer leaves optimizer, schedule and number of updates as they are;
+        optimizer_overrides replaces options of its groups. Returns extra_state, or
+        None where there is no such file.
+
+        Raises:
+            Exception: the weights do not fit; the message says which.
+            AssertionError: another criterion or optimizer wrote it.
+        """
+        self._optim_history = []
+        logger.info("Preparing to load checkpoint %s", filename)
+        if not os.path.isfile(filename):
+            logger.info("No existing checkpoint found %s", filename)
+            return None
+        state = tools.load_file(filename)
+        self._load_weights(filename, state)
+        extra_state: dict[str, Any] | None = state.get("extra_state")
+        self._optim_history = state.get("optimizer_history") or []
+        saved = state.get("last_optimizer_state")
+        if saved is not None and not reset_optimizer:
+            self._load_optimizer(saved, reset_lr_scheduler, optimizer_overrides)
+        if extra_state is not None:
+            self._load_extra_state(extra_state, reset_meters)
+            self._load_ema(extra_state)
+            logger.info(
+                "Loaded checkpoint %s (epoch %s @ %s updates)",
+                filename,
+                extra_state.get("train_iterator", {}).get("epoch", 0),
+                self.get_num_updates(),
+            )
+        return extra_state
+
+    def _load_weights(self, filename: str, state: dict[str, Any]) -> None:
+        try:
+            tools.load_weights(self.model, state["model"], self.cfg.model)
+            if tools.has_parameters(self.get_criterion()):
+                self.criterion.load_state_dict(state["criterion"], strict=True)
+        except Exception as error:
+            raise Exception(
+                f"Cannot load model parameters from checkpoint {filename}; please "
+                f"ensure that the architectures match. {type(error).__name__}: {error}"
+            ) from error
+
+    def _load_optimizer(
+        self, saved: dict[str, Any], reset_lr_scheduler: bool, overrides: Any
+    ) -> None:
+        if not self._optim_history:
+            raise ValueError(
+                "the checkpoint has an optimizer's state and no optimizer_history; "
+                "reset the optimizer (--reset-optimizer)"
+            )
+        self._build_optimizer()
+        last, now = self._optim_history[-1], self._history()
+        for name in ("criterion", "optimizer"):
+            old, new = last[f"{name}_name"], now[f"{name}_name"]
+            assert new == old, (
+                f"{name.capitalize()} does not match; please reset the optimizer "
+                f"(--reset-optimizer). {old} vs {new}"
+            )
+        if not reset_lr_scheduler:
+            self.lr_scheduler.load_state_dict(last["lr_scheduler_state"])
+        self.optimizer.load_state_dict(saved, overrides)
+        self.set_num_updates(last["num_updates"])
+
+    def _load_extra_state(self, extra: dict[str, Any], reset_meters: bool) -> None:
+        itr = extra.get("train_iterator", {})
+        if "previous_training_time" in extra:
+            self._previous_training_time = extra["previous_training_time"]
+            self._start_time = time.time()
+        self.lr_step(itr.get("epoch", 0))
+        at_the_end = itr.get("version", 1) >= 2 and not itr.get("iterations_in_epoch")
+        if "metrics" in extra and not reset_meters and not at_the_end:
+            self._metrics.load_state_dict(extra["metrics"])
+            for meter in (self._metrics.get_meters("default") or {}).values():
+                if isinstance(meter, self._metrics.TimeMeter):
+                    meter.reset()
+
+    def _load_ema(self, extra: dict[str, Any]) -> None:
+        if not setting(self.cfg, "ema", "store_ema", False):
+            return
+        fp32 = setting(self.cfg, "ema", "ema_fp32", False)
+        if "ema" not in extra:
+            logger.warning(
+                "EMA not found in checkpoint. But store_ema is True. EMA is "
+                "re-initialized from checkpoint."
+            )
+        weights = extra.get("ema", self.get_model().state_dict())
+        self.ema.restore(weights, build_fp32_params=fp32)
+        if fp32 and "ema_fp32_params" in extra:
+            self.ema.restore(extra["ema_fp32_params"], build_fp32_params=True)

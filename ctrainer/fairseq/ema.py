@@ -1,0 +1,98 @@
+"""fairseq's exponential moving average of a model's weights, averaged in C.
+
+Source: fairseq, models/ema/ema.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+from ctrainer import _C
+from ctrainer.adapters import torch_fairseq as tools
+
+__all__ = ["EMA", "build_ema"]
+
+logger = logging.getLogger(__name__)
+
+
+class EMA:
+    """average = average * decay + weights * (1 - decay), of the whole state_dict().
+
+    config: ema_decay; ema_start_update, before which the average is a copy;
+    ema_update_freq: one update in that many is averaged; ema_fp32: the averages are
+    kept in float32, in fp32_params; ema_seed_model: a checkpoint to begin with.
+    Entries that are no floats, and those with "version" in their names, are copied.
+    """
+
+    def __init__(self, model: Any, config: Any, device: Any = None) -> None:
+        self.config = config
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        if device is not None:
+            self.model.to(device)
+        seed = getattr(config, "ema_seed_model", None)
+        if seed:
+            self.model.load_state_dict(tools.load_file(seed)["model"], strict=True)
+        self.decay = float(config.ema_decay)
+        self.fp32_params: dict[str, Any] = {}
+        self._follow(model)
+
+    def _follow(self, model: Any) -> None:
+        """Average the tensors of `model` from now on."""
+        self._source = model
+        names, values = tools.averaged_tensors(model)
+        averages = tools.tensors_named(self.model, names)
+        if getattr(self.config, "ema_fp32", False):
+            if not self.fp32_params:
+                self.build_fp32_params()
+            averages = [self.fp32_params[name] for name in names]
+        self._core = _C.WeightAverage(
+            values,
+            averages,
+            kind="ema",
+            decay=float(self.config.ema_decay),
+            start=getattr(self.config, "ema_start_update", 0),
+            every=getattr(self.config, "ema_update_freq", 1),
+        )
+
+    def build_fp32_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Make the float32 averages of a state, by default that of the model."""
+        state = self.model.state_dict() if state_dict is None else state_dict
+        names, _ = tools.averaged_tensors(self.model)
+        self.fp32_params = {name: tools.float32_copy(state[name]) for name in names}
+
+    def step(self, new_model: Any, updates: int) -> None:
+        """Average the weights after update number `updates`, if that is due."""
+        if new_model is not self._source:
+            self._follow(new_model)
+        start = getattr(self.config, "ema_start_update", 0)
+        self.decay = 0.0 if updates < start else float(self.config.ema_decay)
+        self._core.num_updates = updates - 1
+        self._core.update()
+        tools.copy_others(self.model, new_model, self.fp32_params)
+
+    def get_decay(self) -> float:
+        return self.decay
+
+    def get_model(self) -> Any:
+        """The model whose weights are the averages."""
+        return self.model
+
+    def restore(
+        self, state_dict: dict[str, Any], build_fp32_params: bool = False
+    ) -> None:
+        """Take over averages from a model's state."""
+        self.model.load_state_dict(state_dict, strict=False)
+        if build_fp32_params:
+            self.build_fp32_params(state_dict)
+            self._follow(self._source)
+
+    def reverse(self, model: Any) -> Any:
+        """Write the averages into a model, and return it."""
+        model.load_state_dict(self.model.state_dict(), strict=False)
+        return model
+
+
+def build_ema(model: Any, config: Any, device: Any = None) -> EMA:
+    return EMA(model, config, device)
