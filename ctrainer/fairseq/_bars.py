@@ -147,7 +147,7 @@ class JsonProgressBar(_LineProgressBar):
         update = None
         if self.epoch is not None:
             taken, size = self._position()
-            update = round(self.epoch - 1 + taken / float(size), 3)
+            update = round(self.epoch - 1 + taken / float(size or 1), 3)
         _write(tag, self._json(stats, update))
 
     def print(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:

@@ -151,7 +151,12 @@ def log_scalar(
     first; `round` is the number of decimals, None for all. Both are taken from the
     first call for a key.
     """
-    for meter in _meters(key, lambda: AverageMeter(round=round), priority):
+    # Written out, for speed: it is most of what is logged.
+    for meters in _contexts.stack.active.values():
+        meter: Any = meters.get(key)
+        if meter is None:
+            meter = AverageMeter(round=round)
+            meters.add_meter(key, meter, priority)
         meter.update(value, weight)
 
 
