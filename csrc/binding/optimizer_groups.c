@@ -114,21 +114,18 @@ read_count(PyObject *group, PyObject *key, size_t g, uint64_t *out)
     return 0;
 }
 
-/* An option whose other value would change the arithmetic or the way of running. It may
- * come with a state_dict of torch's. */
+/* An option of torch's that we lack. It may come with a state_dict. */
 static int
-refuse(PyObject *group, PyObject *key, size_t g, bool wanted)
+refuse(PyObject *group, PyObject *key, size_t g)
 {
-    int known = PyDict_Contains(group, key);
-    int set = known <= 0 ? known : read_flag(group, key, 0);
-    if (set < 0 || known == 0 || (set != 0) == wanted) {
-        return set < 0 ? -1 : 0;
+    int set = read_flag(group, key, 0);
+    if (set > 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "param_groups[%zu][%R] is True, which this optimizer does not "
+                     "have: set it to False, or use torch.optim",
+                     g, key);
     }
-    PyErr_Format(PyExc_ValueError,
-                 "param_groups[%zu][%R] is %s, which this optimizer does not have: set "
-                 "it to %s, or use torch.optim",
-                 g, key, wanted ? "False" : "True", wanted ? "True" : "False");
-    return -1;
+    return set == 0 ? 0 : -1;
 }
 
 static int
@@ -157,9 +154,7 @@ read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field
     case OPTIM_LIMIT:
         return ctpy_group_max_norm(state, group, (Py_ssize_t)g, member);
     case OPTIM_NEVER:
-        return refuse(group, key, g, false);
-    case OPTIM_ALWAYS:
-        return refuse(group, key, g, true);
+        return refuse(group, key, g);
     }
     Py_UNREACHABLE();
 }

@@ -15,8 +15,7 @@ typedef enum optim_field_type {
     OPTIM_FLAG_ON,  /* a bool; true where the key is missing */
     OPTIM_COUNT,    /* a whole number from 0 to 2^64 - 1; 0 where the key is missing */
     OPTIM_LIMIT,    /* a max_norm, see ctpy_group_max_norm; none where it is missing */
-    OPTIM_NEVER,    /* an option that we lack: it must be false or missing */
-    OPTIM_ALWAYS    /* one that cannot be turned off: it must be true or missing */
+    OPTIM_NEVER     /* an option that we lack: it must be false or missing */
 } optim_field_type;
 
 /* A key of a param_group: a name in ctpy_state and a member of ct_optim_group, both by
