@@ -33,6 +33,7 @@ NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-compress-mode=size"]
 NVCC_HOST = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
 NVCC_HOST += ",-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"  # no libstdc++
 OLDEST_NVCC = 13
+SHARED = ("alloc", "dtype", "factored", "status", "update")  # both modules have it
 
 
 class Nvcc:
@@ -173,7 +174,10 @@ native = Extension(
 cuda = Extension(
     "ctrainer._cuda",
     sorted(glob("cuda/*.c") + glob("cuda/*.cu"))
-    + [f"csrc/core/ct_{name}.c" for name in ("alloc", "dtype", "status")],
+    + [
+        f"csrc/core/ct_{name}.c"
+        for name in ("alloc", "dtype", "factored", "status", "update")
+    ],
     include_dirs=["csrc"],
     depends=[*HEADERS, *glob("cuda/*.h"), *glob("cuda/*.cuh")],
     extra_compile_args=CFLAGS,

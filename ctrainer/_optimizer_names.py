@@ -32,6 +32,9 @@ _ADAM = ("betas", "eps")
 _ADEMAMIX = Recipe("AdEMAMix", _ADAM, third_beta=0.9999)
 
 RECIPES = {
+    "adafactor": Recipe(
+        "Adafactor", fixed={"scale_parameter": False, "relative_step": False}
+    ),
     "adagrad": Recipe("Adagrad"),
     "adamw_apex_fused": Recipe("AdamW", _ADAM),
     "adamw_hf": Recipe("AdamW", _ADAM),
@@ -53,7 +56,6 @@ RECIPES = {
 
 # The package whose optimizer the name means, for what is not built in.
 PACKAGES = {
-    "adafactor": "transformers",
     "adalomo": "lomo-optim",
     "adamw_8bit": "bitsandbytes",
     "adamw_anyprecision": "torchdistx",

@@ -12,6 +12,8 @@ ct_norm_fn ct_cuda_norm;
 ct_norms_fn ct_cuda_norms;
 ct_update_fn ct_cuda_update;
 ct_average_fn ct_cuda_average;
+ct_measure_fn ct_cuda_measure;
+ct_factor_fn ct_cuda_factor;
 ct_scale_fn ct_cuda_scale;
 ct_zero_fn ct_cuda_zero;
 ct_copy_fn ct_cuda_copy;

@@ -7,39 +7,7 @@
  * addend is chunk / 256 + 8 + partials / 256 + 8 additions in double. */
 #include "element.cuh"
 #include "kernels.h"
-#include "launch.cuh"
-#include "math/ct_norm_math.h"
-
-static const unsigned warp_size = 32;
-static const unsigned n_warps = ct_cuda_block_size / warp_size;
-
-__device__ static inline double
-warp_sum(ct_norm_kind kind, double sum)
-{
-    for (unsigned step = warp_size / 2; step > 0; step /= 2) {
-        sum = ct_norm_merge(kind, sum, __shfl_down_sync(0xffffffffu, sum, step));
-    }
-    return sum;
-}
-
-/* The sum over the block, in thread 0 alone. Every thread of the block has to come. */
-__device__ static double
-block_sum(ct_norm_kind kind, double sum)
-{
-    __shared__ double of_warp[n_warps];
-    const unsigned lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
-
-    sum = warp_sum(kind, sum);
-    if (lane == 0) {
-        of_warp[warp] = sum;
-    }
-    __syncthreads();
-    if (warp == 0) {
-        sum = warp_sum(kind, lane < n_warps ? of_warp[lane] : 0.0);
-    }
-    __syncthreads(); /* of_warp is free for the next chunk */
-    return sum;
-}
+#include "reduce.cuh"
 
 template <int Kind, typename Element>
 __device__ static double
@@ -70,28 +38,17 @@ norm_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch, double p,
         ct_visit_float(span.dtype, [&](auto tag) {
             sum = range_sum<Kind, typename decltype(tag)::type>(p, span.data, range);
         });
-        sum = block_sum((ct_norm_kind)Kind, sum);
+        sum = ct_block_sum((ct_norm_kind)Kind, sum);
         if (threadIdx.x == 0) {
             partials[chunk] = sum;
         }
     }
 }
 
-/* Elements of a list added by all threads of a block; the sum is thread 0's. */
-__device__ static double
-list_sum(ct_norm_kind kind, const double *list, size_t n)
-{
-    double sum = 0.0;
-    for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
-        sum = ct_norm_merge(kind, sum, list[i]);
-    }
-    return block_sum(kind, sum);
-}
-
 CT_KERNEL
 fold_kernel(ct_norm_kind kind, const double *partials, size_t n, double *total)
 {
-    const double sum = list_sum(kind, partials, n);
+    const double sum = ct_list_sum(kind, partials, n, 1);
     if (threadIdx.x == 0) {
         *total = sum;
     }
@@ -104,7 +61,8 @@ fold_each_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch,
 {
     for (uint32_t i = blockIdx.x; i < batch.n_operands; i += gridDim.x) {
         const uint32_t begin = i == 0 ? 0 : batch.chunk_end[i - 1];
-        const double sum = list_sum(kind, partials + begin, batch.chunk_end[i] - begin);
+        const double sum =
+            ct_list_sum(kind, partials + begin, batch.chunk_end[i] - begin, 1);
         if (threadIdx.x == 0) {
             sums[batch.operands[i].number] = sum;
         }

@@ -2,22 +2,9 @@
 #include "average.cuh"
 #include "element.cuh"
 #include "kernels.h"
-#include "launch.cuh"
+#include "update.cuh"
 
 #include "math/ct_philox_math.h"
-
-struct update_operand : ct_update_span {
-    ct_rule_coef constants;
-    ct_rounding key; /* what `rounding` points at lies in the host's memory */
-};
-
-static update_operand
-operand_of(const ct_update &update, size_t i)
-{
-    const ct_update_span &span = update.spans[i];
-    return {span, update.coefs[span.coef],
-            span.rounding == NULL ? ct_rounding() : *span.rounding};
-}
 
 /* What holds for every span of an update. */
 struct update_options {
@@ -25,40 +12,13 @@ struct update_options {
     ct_ema_coef ema;
 };
 
-/* A rule for either type that it is computed in. */
-#define CT_RULE(rule, constants, states)                                               \
-    struct rule_##rule {                                                               \
-        static const int n_states = states;                                            \
-        __device__ static ct_##constants##_coef_f32                                    \
-        rounded(const ct_rule_coef *c, float)                                          \
-        {                                                                              \
-            return ct_##constants##_round_f32(&c->rule);                               \
-        }                                                                              \
-        __device__ static ct_##constants##_coef_f64                                    \
-        rounded(const ct_rule_coef *c, double)                                         \
-        {                                                                              \
-            return ct_##constants##_round_f64(&c->rule);                               \
-        }                                                                              \
-        __device__ static void apply(const ct_##constants##_coef_f32 *c, float grad,   \
-                                     float *param, float *state)                       \
-        {                                                                              \
-            ct_##rule##_apply_f32(c, grad, param, state);                              \
-        }                                                                              \
-        __device__ static void apply(const ct_##constants##_coef_f64 *c, double grad,  \
-                                     double *param, double *state)                     \
-        {                                                                              \
-            ct_##rule##_apply_f64(c, grad, param, state);                              \
-        }                                                                              \
-    };
-#include "math/ct_rules.def"
-#undef CT_RULE
-
 /* ---- one chunk --------------------------------------------------------------------
  */
 
 template <typename Real>
 __device__ static inline void
-put(Real value, const update_operand &operand, void *data, ct_dtype dtype, size_t i)
+put(Real value, const ct_cuda_update_operand &operand, void *data, ct_dtype dtype,
+    size_t i)
 {
     if (operand.rounding != NULL && dtype == CT_BF16) {
         const uint64_t number = operand.first + i;
@@ -75,7 +35,7 @@ put(Real value, const update_operand &operand, void *data, ct_dtype dtype, size_
 /* Everything that may follow the rule, for element i. */
 template <typename Real>
 __device__ static inline void
-finish(const update_operand &operand, const update_options &options, size_t i,
+finish(const ct_cuda_update_operand &operand, const update_options &options, size_t i,
        Real param)
 {
     if (operand.copy != NULL) {
@@ -92,20 +52,20 @@ finish(const update_operand &operand, const update_options &options, size_t i,
 /* Any mixture of dtypes. */
 template <typename Rule, typename Real>
 __device__ static void
-update_mixed(const update_operand &operand, const ct_cuda_range &range,
+update_mixed(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
              const update_options &options)
 {
-    const auto c = Rule::rounded(&operand.constants, Real());
+    const auto c = Rule::rounded(ct_constants(operand), Real());
     for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
         Real param = ct_load_as<Real>(operand.param, operand.dtype, i);
         Real state[CT_RULE_MAX_STATES] = {};
         for (int k = 0; k < Rule::n_states; k++) {
-            state[k] = ct_load_as<Real>(operand.state[k], operand.state_dtype, i);
+            state[k] = ct_load_state<Real>(operand, k, i);
         }
         Rule::apply(&c, ct_load_as<Real>(operand.grad, operand.grad_dtype, i), &param,
                     state);
         for (int k = 0; k < Rule::n_states; k++) {
-            ct_store_as(state[k], operand.state[k], operand.state_dtype, i);
+            ct_store_state(state[k], operand, k, i);
         }
         put(param, operand, operand.param, operand.dtype, i);
         finish(operand, options, i, param);
@@ -120,12 +80,12 @@ update_mixed(const update_operand &operand, const ct_cuda_range &range,
  * the arithmetic. */
 template <typename Rule, typename Real>
 __device__ static void
-update_plain(const update_operand &operand, const ct_cuda_range &range,
+update_plain(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
              const update_options &options)
 {
     const unsigned ahead = 16 / sizeof(Real);
     const size_t step = blockDim.x;
-    const auto c = Rule::rounded(&operand.constants, Real());
+    const auto c = Rule::rounded(ct_constants(operand), Real());
     Real *grads = (Real *)operand.grad, *params = (Real *)operand.param;
 
     for (size_t i = range.begin + threadIdx.x; i < range.end; i += ahead * step) {
@@ -154,11 +114,12 @@ update_plain(const update_operand &operand, const ct_cuda_range &range,
 
 template <typename Rule, typename Real>
 __device__ static inline void
-update(const update_operand &operand, const ct_cuda_range &range,
+update(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
        const update_options &options, ct_dtype real)
 {
     const bool plain = operand.dtype == real && operand.grad_dtype == real &&
-                       (Rule::n_states == 0 || operand.state_dtype == real);
+                       (Rule::n_states == 0 || operand.state_dtype == real) &&
+                       operand.row == NULL;
     if (plain) {
         update_plain<Rule, Real>(operand, range, options);
     }
@@ -169,12 +130,12 @@ update(const update_operand &operand, const ct_cuda_range &range,
 
 template <typename Rule>
 CT_KERNEL
-update_kernel(const ct_cuda_batch<update_operand> __grid_constant__ batch,
+update_kernel(const ct_cuda_batch<ct_cuda_update_operand> __grid_constant__ batch,
               const update_options options)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
-        const update_operand &operand = batch.operands[range.operand];
+        const ct_cuda_update_operand &operand = batch.operands[range.operand];
         if (operand.dtype == CT_F64) {
             update<Rule, double>(operand, range, options, CT_F64);
         }
@@ -184,10 +145,10 @@ update_kernel(const ct_cuda_batch<update_operand> __grid_constant__ batch,
     }
 }
 
-typedef decltype(&update_kernel<rule_sgd>) update_kernel_fn;
+typedef decltype(&update_kernel<ct_rule_sgd>) update_kernel_fn;
 
 static const update_kernel_fn kernels[CT_RULE_COUNT] = {
-#define CT_RULE(rule, constants, n_states) update_kernel<rule_##rule>,
+#define CT_RULE(rule, constants, n_states) update_kernel<ct_rule_##rule>,
 #include "math/ct_rules.def"
 #undef CT_RULE
 };
@@ -201,9 +162,9 @@ ct_cuda_update(void *stream, const ct_update *u, ct_error *err)
     }
     const update_options options = {u->zero_grads, ct_ema_coef_of(u->ema_decay)};
     const update_kernel_fn kernel = kernels[u->rule];
-    return ct_cuda_in_batches<update_operand>(
-        u->n_spans, [&](size_t i) { return operand_of(*u, i); },
-        [&](const ct_cuda_batch<update_operand> &batch) {
+    return ct_cuda_in_batches<ct_cuda_update_operand>(
+        u->n_spans, [&](size_t i) { return ct_cuda_operand_of(*u, i); },
+        [&](const ct_cuda_batch<ct_cuda_update_operand> &batch) {
             CT_LAUNCH(kernel, ct_cuda_grid_size(batch.n_chunks), ct_cuda_block_size,
                       stream, batch, options);
             return ct_cuda_launched("launch update", err);

@@ -146,7 +146,7 @@ apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
         return ctpy_raise_int(&err);
     }
     if (self->result.updated) {
-        optim_count_steps(self);
+        return optim_count_steps(self);
     }
     return 0;
 }

@@ -66,6 +66,9 @@ int optim_plan_operands(OptimEngine *self, PyObject *face);
 int optim_sync_state(OptimEngine *self, PyObject *face);
 int optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
                      ct_optim_param *param, const ctpy_view *view);
+/* The dimensions of a parameter, for the kinds that ask for them. */
+int optim_plan_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param,
+                     const ctpy_view *view);
 int optim_remember_state(OptimEngine *self, PyObject *face);
 /* Has the update of slots[k] write its average too, where it has one. */
 int optim_plan_average(OptimEngine *self, size_t k, ct_optim_param *param,
@@ -74,7 +77,7 @@ int optim_plan_average(OptimEngine *self, size_t k, ct_optim_param *param,
 int optim_check_like(const optim_slot *slot, const ctpy_view *param,
                      const ctpy_view *view, const char *what);
 /* Writes the new step counts after an update. */
-void optim_count_steps(OptimEngine *self);
+int optim_count_steps(OptimEngine *self);
 /* Drops slots from the n-th on. */
 void optim_drop_slots(OptimEngine *self, size_t n);
 

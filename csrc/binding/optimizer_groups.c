@@ -114,6 +114,31 @@ read_count(PyObject *group, PyObject *key, size_t g, uint64_t *out)
     return 0;
 }
 
+static int
+read_choice(PyObject *group, PyObject *key, size_t g, const char *const *choices,
+            int *out)
+{
+    PyObject *value = group_get(group, key, g);
+    int result = value == NULL ? -1 : 0;
+    *out = 0;
+    if (value != NULL && !Py_IsNone(value)) {
+        while (choices[*out] != NULL &&
+               !(PyUnicode_Check(value) &&
+                 PyUnicode_CompareWithASCIIString(value, choices[*out]) == 0)) {
+            ++*out;
+        }
+        if (choices[*out] == NULL) {
+            PyErr_Format(PyExc_ValueError,
+                         "param_groups[%zu][%R] is %R; expected None, '%s' or another "
+                         "name that the optimizer's documentation lists",
+                         g, key, value, choices[0]);
+            result = -1;
+        }
+    }
+    Py_XDECREF(value);
+    return result;
+}
+
 /* An option of torch's that we lack. It may come with a state_dict. */
 static int
 refuse(PyObject *group, PyObject *key, size_t g)
@@ -144,6 +169,8 @@ read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field
         return read_tuple(group, key, g, member, 3);
     case OPTIM_OPTIONAL:
         return read_optional(group, key, g, member);
+    case OPTIM_CHOICE:
+        return read_choice(group, key, g, field->choices, member);
     case OPTIM_COUNT:
         return read_count(group, key, g, member);
     case OPTIM_FLAG:
@@ -213,6 +240,9 @@ read_group(OptimEngine *self, PyObject *group, size_t g)
     ct_error err;
     if (ct_optim_check_group(&read, &err) != CT_OK) {
         return ctpy_raise_int(&err);
+    }
+    if (spec->clips) {
+        read.max_norm = 0.0;
     }
     ct_optim_groups_borrow(self->core)[g] = read;
     return 0;

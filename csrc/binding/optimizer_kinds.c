@@ -1,14 +1,21 @@
 #include "binding/optimizer_kinds.h"
 
-#define FIELD(key, member, type)                                                       \
-    {offsetof(ctpy_state, str_##key), offsetof(ct_optim_group, member), type, false}
-#define LIVE(key, member, type)                                                        \
-    {offsetof(ctpy_state, str_##key), offsetof(ct_optim_group, member), type, true}
-#define REFUSED(key, type) {offsetof(ctpy_state, str_##key), 0, type, false}
-#define COUNT {offsetof(ctpy_state, str_step), " state 'step'", -1}
-#define ARRAY(key, array) {offsetof(ctpy_state, str_##key), " state '" #key "'", array}
-#define SPEC(kind, state)                                                              \
+#define MEMBER(key, of)                                                                \
+    .name = offsetof(ctpy_state, str_##key), .member = offsetof(ct_optim_group, of)
+#define FIELD(key, of, its_type) {MEMBER(key, of), .type = its_type}
+#define LIVE(key, of, its_type) {MEMBER(key, of), .type = its_type, .live = true}
+#define CHOICE(key, of, names) {MEMBER(key, of), .type = OPTIM_CHOICE, .choices = names}
+#define REFUSED(key, its_type)                                                         \
+    {.name = offsetof(ctpy_state, str_##key), .type = its_type}
+#define COUNT {offsetof(ctpy_state, str_step), " state 'step'", -1, OPTIM_ONE}
+#define SHAPED(key, array, shape)                                                      \
+    {offsetof(ctpy_state, str_##key), " state '" #key "'", array, shape}
+#define ARRAY(key, array) SHAPED(key, array, OPTIM_LIKE)
+#define SPEC(kind, state) SPEC_OF(kind, state, false, false)
+#define SPEC_OF(kind, state, is_shaped, does_clip)                                     \
     {                                                                                  \
+        .shaped = is_shaped,                                                           \
+        .clips = does_clip,                                                            \
         .fields = kind##_fields,                                                       \
         .n_fields = sizeof kind##_fields / sizeof *kind##_fields,                      \
         .values = state##_values,                                                      \
@@ -39,6 +46,7 @@ const size_t optim_n_common_fields =
                    "betas are read as a pair")
 PAIRED(ct_adamax_config);
 PAIRED(ct_adamw_config);
+PAIRED(ct_lamb_config);
 PAIRED(ct_lion_config);
 PAIRED(ct_schedule_free_config);
 
@@ -236,6 +244,82 @@ static const optim_value schedule_free_sgd_values[] = {
     ARRAY(z, 0),
 };
 
+/* ---- those that look at a whole parameter ----------------------------------------
+ */
+
+static const optim_field adafactor_fields[] = {
+    FIELD(lr, adafactor.lr, OPTIM_OPTIONAL),
+    FIELD(eps, adafactor.eps, OPTIM_PAIR),
+    FIELD(clip_threshold, adafactor.clip_threshold, OPTIM_NUMBER),
+    FIELD(decay_rate, adafactor.decay_rate, OPTIM_NUMBER),
+    FIELD(beta1, adafactor.beta1, OPTIM_OPTIONAL),
+    FIELD(weight_decay, adafactor.weight_decay, OPTIM_NUMBER),
+    FIELD(scale_parameter, adafactor.scale_parameter, OPTIM_FLAG),
+    FIELD(relative_step, adafactor.relative_step, OPTIM_FLAG),
+    FIELD(warmup_init, adafactor.warmup_init, OPTIM_FLAG),
+};
+static const optim_value adafactor_values[] = {
+    COUNT,
+    ARRAY(exp_avg, CT_ADAFACTOR_AVG),
+    SHAPED(exp_avg_sq_row, CT_ADAFACTOR_ROW, OPTIM_ROWS),
+    SHAPED(exp_avg_sq_col, CT_ADAFACTOR_COL, OPTIM_COLS),
+    ARRAY(exp_avg_sq, CT_ADAFACTOR_SQ),
+    SHAPED(RMS, CT_ADAFACTOR_RMS, OPTIM_ONE),
+};
+_Static_assert(offsetof(ct_adafactor_config, eps2) ==
+                   offsetof(ct_adafactor_config, eps) + sizeof(double),
+               "eps is read as a pair");
+
+static const optim_field lamb_fields[] = {
+    FIELD(lr, lamb.lr, OPTIM_NUMBER),
+    FIELD(betas, lamb.beta1, OPTIM_PAIR),
+    FIELD(eps, lamb.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, lamb.weight_decay, OPTIM_NUMBER),
+    FIELD(max_grad_norm, lamb.max_grad_norm, OPTIM_NUMBER),
+    FIELD(bias_correction, lamb.bias_correction, OPTIM_FLAG),
+    FIELD(grad_averaging, lamb.grad_averaging, OPTIM_FLAG),
+    FIELD(adam_w_mode, lamb.decoupled, OPTIM_FLAG),
+    FIELD(use_nvlamb, lamb.trust_always, OPTIM_FLAG),
+};
+static const optim_value lamb_values[] = {
+    COUNT,
+    ARRAY(exp_avg, 0),
+    ARRAY(exp_avg_sq, 1),
+};
+
+static const optim_field lars_fields[] = {
+    FIELD(lr, lars.lr, OPTIM_NUMBER),
+    FIELD(momentum, lars.momentum, OPTIM_NUMBER),
+    FIELD(dampening, lars.dampening, OPTIM_NUMBER),
+    FIELD(weight_decay, lars.weight_decay, OPTIM_NUMBER),
+    FIELD(trust_coefficient, lars.trust, OPTIM_NUMBER),
+    FIELD(eps, lars.eps, OPTIM_NUMBER),
+    FIELD(nesterov, lars.nesterov, OPTIM_FLAG),
+    FIELD(clip, lars.clip, OPTIM_FLAG),
+};
+static const optim_value lars_values[] = {
+    ARRAY(momentum_buffer, 0),
+};
+
+static const char *const muon_adjusts[CT_MUON_ADJUST_COUNT + 1] = {
+    [CT_MUON_ORIGINAL] = "original",
+    [CT_MUON_MATCH_RMS_ADAMW] = "match_rms_adamw",
+};
+static const optim_field muon_fields[] = {
+    FIELD(lr, muon.lr, OPTIM_NUMBER),
+    FIELD(weight_decay, muon.weight_decay, OPTIM_NUMBER),
+    FIELD(momentum, muon.momentum, OPTIM_NUMBER),
+    FIELD(nesterov, muon.nesterov, OPTIM_FLAG),
+    FIELD(ns_coefficients, muon.coefficients, OPTIM_TRIPLE),
+    FIELD(eps, muon.eps, OPTIM_NUMBER),
+    FIELD(ns_steps, muon.steps, OPTIM_NUMBER),
+    CHOICE(adjust_lr_fn, muon.adjust, muon_adjusts),
+};
+static const optim_value muon_values[] = {
+    ARRAY(momentum_buffer, 0),
+};
+_Static_assert(sizeof(ct_muon_adjust) == sizeof(int), "a choice is read as an int");
+
 const optim_spec optim_specs[CT_OPTIM_KIND_COUNT] = {
     [CT_OPTIM_ADADELTA] = SPEC(adadelta, adadelta),
     [CT_OPTIM_ADAGRAD] = SPEC(adagrad, adagrad),
@@ -253,4 +337,8 @@ const optim_spec optim_specs[CT_OPTIM_KIND_COUNT] = {
     [CT_OPTIM_SCHEDULE_FREE_RADAM] = SPEC(schedule_free_radam, schedule_free_adamw),
     [CT_OPTIM_SCHEDULE_FREE_SGD] = SPEC(schedule_free_sgd, schedule_free_sgd),
     [CT_OPTIM_SGD] = SPEC(sgd, sgd),
+    [CT_OPTIM_ADAFACTOR] = SPEC_OF(adafactor, adafactor, true, false),
+    [CT_OPTIM_LAMB] = SPEC_OF(lamb, lamb, false, true),
+    [CT_OPTIM_LARS] = SPEC(lars, lars),
+    [CT_OPTIM_MUON] = SPEC_OF(muon, muon, true, false),
 };

@@ -11,6 +11,7 @@ typedef enum optim_field_type {
     OPTIM_PAIR,     /* two doubles, one behind the other; required */
     OPTIM_TRIPLE,   /* three of them */
     OPTIM_OPTIONAL, /* a double; NaN where the key is missing or None */
+    OPTIM_CHOICE,   /* an int: which of the field's choices, 0 for None; required */
     OPTIM_FLAG,     /* a bool; false where the key is missing */
     OPTIM_FLAG_ON,  /* a bool; true where the key is missing */
     OPTIM_COUNT,    /* a whole number from 0 to 2^64 - 1; 0 where the key is missing */
@@ -24,13 +25,22 @@ typedef struct optim_field {
     size_t name, member;
     optim_field_type type;
     bool live; /* an update changes it: a number or count that is written back */
+    const char *const *choices; /* ends with NULL */
 } optim_field;
+
+typedef enum optim_shape {
+    OPTIM_LIKE, /* as the parameter */
+    OPTIM_ROWS, /* an element for each row of its last two dimensions */
+    OPTIM_COLS, /* for each column of each matrix */
+    OPTIM_ONE   /* one element */
+} optim_shape;
 
 /* A key of state[param]. */
 typedef struct optim_value {
     size_t name;
     const char *place; /* how messages speak of it */
     int array;         /* the core's state[array]; -1: the count of steps */
+    optim_shape shape;
 } optim_value;
 
 enum {
@@ -42,6 +52,8 @@ typedef struct optim_spec {
     size_t n_fields;
     const optim_value *values; /* the count first, where there is one */
     size_t n_values;           /* <= OPTIM_MAX_VALUES */
+    bool shaped;               /* rows and columns matter: C order is needed */
+    bool clips; /* max_grad_norm is an option of its own, not the group's limit */
 } optim_spec;
 
 extern const optim_spec optim_specs[CT_OPTIM_KIND_COUNT];

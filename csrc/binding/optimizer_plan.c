@@ -340,6 +340,9 @@ optim_plan_operands(OptimEngine *self, PyObject *face)
         }
         params[k].param = view.span.data;
         params[k].dtype = view.span.dtype;
+        if (optim_plan_shape(self, slot, &params[k], &view) < 0) {
+            return -1;
+        }
         if (optim_plan_state(self, face, slot, &params[k], &view) < 0 ||
             (self->averages && optim_plan_average(self, k, &params[k], &view) < 0)) {
             return -1;

@@ -1,6 +1,6 @@
 /* The state of each parameter: the dict state[param] in torch's own layout, so that
  * state_dict() of either side loads into the other. */
-#include "binding/optimizer.h"
+#include "binding/optimizer_values.h"
 
 #include "core/ct_alloc.h"
 
@@ -214,19 +214,12 @@ make_missing(OptimEngine *self, PyObject *face, optim_slot *slot, int lacks,
 /* ---- reading it --------------------------------------------------------------------
  */
 
-/* What the slot's kind keeps in state[param], and which of it: bit i says values[i]. */
-typedef struct value_list {
-    const optim_spec *spec;
-    unsigned kept;
-    bool counts; /* values[0] is the count of steps */
-} value_list;
-
-static value_list
-kept_values(OptimEngine *self, uint32_t g)
+static optim_value_list
+kept_values(OptimEngine *self, uint32_t g, const ct_optim_param *param)
 {
     const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[g];
-    const unsigned states = ct_optim_states(group);
-    value_list list = {.spec = &optim_specs[group->kind]};
+    const unsigned states = ct_optim_arrays(group, param);
+    optim_value_list list = {.spec = &optim_specs[group->kind]};
     for (size_t i = 0; i < list.spec->n_values; i++) {
         const int array = list.spec->values[i].array;
         if (array < 0 || (states >> array & 1) != 0) {
@@ -237,16 +230,11 @@ kept_values(OptimEngine *self, uint32_t g)
     return list;
 }
 
-static bool
-keeps(const value_list *list, size_t i)
-{
-    return i < list->spec->n_values && (list->kept >> i & 1) != 0;
-}
-
 /* Has state to be made? torch.optim.AdamW starts from an empty entry, torch.optim.SGD
  * from one without a buffer, or with None for it, as its old state_dicts have. */
 static int
-lacks_state(const ctpy_state *state, const optim_slot *slot, const value_list *list)
+lacks_state(const ctpy_state *state, const optim_slot *slot,
+            const optim_value_list *list)
 {
     if (slot->state == NULL || PyDict_GET_SIZE(slot->state) == 0) {
         return 1;
@@ -260,10 +248,10 @@ lacks_state(const ctpy_state *state, const optim_slot *slot, const value_list *l
 }
 
 static int
-read_values(const ctpy_state *state, optim_slot *slot, const value_list *list)
+read_values(const ctpy_state *state, optim_slot *slot, const optim_value_list *list)
 {
     for (size_t i = 0; i < list->spec->n_values; i++) {
-        if (!keeps(list, i)) {
+        if (!optim_keeps(list, i)) {
             continue;
         }
         PyObject *name = optim_name_borrow(state, list->spec->values[i].name);
@@ -282,97 +270,14 @@ read_values(const ctpy_state *state, optim_slot *slot, const value_list *list)
     return 0;
 }
 
-/* The count in a 0-dimensional tensor or array of one number. */
-static int
-read_step(OptimEngine *self, optim_slot *slot, uint64_t *count)
-{
-    const ctpy_place place = {" state 'step'", slot->group, slot->index};
-    ctpy_view view;
-    double step = NAN;
-    if (ctpy_view_of(self->state, slot->values[0], &place, &view) < 0) {
-        return -1;
-    }
-    if (view.span.n == 1 && !view.readonly) {
-        step = view.span.dtype == CT_F32   ? *(float *)view.span.data
-               : view.span.dtype == CT_F64 ? *(double *)view.span.data
-               : view.span.dtype == CT_I64 ? (double)*(int64_t *)view.span.data
-                                           : NAN;
-    }
-    if (!(step >= 0.0 && step < 9007199254740992.0)) {
-        PyErr_Format(PyExc_ValueError,
-                     "state of param_groups[%u]['params'][%zd] has 'step' %R; expected "
-                     "one float32, float64 or int64 number >= 0",
-                     slot->group, slot->index, slot->values[0]);
-        return -1;
-    }
-    slot->step = view.span.data;
-    slot->step_dtype = view.span.dtype;
-    *count = (uint64_t)step;
-    return 0;
-}
-
-static bool
-is_half(ct_dtype dtype)
-{
-    return dtype == CT_BF16 || dtype == CT_F16;
-}
-
-/* Views one array that belongs to a parameter: of its shape and order, and of its dtype
- * or, beside a 16-bit one, of fp32. */
-static int
-view_like(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
-          PyObject *op, const char *what, bool fp32, ctpy_view *view)
-{
-    const ctpy_place place = {what, slot->group, slot->index};
-    ctpy_view like = *param;
-    if (ctpy_view_of(self->state, op, &place, view) < 0) {
-        return -1;
-    }
-    if (fp32 || (is_half(param->span.dtype) && view->span.dtype == CT_F32)) {
-        like.span.dtype = CT_F32;
-    }
-    return optim_check_like(slot, &like, view, what);
-}
-
-static int
-view_arrays(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
-            const value_list *list, ct_optim_param *to)
-{
-    bool first = true;
-    for (size_t i = list->counts ? 1 : 0; i < list->spec->n_values; i++) {
-        const optim_value *value = &list->spec->values[i];
-        ctpy_view view;
-        if (!keeps(list, i)) {
-            continue;
-        }
-        if (view_like(self, slot, param, slot->values[i], value->place, false, &view) <
-            0) {
-            return -1;
-        }
-        if (!first && view.span.dtype != to->state_dtype) {
-            PyErr_Format(PyExc_ValueError,
-                         "param_groups[%u]['params'][%zd]%s is %s; expected %s, as the "
-                         "rest of its state is",
-                         slot->group, slot->index, value->place,
-                         ct_dtype_name(view.span.dtype),
-                         ct_dtype_name(to->state_dtype));
-            return -1;
-        }
-        to->state_dtype = view.span.dtype;
-        to->state[value->array] = view.span.data;
-        first = false;
-    }
-    return 0;
-}
-
 /* The master copy is what is updated, and the parameter gets it rounded. */
 static int
 use_master(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
            ct_optim_param *to)
 {
     ctpy_view view;
-    if (view_like(self, slot, param, slot->master, " state 'master_param'", true,
-                  &view) < 0) {
+    if (optim_view_like(self, slot, param, slot->master, " state 'master_param'", true,
+                        &view) < 0) {
         return -1;
     }
     to->copy = to->param;
@@ -401,9 +306,9 @@ optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
                  ct_optim_param *param, const ctpy_view *view)
 {
     const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[slot->group];
-    const bool half = is_half(view->span.dtype);
+    const bool half = optim_is_half(view->span.dtype);
     const bool master = half && group->master_weights;
-    const value_list list = kept_values(self, slot->group);
+    const optim_value_list list = kept_values(self, slot->group, param);
     uint64_t count = 0;
     slot->step = NULL;
     if (check_rounding(group, slot, view->span.dtype) < 0) {
@@ -421,8 +326,8 @@ optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
         return 0;
     }
     if (read_values(self->state, slot, &list) < 0 ||
-        (list.counts && read_step(self, slot, &count) < 0) ||
-        view_arrays(self, slot, view, &list, param) < 0) {
+        (list.counts && optim_read_step(self, slot, &count) < 0) ||
+        optim_view_values(self, slot, view, &list, param) < 0) {
         return -1;
     }
     /* A kind without a count of its own asks only whether this is the first time. */
@@ -439,30 +344,4 @@ optim_remember_state(OptimEngine *self, PyObject *face)
                                     : 0;
     Py_XDECREF(state);
     return result;
-}
-
-void
-optim_count_steps(OptimEngine *self)
-{
-    const ct_optim_param *params = ct_optim_params_borrow(self->core);
-    for (size_t k = 0; k < self->n_slots; k++) {
-        optim_slot *slot = &self->slots[k];
-        if (slot->grad == NULL) {
-            continue;
-        }
-        slot->fresh = false;
-        if (slot->step != NULL) {
-            const uint64_t count = params[k].step;
-            switch (slot->step_dtype) {
-            case CT_F32:
-                *(float *)slot->step = (float)count;
-                break;
-            case CT_F64:
-                *(double *)slot->step = (double)count;
-                break;
-            default:
-                *(int64_t *)slot->step = (int64_t)count;
-            }
-        }
-    }
 }

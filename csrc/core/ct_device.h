@@ -7,6 +7,7 @@
 #ifndef CT_DEVICE_H
 #define CT_DEVICE_H
 
+#include "core/ct_factored.h"
 #include "core/ct_span.h"
 #include "core/ct_update.h"
 
@@ -18,7 +19,7 @@ extern "C" {
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 6
+#define CT_DEVICE_VERSION 7
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -55,6 +56,18 @@ ct_average_fn(void *stream, const ct_span *averages, const ct_span *values,
  * stays one), for float dtypes: what clips gradients in place. */
 typedef ct_status ct_scale_fn(void *stream, double factor, double limit,
                               const ct_span *spans, size_t n_spans, ct_error *err);
+/* The first half of an update by a measured rule: brings the state of every span up to
+ * date, sums over it, and leaves in settled[i], in the device's memory, the constants
+ * that the second half, `update`, takes as spans[i].settled. The order of the sums
+ * depends on the spans' lengths alone. */
+typedef ct_status
+ct_measure_fn(void *stream, ct_scratch *scratch, const ct_update *update,
+              ct_rule_coef *settled, ct_error *err);
+
+/* The factored second moment of Adafactor; sums in double, in an order that depends on
+ * the shapes alone. */
+typedef ct_status ct_factor_fn(void *stream, ct_scratch *scratch,
+                               const ct_factored *list, size_t n, ct_error *err);
 
 /* Every byte of every span becomes 0. */
 typedef ct_status
@@ -92,6 +105,8 @@ typedef struct ct_device {
     ct_norms_fn *norms;
     ct_update_fn *update;
     ct_average_fn *average;
+    ct_measure_fn *measure;
+    ct_factor_fn *factor;
     ct_scale_fn *scale;
     ct_zero_fn *zero;
     ct_copy_fn *copy;

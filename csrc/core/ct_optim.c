@@ -2,6 +2,7 @@
 
 #include "core/ct_alloc.h"
 #include "core/ct_optim_kind.h"
+#include "core/ct_optim_run.h"
 
 #include <math.h>
 #include <string.h>
@@ -17,12 +18,15 @@ struct ct_optim {
     const ct_device *device;
     size_t n_groups, n_params;
     size_t groups_capacity, caches_capacity, params_capacity;
-    size_t coefs_capacity, spans_capacity; /* >= n_params: a step allocates nothing */
+    size_t coefs_capacity, spans_capacity,
+        owner_capacity; /* >= n_params: a step allocates nothing */
     ct_optim_group *groups;
     group_cache *caches;
     ct_optim_param *params;
     ct_rule_coef *coefs;
     ct_update_span *spans;
+    uint32_t *owner; /* the number of each span's parameter */
+    ct_optim_room room;
     ct_grads grads; /* those present, and what clipping does to each group */
 };
 
@@ -44,6 +48,8 @@ ct_optim_free(ct_optim *optim)
         return;
     }
     ct_grads_fini(&optim->grads);
+    ct_optim_room_fini(optim->device, &optim->room);
+    ct_free(optim->owner);
     ct_free(optim->spans);
     ct_free(optim->coefs);
     ct_free(optim->params);
@@ -56,22 +62,20 @@ ct_optim_free(ct_optim *optim)
 static ct_status
 reserve(ct_optim *optim, size_t n_groups, size_t n_params, ct_error *err)
 {
+#define ARRAY(name, n, type)                                                           \
+    {                                                                                  \
+        (void **)&optim->name, &optim->name##_capacity, n, sizeof(type)                \
+    }
     const struct {
         void **block;
         size_t *capacity;
         size_t n, size;
     } arrays[] = {
-        {(void **)&optim->groups, &optim->groups_capacity, n_groups,
-         sizeof(ct_optim_group)},
-        {(void **)&optim->caches, &optim->caches_capacity, n_groups,
-         sizeof(group_cache)   },
-        {(void **)&optim->params, &optim->params_capacity, n_params,
-         sizeof(ct_optim_param)},
-        {(void **)&optim->coefs,  &optim->coefs_capacity,  n_params,
-         sizeof(ct_rule_coef)  },
-        {(void **)&optim->spans,  &optim->spans_capacity,  n_params,
-         sizeof(ct_update_span)},
+        ARRAY(groups, n_groups, ct_optim_group), ARRAY(caches, n_groups, group_cache),
+        ARRAY(params, n_params, ct_optim_param), ARRAY(coefs, n_params, ct_rule_coef),
+        ARRAY(spans, n_params, ct_update_span),  ARRAY(owner, n_params, uint32_t),
     };
+#undef ARRAY
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
         ct_status status = ct_grow(arrays[i].block, arrays[i].capacity, arrays[i].n,
                                    arrays[i].size, err);
@@ -79,7 +83,8 @@ reserve(ct_optim *optim, size_t n_groups, size_t n_params, ct_error *err)
             return status;
         }
     }
-    return ct_grads_reserve(&optim->grads, n_params, err);
+    ct_status status = ct_optim_room_reserve(&optim->room, n_params, err);
+    return status == CT_OK ? ct_grads_reserve(&optim->grads, n_params, err) : status;
 }
 
 ct_status
@@ -127,35 +132,6 @@ size_t
 ct_optim_n_params(const ct_optim *optim)
 {
     return optim->n_params;
-}
-
-const char *
-ct_optim_kind_name(ct_optim_kind kind)
-{
-    return ct_optim_kinds[kind].name;
-}
-
-ct_optim_kind
-ct_optim_kind_from_name(const char *name)
-{
-    int kind = 0;
-    while (kind < CT_OPTIM_KIND_COUNT && strcmp(ct_optim_kinds[kind].name, name) != 0) {
-        kind++;
-    }
-    return (ct_optim_kind)kind;
-}
-
-ct_status
-ct_optim_check_group(const ct_optim_group *group, ct_error *err)
-{
-    ct_rule_coef coef;
-    return ct_optim_kinds[group->kind].coef_init(&coef, group, 1, 1.0, err);
-}
-
-unsigned
-ct_optim_states(const ct_optim_group *group)
-{
-    return ct_optim_kinds[group->kind].states(group);
 }
 
 static ct_status
@@ -234,14 +210,14 @@ check_param(const ct_optim *optim, size_t i, ct_error *err)
     if (p->n != 0 && p->param == NULL) {
         return ct_fail(err, CT_EINVAL, "parameter %zu has a gradient but no memory", i);
     }
-    const unsigned states = ct_optim_states(&optim->groups[p->group]);
+    const unsigned states = ct_optim_arrays(&optim->groups[p->group], p);
     for (unsigned k = 0; p->n != 0 && k < CT_OPTIM_MAX_STATES; k++) {
         if ((states >> k & 1) != 0 && p->state[k] == NULL) {
             return ct_fail(err, CT_EINVAL,
                            "parameter %zu: its state array %u is missing", i, k);
         }
     }
-    return CT_OK;
+    return ops_of(optim, p)->check == NULL ? CT_OK : ops_of(optim, p)->check(p, i, err);
 }
 
 /* The index of the constants of a parameter, which are worked out if they are new. */
@@ -287,6 +263,8 @@ span_of(const ct_optim_param *param, const ct_optim_group *group, uint32_t coef,
         .coef = coef,
         .rounding = group->stochastic ? &group->rounding : NULL,
         .first = first,
+        .rows = param->rows,
+        .cols = param->cols,
     };
     size_t n = 0;
     for (unsigned k = 0; k < CT_OPTIM_MAX_STATES; k++) {
@@ -343,6 +321,7 @@ plan(ct_optim *optim, const ct_optim_pass *pass, rule_table *table, ct_error *er
             const ct_rule rule = ct_optim_kinds[group->kind].rule(group);
             uint32_t coef = 0;
             status = find_coef(optim, p, pass, &n_coefs, &coef, err);
+            optim->owner[next[rule]] = (uint32_t)i;
             spans[next[rule]++] = span_of(p, group, coef, elements);
         }
         elements += (p->n + 7) / 8 * 8;
@@ -373,22 +352,40 @@ count_steps(ct_optim *optim)
     }
 }
 
+static ct_optim_share
+share_of(ct_optim *optim, const rule_table *table, size_t rule,
+         const ct_optim_pass *pass)
+{
+    const size_t begin = table->begin[rule];
+    return (ct_optim_share){
+        .device = optim->device,
+        .room = &optim->room,
+        .params = optim->params,
+        .owner = optim->owner + begin,
+        .spans = optim->spans + begin,
+        .coefs = optim->coefs,
+        .update = {.rule = (ct_rule)rule,
+                   .coefs = optim->coefs,
+                   .spans = optim->spans + begin,
+                   .n_spans = table->begin[rule + 1] - begin,
+                   .zero_grads = pass->zero_grads,
+                   .ema_decay = pass->ema_decay},
+    };
+}
+
 ct_status
 ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_error *err)
 {
     rule_table table;
     ct_status status = plan(optim, pass, &table, err);
     for (size_t r = 0; status == CT_OK && r < CT_RULE_COUNT; r++) {
-        const ct_update update = {
-            .rule = (ct_rule)r,
-            .coefs = optim->coefs,
-            .spans = optim->spans + table.begin[r],
-            .n_spans = table.begin[r + 1] - table.begin[r],
-            .zero_grads = pass->zero_grads,
-            .ema_decay = pass->ema_decay,
-        };
-        if (update.n_spans != 0) {
-            status = optim->device->update(stream, &update, err);
+        const ct_optim_share share = share_of(optim, &table, r, pass);
+        status = ct_optim_share_prepare(&share, err);
+    }
+    for (size_t r = 0; status == CT_OK && r < CT_RULE_COUNT; r++) {
+        ct_optim_share share = share_of(optim, &table, r, pass);
+        if (share.update.n_spans != 0) {
+            status = ct_optim_share_run(&share, stream, err);
         }
     }
     if (status == CT_OK) {

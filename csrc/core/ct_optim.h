@@ -9,12 +9,17 @@
 #define CT_OPTIM_H
 
 #include "core/ct_adadelta.h"
+#include "core/ct_adafactor.h"
 #include "core/ct_adagrad.h"
 #include "core/ct_adamax.h"
 #include "core/ct_adamw.h"
 #include "core/ct_ademamix.h"
+#include "core/ct_device.h"
 #include "core/ct_grads.h"
+#include "core/ct_lamb.h"
+#include "core/ct_lars.h"
 #include "core/ct_lion.h"
+#include "core/ct_muon.h"
 #include "core/ct_nag.h"
 #include "core/ct_rmsprop.h"
 #include "core/ct_schedule_free.h"
@@ -41,11 +46,15 @@ typedef enum ct_optim_kind {
     CT_OPTIM_SCHEDULE_FREE_ADAMW,
     CT_OPTIM_SCHEDULE_FREE_RADAM,
     CT_OPTIM_SCHEDULE_FREE_SGD,
+    CT_OPTIM_ADAFACTOR,
+    CT_OPTIM_LAMB,
+    CT_OPTIM_LARS,
+    CT_OPTIM_MUON,
     CT_OPTIM_KIND_COUNT
 } ct_optim_kind;
 
 enum {
-    CT_OPTIM_MAX_STATES = CT_RULE_MAX_STATES
+    CT_OPTIM_MAX_STATES = 6 /* not all of them a rule's */
 };
 
 typedef struct ct_optim_group {
@@ -60,6 +69,10 @@ typedef struct ct_optim_group {
         ct_nag_config nag;
         ct_rmsprop_config rmsprop;
         ct_schedule_free_config schedule_free; /* of all three */
+        ct_adafactor_config adafactor;
+        ct_lamb_config lamb;
+        ct_lars_config lars;
+        ct_muon_config muon;
         ct_sgd_config sgd;
     };
     double max_norm; /* as in ct_grad_group */
@@ -71,7 +84,8 @@ typedef struct ct_optim_group {
     bool master_weights, fp32_state;
 } ct_optim_group;
 
-/* Borrowed memory of one parameter; all arrays have n elements. */
+/* Borrowed memory of one parameter; arrays have n elements unless their kind says
+ * otherwise. */
 typedef struct ct_optim_param {
     void *param; /* of dtype: what is updated, the master copy where there is one */
     void *grad;  /* NULL: no gradient this time, the parameter is skipped */
@@ -80,6 +94,7 @@ typedef struct ct_optim_param {
     void *ema;       /* the average of the parameter, or NULL */
     float *step_out; /* host memory where the new count is written too, or NULL */
     size_t n;
+    size_t ndim, rows, cols; /* dimensions, and the last two; 1 where there is none */
     uint64_t step; /* updates this parameter has had; 0: its state holds nothing yet,
                     * most kinds' are zeros, SGD's momentum starts as the gradient */
     ct_dtype dtype, grad_dtype, state_dtype, copy_dtype, ema_dtype;
@@ -117,12 +132,14 @@ ct_optim_kind ct_optim_kind_from_name(const char *name);
 /* CT_EINVAL names a hyperparameter that is out of its range. */
 CT_NODISCARD ct_status ct_optim_check_group(const ct_optim_group *group, ct_error *err);
 
-/* Which state arrays a parameter of this group needs: bit k says state[k]. */
-unsigned ct_optim_states(const ct_optim_group *group);
-
 /* Lists the gradients present; the list is the optimizer's and is made anew by the next
  * call of any function here. What is set as the coef of a group stays. */
 CT_NODISCARD ct_status ct_optim_grads(ct_optim *optim, ct_grads **grads, ct_error *err);
+/* Which state arrays the rule of this group works on: bit k says state[k]. */
+unsigned ct_optim_states(const ct_optim_group *group);
+
+/* Which arrays a parameter has in this group: those, unless it is a matter of shape. */
+unsigned ct_optim_arrays(const ct_optim_group *group, const ct_optim_param *param);
 
 /* The L2 norm of all gradients present, before any scaling, summed in double; Inf or
  * NaN when an element is. Waits for the stream. */

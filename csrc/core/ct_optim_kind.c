@@ -1,5 +1,9 @@
 #include "core/ct_optim_kind.h"
 
+#include "core/ct_optim_kind_whole.h"
+
+#include <string.h>
+
 /* Constants that no parameter's own count enters. */
 static uint64_t
 key_of_none(const ct_optim_param *param)
@@ -241,9 +245,13 @@ schedule_free_radam_advance(ct_optim_group *group)
     ct_schedule_free_radam_advance(&group->schedule_free);
 }
 
-/* In the order of ct_optim_ops. */
-#define OPS(name, rule, states, key, coef_init, advance)                               \
-    {name, rule##_rule, states##_states, key_of_##key, coef_init##_coef_init, advance}
+#define OPS(its_name, of_rule, of_states, of_key, of_coef, of_advance)                 \
+    {.name = its_name,                                                                 \
+     .rule = of_rule##_rule,                                                           \
+     .states = of_states##_states,                                                     \
+     .key = key_of_##of_key,                                                           \
+     .coef_init = of_coef##_coef_init,                                                 \
+     .advance = of_advance}
 const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT] = {
     [CT_OPTIM_ADADELTA] = OPS("adadelta", adadelta, adadelta, none, adadelta, NULL),
     [CT_OPTIM_ADAGRAD] = OPS("adagrad", adagrad, adagrad, step, adagrad, NULL),
@@ -269,4 +277,48 @@ const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT] = {
         OPS("schedule_free_sgd", schedule_free_sgd, schedule_free_sgd, none,
             schedule_free, schedule_free_advance),
     [CT_OPTIM_SGD] = OPS("sgd", sgd, sgd, first, sgd, NULL),
+    [CT_OPTIM_ADAFACTOR] = {CT_OPTIM_WHOLE(adafactor),
+                            .arrays = ct_optim_adafactor_arrays},
+    [CT_OPTIM_LAMB] = {CT_OPTIM_WHOLE(lamb)},
+    [CT_OPTIM_LARS] = {CT_OPTIM_WHOLE(lars)},
+    [CT_OPTIM_MUON] = {CT_OPTIM_WHOLE(muon), .check = ct_optim_muon_check},
 };
+
+/* ---- what the table says ----------------------------------------------------------
+ */
+
+const char *
+ct_optim_kind_name(ct_optim_kind kind)
+{
+    return ct_optim_kinds[kind].name;
+}
+
+ct_optim_kind
+ct_optim_kind_from_name(const char *name)
+{
+    int kind = 0;
+    while (kind < CT_OPTIM_KIND_COUNT && strcmp(ct_optim_kinds[kind].name, name) != 0) {
+        kind++;
+    }
+    return (ct_optim_kind)kind;
+}
+
+ct_status
+ct_optim_check_group(const ct_optim_group *group, ct_error *err)
+{
+    ct_rule_coef coef;
+    return ct_optim_kinds[group->kind].coef_init(&coef, group, 1, 1.0, err);
+}
+
+unsigned
+ct_optim_states(const ct_optim_group *group)
+{
+    return ct_optim_kinds[group->kind].states(group);
+}
+
+unsigned
+ct_optim_arrays(const ct_optim_group *group, const ct_optim_param *param)
+{
+    const ct_optim_ops *ops = &ct_optim_kinds[group->kind];
+    return ops->arrays != NULL ? ops->arrays(group, param) : ops->states(group);
+}

@@ -18,6 +18,11 @@ typedef struct ct_optim_ops {
                            uint64_t key, double grad_scale, ct_error *err);
     /* Notes in the group that an update has been done, or NULL. */
     void (*advance)(ct_optim_group *group);
+    /* Which arrays a parameter has, where that depends on its shape; NULL: states. */
+    unsigned (*arrays)(const ct_optim_group *group, const ct_optim_param *param);
+    /* CT_EINVAL names what is wrong with the shape of parameter i; NULL: any will do.
+     */
+    ct_status (*check)(const ct_optim_param *param, size_t i, ct_error *err);
 } ct_optim_ops;
 
 extern const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT];

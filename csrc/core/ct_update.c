@@ -51,7 +51,7 @@ check_span(const ct_update *update, size_t i, ct_error *err)
         status = check_dtype(update, i, "an average", span->ema_dtype, err);
     }
     for (size_t k = 0; status == CT_OK && span->n != 0 && k < n_states; k++) {
-        if (span->state[k] == NULL) {
+        if (span->state[k] == NULL && !(k == 0 && span->row != NULL)) {
             status =
                 ct_fail(err, CT_EINVAL, "%s: span %zu lacks state array %zu of %zu",
                         ct_rule_name(update->rule), i, k, n_states);
@@ -90,4 +90,14 @@ ct_check_averages(const ct_span *averages, const ct_span *values, size_t n_spans
         }
     }
     return CT_OK;
+}
+
+ct_status
+ct_measure_check(const ct_update *update, ct_error *err)
+{
+    if (!ct_rule_is_measured(update->rule)) {
+        return ct_fail(err, CT_EINVAL, "%s: there is nothing to measure for this rule",
+                       ct_rule_name(update->rule));
+    }
+    return ct_update_check(update, err);
 }

@@ -37,13 +37,26 @@ typedef struct ct_update_span {
      * parameter where there is no copy; or NULL */
     void *ema;
     ct_dtype dtype, grad_dtype, state_dtype, copy_dtype, ema_dtype;
-    uint32_t coef; /* index into the update's list of constants */
+    uint32_t coef;               /* index into the update's list of constants */
+    const ct_rule_coef *settled; /* the device's, in place of that; or NULL */
+    /* What the span is a list of, one behind the other, where that matters. */
+    size_t rows, cols;
+    /* Unless NULL, state[0] is not stored: in matrix b it is row[b][i] * col[b][j].
+     * Both are arrays of the type that is computed in. */
+    const void *row, *col;
     /* Unless NULL, what is stored as BF16 in `param` or `copy` is rounded up or down at
      * random, in proportion to what lies below. `first` is the number of element 0
      * among all that share the key and the step: a multiple of 8. */
     const ct_rounding *rounding;
     uint64_t first;
 } ct_update_span;
+
+/* The type that a parameter is computed in. */
+static inline ct_dtype
+ct_update_real(const ct_update_span *span)
+{
+    return span->dtype == CT_F64 ? CT_F64 : CT_F32;
+}
 
 typedef struct ct_update {
     ct_rule rule;
@@ -62,6 +75,8 @@ CT_NODISCARD ct_status ct_update_check(const ct_update *update, ct_error *err);
  * cannot work on. */
 CT_NODISCARD ct_status ct_check_averages(const ct_span *averages, const ct_span *values,
                                          size_t n_spans, ct_error *err);
+/* The same for `measure`, whose rule has to be a measured one. */
+CT_NODISCARD ct_status ct_measure_check(const ct_update *update, ct_error *err);
 
 const char *ct_rule_name(ct_rule rule);
 size_t ct_rule_n_states(ct_rule rule);

@@ -8,6 +8,8 @@ ct_norm_fn ct_cpu_norm;
 ct_norms_fn ct_cpu_norms;
 ct_update_fn ct_cpu_update;
 ct_average_fn ct_cpu_average;
+ct_measure_fn ct_cpu_measure;
+ct_factor_fn ct_cpu_factor;
 ct_scale_fn ct_cpu_scale;
 ct_zero_fn ct_cpu_zero;
 ct_copy_fn ct_cpu_copy;

@@ -1,8 +1,8 @@
 /* One rule after the other over elements of one type. Expanded by cpu/expand.h for all
  * but float16. */
 #define CT_RULE(rule, constants, n_states)                                             \
-    static void CT_NAME(update_##rule)(const ct_rule_coef *coef, const operands *at,   \
-                                       size_t n)                                       \
+    static void CT_NAME(update_##rule)(const ct_rule_coef *coef,                       \
+                                       const ct_operands *at, size_t n)                \
     {                                                                                  \
         const CT_REAL(ct_##constants##_coef) c =                                       \
             CT_REAL(ct_##constants##_round)(&coef->rule);                              \

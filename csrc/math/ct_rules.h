@@ -3,11 +3,16 @@
 #define CT_RULES_H
 
 #include "math/ct_adadelta_math.h"
+#include "math/ct_adafactor_math.h"
 #include "math/ct_adagrad_math.h"
 #include "math/ct_adamax_math.h"
 #include "math/ct_adamw_math.h"
 #include "math/ct_ademamix_math.h"
+#include "math/ct_descend_math.h"
+#include "math/ct_lamb_math.h"
+#include "math/ct_lars_math.h"
 #include "math/ct_lion_math.h"
+#include "math/ct_muon_math.h"
 #include "math/ct_nag_math.h"
 #include "math/ct_rmsprop_math.h"
 #include "math/ct_schedule_free_math.h"
@@ -30,5 +35,38 @@ typedef union ct_rule_coef {
 #include "math/ct_rules.def"
 #undef CT_RULE
 } ct_rule_coef;
+
+enum {
+    CT_MEASURES = 2 /* sums of a measured rule */
+};
+
+CT_HD static inline int
+ct_rule_is_measured(ct_rule rule)
+{
+    switch (rule) {
+#define CT_MEASURED(rule, constants, n_states) case CT_RULE_##rule:
+#include "math/ct_measured.def"
+#undef CT_MEASURED
+        return 1;
+    default:
+        return 0;
+    }
+}
+
+/* Completes the constants of a measured rule for a parameter of n elements. */
+CT_HD static inline void
+ct_rule_settle(ct_rule rule, ct_rule_coef *coef, const double *sums, size_t n)
+{
+    switch (rule) {
+#define CT_MEASURED(rule, constants, n_states)                                         \
+    case CT_RULE_##rule:                                                               \
+        ct_##constants##_settle(&coef->rule, sums, (double)n);                         \
+        break;
+#include "math/ct_measured.def"
+#undef CT_MEASURED
+    default:
+        break;
+    }
+}
 
 #endif

@@ -5,10 +5,14 @@ original's own layout, so state_dict() loads into the optimizer of the same name
 other way round. Parameters live on the CPU; on a GPU use torch.optim's with fused=True.
 """
 
+from ctrainer.optim._adafactor import Adafactor
 from ctrainer.optim._adam import Adam, Adamax, AdamW, AdEMAMix, RAdam
 from ctrainer.optim._adaptive import Adadelta, Adagrad, RMSprop
+from ctrainer.optim._composite import Composite
 from ctrainer.optim._fairseq import FairseqAdam, FairseqAdamax, FairseqNAG
+from ctrainer.optim._layerwise import LAMB, LARS
 from ctrainer.optim._lion import Lion
+from ctrainer.optim._muon import Muon
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._schedule_free import (
     AdamWScheduleFree,
@@ -19,19 +23,24 @@ from ctrainer.optim._sgd import SGD
 from ctrainer.schedules import LRScheduler, get_scheduler
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "SGD",
     "AdEMAMix",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
     "AdamWScheduleFree",
     "Adamax",
+    "Composite",
     "FairseqAdam",
     "FairseqAdamax",
     "FairseqNAG",
     "LRScheduler",
     "Lion",
+    "Muon",
     "Precision",
     "RAdam",
     "RAdamScheduleFree",

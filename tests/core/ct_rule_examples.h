@@ -3,17 +3,21 @@
 #define CT_RULE_EXAMPLES_H
 
 #include "core/ct_adadelta.h"
+#include "core/ct_adafactor.h"
 #include "core/ct_adagrad.h"
 #include "core/ct_adamax.h"
 #include "core/ct_adamw.h"
 #include "core/ct_ademamix.h"
+#include "core/ct_lamb.h"
+#include "core/ct_lars.h"
 #include "core/ct_lion.h"
+#include "core/ct_muon.h"
 #include "core/ct_nag.h"
 #include "core/ct_rmsprop.h"
 #include "core/ct_schedule_free.h"
 #include "core/ct_sgd.h"
-#include "ct_test.h"
 #include "math/ct_rules.h"
+#include "ct_test.h"
 
 #include <string.h>
 
@@ -186,6 +190,99 @@ ct_schedule_free_example(size_t variant)
     return coef;
 }
 
+/* Measured rules come settled, from sums that a parameter of 10 elements might have. */
+static inline ct_rule_coef
+ct_settled_example(ct_rule rule, ct_rule_coef coef)
+{
+    const double sums[CT_MEASURES] = {3.0, 2.0};
+    ct_rule_settle(rule, &coef, sums, 10);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_lamb_example(size_t variant)
+{
+    ct_rule_coef coef;
+    ct_lamb_config config;
+    config.lr = 1e-2;
+    config.beta1 = 0.9;
+    config.beta2 = 0.99;
+    config.eps = 1e-6;
+    config.weight_decay = 0.1 * (double)variant;
+    config.max_grad_norm = 1.0;
+    config.bias_correction = variant != 1;
+    config.grad_averaging = variant != 0;
+    config.decoupled = variant != 2;
+    config.trust_always = true;
+    CHECK(ct_lamb_coef_init(&coef.lamb, &config, variant + 1, 0.7, NULL) == CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_lars_example(size_t variant, double momentum)
+{
+    ct_rule_coef coef;
+    ct_lars_config config;
+    config.lr = 0.1;
+    config.momentum = momentum;
+    config.dampening = variant == 1 ? 0.5 : 0.0;
+    config.weight_decay = 0.1 * (double)variant;
+    config.trust = 0.02;
+    config.eps = 1e-8;
+    config.nesterov = variant == 2 && momentum != 0.0;
+    config.clip = variant == 0;
+    CHECK(ct_lars_coef_init(&coef.lars, &config, variant == 0, 0.7, NULL) == CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_adafactor_example(size_t variant)
+{
+    ct_rule_coef coef;
+    ct_adafactor_config config;
+    config.lr = 1e-2;
+    config.eps = 1e-30;
+    config.eps2 = 1e-3;
+    config.clip_threshold = 1.0;
+    config.decay_rate = -0.8;
+    config.beta1 = 0.9;
+    config.weight_decay = 0.1 * (double)variant;
+    config.scale_parameter = variant != 0;
+    config.relative_step = variant == 1;
+    config.warmup_init = false;
+    CHECK(ct_adafactor_coef_init(&coef.adafactor, &config, variant + 2, variant == 2,
+                                 0.7, NULL) == CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_muon_example(size_t variant)
+{
+    ct_rule_coef coef;
+    ct_muon_config config;
+    config.lr = 1e-2;
+    config.weight_decay = 0.1;
+    config.momentum = variant == 1 ? 0.3 : 0.95;
+    config.coefficients[0] = 3.4445;
+    config.coefficients[1] = -4.7750;
+    config.coefficients[2] = 2.0315;
+    config.eps = 1e-7;
+    config.steps = 5;
+    config.nesterov = variant != 2;
+    config.adjust = CT_MUON_ORIGINAL;
+    CHECK(ct_muon_coef_init(&coef.muon, &config, 0.7, NULL) == CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_descend_example(size_t variant)
+{
+    ct_rule_coef coef;
+    coef.descend.decay = 1.0 - 0.1 * (double)variant;
+    coef.descend.step_size = 0.01;
+    return coef;
+}
+
 /* variant < CT_RULE_VARIANTS: other options of the same rule. */
 static inline ct_rule_coef
 ct_rule_example(ct_rule rule, size_t variant)
@@ -217,6 +314,19 @@ ct_rule_example(ct_rule rule, size_t variant)
     case CT_RULE_schedule_free_adamw:
     case CT_RULE_schedule_free_sgd:
         return ct_schedule_free_example(variant);
+    case CT_RULE_adafactor:
+    case CT_RULE_adafactor_momentum:
+        return ct_settled_example(rule, ct_adafactor_example(variant));
+    case CT_RULE_descend:
+        return ct_descend_example(variant);
+    case CT_RULE_lamb:
+        return ct_settled_example(rule, ct_lamb_example(variant));
+    case CT_RULE_lars:
+        return ct_settled_example(rule, ct_lars_example(variant, 0.0));
+    case CT_RULE_lars_momentum:
+        return ct_settled_example(rule, ct_lars_example(variant, 0.9));
+    case CT_RULE_muon:
+        return ct_settled_example(rule, ct_muon_example(variant));
     case CT_RULE_sgd:
         return ct_sgd_example(variant, 0.0);
     case CT_RULE_sgd_momentum:

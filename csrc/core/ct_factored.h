@@ -1,0 +1,36 @@
+/* Averages of squares by row and by column: operands of the device table's `factor`. */
+#ifndef CT_FACTORED_H
+#define CT_FACTORED_H
+
+#include "core/ct_dtype.h"
+#include "core/ct_status.h"
+
+#include <stddef.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A list of matrices of rows x cols, one behind the other, whose averages of squares
+ * are kept by row and by column: row[b][i] and col[b][j]. Factors are of the type that
+ * is computed in. */
+typedef struct ct_factored {
+    size_t matrices, rows, cols; /* each > 0 */
+    const void *grad;
+    void *row, *col;  /* become x * decay + (1 - decay) * (mean of squares + eps) */
+    void *row_factor; /* becomes 1 / sqrt(row / mean of the matrix's rows) */
+    void *col_factor; /* becomes 1 / sqrt(col) */
+    ct_dtype grad_dtype, state_dtype, real;
+    double grad_scale, decay, eps;
+} ct_factored;
+
+/* CT_EINVAL names the first whose shape or dtypes do not fit. For the kernels of every
+ * device. */
+CT_NODISCARD ct_status ct_factor_check(const ct_factored *list, size_t n,
+                                       ct_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

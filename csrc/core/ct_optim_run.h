@@ -1,0 +1,42 @@
+/* One rule's share of an update, for ct_optim.c alone: rules that look at more than an
+ * element take more than one kernel. */
+#ifndef CT_OPTIM_RUN_H
+#define CT_OPTIM_RUN_H
+
+#include "core/ct_optim.h"
+
+/* The device's memory between two kernels, and room for lists; starts as {0}. */
+typedef struct ct_optim_room {
+    ct_scratch partial;  /* the kernels' own */
+    ct_scratch settled;  /* ct_rule_coef of each span */
+    ct_scratch factors;  /* Adafactor's rows and columns */
+    ct_scratch matrices; /* Muon's: of the largest parameter */
+    ct_scratch sum_sq;   /* one double */
+    void *list;          /* the host's: of ct_span or ct_factored */
+    size_t list_capacity;
+} ct_optim_room;
+
+/* All spans of one rule. */
+typedef struct ct_optim_share {
+    const ct_device *device;
+    ct_optim_room *room;
+    const ct_optim_param *params;
+    const uint32_t *owner; /* spans[i] is of params[owner[i]] */
+    ct_update_span *spans;
+    ct_rule_coef *coefs;
+    ct_update update; /* whose spans and coefs these are */
+} ct_optim_share;
+
+void ct_optim_room_fini(const ct_device *device, ct_optim_room *room);
+
+/* Makes room on the host for n parameters. */
+CT_NODISCARD ct_status ct_optim_room_reserve(ct_optim_room *room, size_t n,
+                                             ct_error *err);
+
+/* Gets the device's memory that run will take, so that it need not fail. */
+CT_NODISCARD ct_status ct_optim_share_prepare(const ct_optim_share *share,
+                                              ct_error *err);
+CT_NODISCARD ct_status ct_optim_share_run(ct_optim_share *share, void *stream,
+                                          ct_error *err);
+
+#endif

@@ -1,0 +1,191 @@
+/* Factored second moments on the CPU. Mirrors cuda/factor.cu.
+ *
+ * A matrix is cut into slabs of rows. A slab leaves the new averages of its rows and
+ * sums of its columns, which are folded in order when all slabs are done. */
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+
+#include "core/ct_pool.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    LANES = 16,
+    SLAB_ELEMS = 65536,
+    MOST_SLABS = 32 /* of a matrix: each needs a row of sums */
+};
+
+#define CT_BODY "cpu/factor_body.h"
+#include "cpu/expand.h"
+
+typedef double
+row_body(const void *data, size_t from, size_t n, double scale, double *columns);
+
+static row_body *const bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] = CT_BODIES(add_row);
+
+typedef struct factor_job {
+    const ct_factored *f;
+    ct_isa isa;
+    size_t slab_rows, slabs; /* of each matrix */
+    size_t group;            /* slabs, or matrices, that a batch takes */
+    double *columns;         /* sums [matrix][slab][col] */
+} factor_job;
+
+static double
+get(ct_dtype dtype, const void *data, size_t i)
+{
+    return dtype == CT_F64 ? ((const double *)data)[i]
+                           : (double)((const float *)data)[i];
+}
+
+static void
+put(ct_dtype dtype, void *data, size_t i, double value)
+{
+    if (dtype == CT_F64) {
+        ((double *)data)[i] = value;
+    }
+    else {
+        ((float *)data)[i] = (float)value;
+    }
+}
+
+static void
+blend(const ct_factored *f, void *average, size_t i, double mean)
+{
+    const double old = get(f->state_dtype, average, i);
+    put(f->state_dtype, average, i,
+        old * f->decay + (1.0 - f->decay) * (mean + f->eps));
+}
+
+static size_t
+least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* ---- slabs: averages of rows, sums of columns -------------------------------------
+ */
+
+static void
+run_slab(const factor_job *job, size_t slab)
+{
+    const ct_factored *f = job->f;
+    const size_t matrix = slab / job->slabs;
+    const size_t begin = slab % job->slabs * job->slab_rows;
+    const size_t end = least(begin + job->slab_rows, f->rows);
+    double *columns = job->columns + slab * f->cols;
+    memset(columns, 0, f->cols * sizeof *columns);
+    for (size_t i = begin; i < end; i++) {
+        const size_t row = matrix * f->rows + i;
+        const double sum = bodies[job->isa][f->grad_dtype](
+            f->grad, row * f->cols, f->cols, f->grad_scale, columns);
+        blend(f, f->row, row, sum / (double)f->cols);
+    }
+}
+
+static void
+run_slabs(void *arg, size_t batch)
+{
+    const factor_job *job = arg;
+    const size_t end = least((batch + 1) * job->group, job->f->matrices * job->slabs);
+    for (size_t slab = batch * job->group; slab < end; slab++) {
+        run_slab(job, slab);
+    }
+}
+
+/* ---- matrices: averages of columns, both factors -----------------------------------
+ */
+
+static void
+finish_columns(const factor_job *job, size_t matrix)
+{
+    const ct_factored *f = job->f;
+    double *sums = job->columns + matrix * job->slabs * f->cols;
+    for (size_t s = 1; s < job->slabs; s++) {
+        for (size_t j = 0; j < f->cols; j++) {
+            sums[j] += sums[s * f->cols + j];
+        }
+    }
+    for (size_t j = 0; j < f->cols; j++) {
+        const size_t col = matrix * f->cols + j;
+        blend(f, f->col, col, sums[j] / (double)f->rows);
+        put(f->real, f->col_factor, col, 1.0 / sqrt(get(f->state_dtype, f->col, col)));
+    }
+}
+
+static void
+finish_rows(const ct_factored *f, size_t matrix)
+{
+    const size_t first = matrix * f->rows;
+    double sum = 0.0;
+    for (size_t i = 0; i < f->rows; i++) {
+        sum += get(f->state_dtype, f->row, first + i);
+    }
+    const double mean = sum / (double)f->rows;
+    for (size_t i = 0; i < f->rows; i++) {
+        const double average = get(f->state_dtype, f->row, first + i);
+        put(f->real, f->row_factor, first + i, 1.0 / sqrt(average / mean));
+    }
+}
+
+static void
+run_matrices(void *arg, size_t batch)
+{
+    const factor_job *job = arg;
+    const size_t end = least((batch + 1) * job->group, job->f->matrices);
+    for (size_t matrix = batch * job->group; matrix < end; matrix++) {
+        finish_columns(job, matrix);
+        finish_rows(job->f, matrix);
+    }
+}
+
+/* ---- the entry ---------------------------------------------------------------------
+ */
+
+static size_t
+batches(const factor_job *job, size_t n)
+{
+    return (n - 1) / job->group + 1;
+}
+
+static size_t
+plan_slabs(factor_job *job)
+{
+    const ct_factored *f = job->f;
+    const size_t whole = SLAB_ELEMS / f->cols + 1;
+    const size_t share = (f->rows - 1) / MOST_SLABS + 1;
+    job->slab_rows = least(whole > share ? whole : share, f->rows);
+    job->slabs = (f->rows - 1) / job->slab_rows + 1;
+    job->group = SLAB_ELEMS / (job->slab_rows * f->cols) + 1;
+    return f->matrices * job->slabs * f->cols * sizeof(double);
+}
+
+static ct_status
+factor_one(ct_scratch *scratch, factor_job *job, ct_error *err)
+{
+    ct_status status = ct_device_cpu.scratch_grow(scratch, plan_slabs(job), err);
+    if (status == CT_OK) {
+        job->columns = scratch->data;
+        ct_pool_run(run_slabs, job, batches(job, job->f->matrices * job->slabs));
+        ct_pool_run(run_matrices, job, batches(job, job->f->matrices));
+    }
+    return status;
+}
+
+ct_status
+ct_cpu_factor(void *stream, ct_scratch *scratch, const ct_factored *list, size_t n,
+              ct_error *err)
+{
+    (void)stream;
+    factor_job job;
+    ct_status status = ct_isa_get(&job.isa, err);
+    if (status == CT_OK) {
+        status = ct_factor_check(list, n, err);
+    }
+    for (size_t i = 0; status == CT_OK && i < n; i++) {
+        job.f = &list[i];
+        status = factor_one(scratch, &job, err);
+    }
+    return status;
+}

@@ -1,0 +1,93 @@
+#include "cpu/stretch.h"
+
+enum {
+    DIRECT = 4096 /* elements at a time where nothing has to be converted */
+};
+
+void *
+ct_stretch_borrow(const ct_stretch *s, void *data, ct_dtype dtype, ct_tile *tile)
+{
+    if (dtype == s->real) {
+        return ct_stretch_element(s, data, dtype);
+    }
+    ct_tile_load(s->isa, tile, s->real == CT_F64, dtype, data, s->at, s->n);
+    return tile;
+}
+
+void
+ct_stretch_give_back(const ct_stretch *s, const void *from, void *data, ct_dtype dtype)
+{
+    if (dtype != s->real) {
+        ct_tile_store(s->isa, from, s->real == CT_F64, dtype, data, s->at, s->n);
+    }
+}
+
+/* Part of one row of row[i] * col[j], from element k of the tile on. */
+static void
+fill_row(const ct_stretch *s, ct_tile *tile, size_t k, size_t row, size_t col, size_t n)
+{
+    if (s->real == CT_F64) {
+        const double factor = ((const double *)s->span->row)[row];
+        const double *cols = (const double *)s->span->col + col;
+        for (size_t j = 0; j < n; j++) {
+            tile->f64[k + j] = factor * cols[j];
+        }
+    }
+    else {
+        const float factor = ((const float *)s->span->row)[row];
+        const float *cols = (const float *)s->span->col + col;
+        for (size_t j = 0; j < n; j++) {
+            tile->f32[k + j] = factor * cols[j];
+        }
+    }
+}
+
+static void *
+fill_outer(const ct_stretch *s, ct_tile *tile)
+{
+    const size_t rows = s->span->rows, cols = s->span->cols;
+    for (size_t k = 0; k < s->n;) {
+        const size_t row = (s->at + k) / cols, j = (s->at + k) % cols;
+        const size_t left = s->n - k, n = cols - j < left ? cols - j : left;
+        fill_row(s, tile, k, row, row / rows * cols + j, n);
+        k += n;
+    }
+    return tile;
+}
+
+ct_operands
+ct_stretch_operands(const ct_stretch *s, ct_operand_tiles *tiles)
+{
+    const ct_update_span *span = s->span;
+    ct_operands at = {
+        .grad = ct_stretch_borrow(s, span->grad, span->grad_dtype, &tiles->grad),
+        .param = ct_stretch_borrow(s, span->param, span->dtype, &tiles->param),
+    };
+    for (size_t k = 0; k < s->n_states; k++) {
+        at.state[k] = k == 0 && span->row != NULL
+                          ? fill_outer(s, &tiles->state[k])
+                          : ct_stretch_borrow(s, span->state[k], span->state_dtype,
+                                              &tiles->state[k]);
+    }
+    return at;
+}
+
+void
+ct_stretch_keep_states(const ct_stretch *s, const ct_operands *at)
+{
+    const ct_update_span *span = s->span;
+    for (size_t k = span->row != NULL ? 1 : 0; k < s->n_states; k++) {
+        ct_stretch_give_back(s, at->state[k], span->state[k], span->state_dtype);
+    }
+}
+
+size_t
+ct_stretch_length(const ct_update_span *span, ct_dtype real, size_t n_states)
+{
+    const bool direct = span->dtype == real && span->grad_dtype == real &&
+                        (n_states == 0 || span->state_dtype == real) &&
+                        (span->copy == NULL || span->copy_dtype == real) &&
+                        (span->ema == NULL || span->ema_dtype == real) &&
+                        span->row == NULL;
+    return direct ? DIRECT : CT_TILE;
+}

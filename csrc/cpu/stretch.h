@@ -1,0 +1,50 @@
+/* A few elements of one span, with its arrays as a rule wants them.
+ *
+ * Arrays of the type that the rule computes in are handed to it where they are; others
+ * pass through tiles, so that a rule is compiled for float and double alone and every
+ * mixture of dtypes costs little more than its traffic. */
+#ifndef CT_CPU_STRETCH_H
+#define CT_CPU_STRETCH_H
+
+#include "core/ct_update.h"
+#include "cpu/tile.h"
+
+typedef struct ct_stretch {
+    const ct_update_span *span;
+    size_t at, n; /* n elements from `at` on */
+    size_t n_states;
+    ct_dtype real; /* what the rule is handed */
+    ct_isa isa;
+} ct_stretch;
+
+/* Elements to work on, of the type that the rule computes in. */
+typedef struct ct_operands {
+    void *grad, *param;
+    void *state[CT_RULE_MAX_STATES];
+} ct_operands;
+
+typedef struct ct_operand_tiles {
+    ct_tile grad, param, state[CT_RULE_MAX_STATES];
+} ct_operand_tiles;
+
+static inline void *
+ct_stretch_element(const ct_stretch *s, void *data, ct_dtype dtype)
+{
+    return (char *)data + s->at * ct_dtype_size(dtype);
+}
+
+/* One array as the rule wants it: where it is, or in the tile. */
+void *ct_stretch_borrow(const ct_stretch *s, void *data, ct_dtype dtype, ct_tile *tile);
+
+/* Writes back what borrow gave and the rule has changed. */
+void
+ct_stretch_give_back(const ct_stretch *s, const void *from, void *data, ct_dtype dtype);
+
+/* Every array of the rule; the states written back. */
+ct_operands ct_stretch_operands(const ct_stretch *s, ct_operand_tiles *tiles);
+void ct_stretch_keep_states(const ct_stretch *s, const ct_operands *at);
+
+/* How many elements to take at a time: more than a tile where no tile is needed. */
+size_t ct_stretch_length(const ct_update_span *span, ct_dtype real, size_t n_states);
+
+#endif

@@ -1,0 +1,82 @@
+"""Muon."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Unpack
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from ctrainer.optim._face import Face
+from ctrainer.optim._precision import Precision
+
+# torch has Muon from 2.9 on.
+_Original: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
+
+
+class Muon(Face, _Original):  # type: ignore[misc]
+    """Muon, as torch.optim.Muon: momentum, made orthogonal by Newton-Schulz.
+
+    For matrices alone; give other parameters to another optimizer, in one step with
+    Composite. The iteration is computed in float32 (float64 for such parameters), where
+    torch's is in bfloat16: updates differ by what bfloat16 rounds. state[param] is
+    torch's: momentum_buffer. For 16-bit parameters see Precision.
+
+    ns_coefficients, ns_steps: of the quintic iteration. eps: the least norm that the
+        momentum is divided by. adjust_lr_fn: "original" or None multiplies the rate by
+        sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 sqrt(max(rows, columns)).
+
+    Raises:
+        ValueError: a parameter that is no matrix; at the first step, an option out of
+            range, or a matrix that is not in C order.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
+    2024; Liu et al., "Muon is Scalable for LLM Training", 2025.
+    """
+
+    _kind = "muon"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        **precision: Unpack[Precision],
+    ) -> None:
+        options: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        if _Original is torch.optim.Optimizer:
+            options = {"defaults": options}
+        super().__init__(params, **options, **precision)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices."""
+        super().add_param_group(param_group)
+        odd = [p for p in self.param_groups[-1]["params"] if p.dim() != 2]
+        if odd:
+            del self.param_groups[-1]
+            raise ValueError(
+                "Muon is for matrices; got a parameter of shape "
+                f"{tuple(odd[0].shape)}: give it to another optimizer, for example in "
+                "a Composite"
+            )
+
+    def _new_state(
+        self, param: torch.Tensor, group: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return a momentum buffer of zeros."""
+        return {"momentum_buffer": torch.zeros_like(param)}

@@ -1,0 +1,357 @@
+/* Measured rules and factored second moments on the device. The states have the CPU's
+ * bits; sums have an order of their own, so what is settled from them is held to a
+ * bound: squares are >= 0, so n of them added in double in any order are off by at most
+ * n * 2^-53 of their sum, and a settled constant by as much and a few roundings. */
+#include "cuda_test.h"
+
+#include "../core/ct_rule_examples.h"
+#include "core/ct_optim.h"
+
+#ifdef CT_EMUL
+#include "../../cuda/dynlib.h"
+#endif
+
+static const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
+
+/* Spans with all arrays of one dtype or of several. */
+struct operands {
+    std::vector<twin> grads, params, first, second;
+    std::vector<ct_update_span> host, device;
+
+    void add(size_t n, size_t k, random_numbers *numbers)
+    {
+        const ct_dtype dtype = float_dtypes[k % 4];
+        const ct_dtype other = float_dtypes[(k + k / 4) % 4];
+        params.emplace_back(dtype, n, k % 3);
+        grads.emplace_back(other, n, 0);
+        first.emplace_back(other, n, 0);
+        second.emplace_back(other, n, k % 2);
+        params.back().fill(numbers, -1.0, 1.0);
+        grads.back().fill(numbers, -1.0, 1.0);
+        first.back().fill(numbers, 0.01, 1.0);
+        second.back().fill(numbers, 0.01, 1.0);
+    }
+
+    ct_update_span span(size_t i, bool on_host)
+    {
+        ct_update_span s = {};
+        s.n = params[i].n;
+        s.param = on_host ? params[i].host.data() : params[i].device();
+        s.grad = on_host ? grads[i].host.data() : grads[i].device();
+        s.state[0] = on_host ? first[i].host.data() : first[i].device();
+        s.state[1] = on_host ? second[i].host.data() : second[i].device();
+        s.dtype = params[i].dtype;
+        s.grad_dtype = grads[i].dtype;
+        s.state_dtype = first[i].dtype;
+        s.coef = (uint32_t)(i % CT_RULE_VARIANTS);
+        return s;
+    }
+
+    void collect()
+    {
+        for (size_t i = 0; i < params.size(); i++) {
+            host.push_back(span(i, true));
+            device.push_back(span(i, false));
+        }
+    }
+};
+
+static std::vector<ct_rule_coef>
+measure_on_device(const ct_update &update)
+{
+    ct_scratch scratch = {}, settled = {};
+    ct_error err;
+    const size_t bytes = update.n_spans * sizeof(ct_rule_coef);
+    std::vector<ct_rule_coef> back(update.n_spans);
+    check_ok(ct_device_cuda.scratch_grow(&settled, bytes, &err), err);
+    ct_rule_coef *to = (ct_rule_coef *)settled.data;
+    check_ok(ct_device_cuda.measure(NULL, &scratch, &update, to, &err), err);
+    CHECK(cudaMemcpyAsync(back.data(), to, bytes, cudaMemcpyDeviceToHost, NULL) ==
+          cudaSuccess);
+    CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+    ct_device_cuda.scratch_release(&scratch);
+    ct_device_cuda.scratch_release(&settled);
+    return back;
+}
+
+static void
+check_near(double got, double expected, double bound)
+{
+    CHECK(fabs(got - expected) <= bound * fabs(expected));
+}
+
+static void
+check_settled(ct_rule rule, const ct_rule_coef &got, const ct_rule_coef &expected,
+              size_t n)
+{
+    const double bound = 2 * ((double)n + 16) * unit;
+    switch (rule) {
+    case CT_RULE_lamb:
+        check_near(got.lamb.step_size, expected.lamb.step_size, bound);
+        break;
+    case CT_RULE_lars:
+    case CT_RULE_lars_momentum:
+        check_near(got.lars.ratio, expected.lars.ratio, bound);
+        CHECK(got.lars.decay == expected.lars.decay);
+        break;
+    case CT_RULE_muon:
+        check_near(got.muon.inv_norm, expected.muon.inv_norm, bound);
+        break;
+    default:
+        check_near(got.adafactor.rms, expected.adafactor.rms, bound);
+        check_near(got.adafactor.factor, expected.adafactor.factor, bound);
+        check_near(got.adafactor.decay, expected.adafactor.decay, bound);
+    }
+}
+
+static void
+check_rule(ct_rule rule)
+{
+    random_numbers numbers = {3};
+    operands all;
+    size_t k = 0;
+    for (size_t n : lengths(300)) {
+        all.add(n, k++, &numbers);
+    }
+    all.collect();
+    std::vector<ct_rule_coef> coefs, on_host(k);
+    for (size_t c = 0; c < CT_RULE_VARIANTS; c++) {
+        coefs.push_back(ct_rule_example(rule, c));
+    }
+    ct_update update = {};
+    update.rule = rule;
+    update.coefs = coefs.data();
+    update.n_spans = k;
+    update.spans = all.device.data();
+    const std::vector<ct_rule_coef> on_device = measure_on_device(update);
+    ct_scratch scratch = {};
+    ct_error err;
+    update.spans = all.host.data();
+    check_ok(ct_device_cpu.measure(NULL, &scratch, &update, on_host.data(), &err), err);
+    ct_device_cpu.scratch_release(&scratch);
+    for (size_t i = 0; i < k; i++) {
+        CHECK(all.first[i].agree() && all.second[i].agree() && all.params[i].agree());
+        if (all.host[i].n != 0) {
+            check_settled(rule, on_device[i], on_host[i], all.host[i].n);
+        }
+    }
+}
+
+static void
+test_measured_rules_settle_as_on_the_cpu()
+{
+    for (int rule = 0; rule < CT_RULE_COUNT; rule++) {
+        if (ct_rule_is_measured((ct_rule)rule)) {
+            check_rule((ct_rule)rule);
+        }
+    }
+}
+
+/* Sums of squares agree to n * 2^-53, so averages and factors of floats differ by a
+ * rounding of 2^-24 at most, and doubles by that and what follows from it. */
+static void
+check_array(const twin &array, const twin &other, size_t n)
+{
+    const double bound =
+        array.dtype == CT_F32 ? 1.0 / 8388608 : ((double)n + 16) * unit;
+    const std::vector<unsigned char> back = array.download();
+    for (size_t i = 0; i < array.n; i++) {
+        check_near(get(array.dtype, back.data(), i),
+                   get(other.dtype, other.host.data(), i), bound);
+    }
+}
+
+static void
+check_factors(size_t matrices, size_t rows, size_t cols, ct_dtype grad_dtype,
+              ct_dtype real)
+{
+    random_numbers numbers = {12};
+    const size_t n = matrices * rows * cols;
+    twin grad(grad_dtype, n, 1), row(real, matrices * rows, 0);
+    twin col(real, matrices * cols, 0), row_factor(real, row.n, 0);
+    twin col_factor(real, col.n, 0);
+    grad.fill(&numbers, -1.0, 1.0);
+    row.fill(&numbers, 0.1, 1.0);
+    col.fill(&numbers, 0.1, 1.0);
+    ct_scratch on_host = {}, on_device = {};
+    ct_error err;
+    ct_factored f = {matrices,
+                     rows,
+                     cols,
+                     grad.device(),
+                     row.device(),
+                     col.device(),
+                     row_factor.device(),
+                     col_factor.device(),
+                     grad_dtype,
+                     real,
+                     real,
+                     0.7,
+                     0.8,
+                     1e-3};
+    check_ok(ct_device_cuda.factor(NULL, &on_device, &f, 1, &err), err);
+    f.grad = grad.host.data();
+    f.row = row.host.data();
+    f.col = col.host.data();
+    f.row_factor = row_factor.host.data();
+    f.col_factor = col_factor.host.data();
+    check_ok(ct_device_cpu.factor(NULL, &on_host, &f, 1, &err), err);
+    for (const twin *array : {&row, &col, &row_factor, &col_factor}) {
+        check_array(*array, *array, n);
+    }
+    ct_device_cuda.scratch_release(&on_device);
+    ct_device_cpu.scratch_release(&on_host);
+}
+
+static void
+test_factors_equal_the_cpus()
+{
+    for (ct_dtype dtype : float_dtypes) {
+        const ct_dtype real = dtype == CT_F64 ? CT_F64 : CT_F32;
+        check_factors(1, 1, 1, dtype, real);
+        check_factors(3, 130, 70, dtype, real);
+        check_factors(1, 300, 37, dtype, real);
+        check_factors(40, 3, 3, dtype, real);
+    }
+}
+
+/* ---- whole steps ------------------------------------------------------------------
+ */
+
+static const size_t shapes[][2] = {
+    {1,  1 },
+    {30, 17},
+    {17, 90}
+};
+
+struct model {
+    std::vector<twin> params, grads;
+    std::vector<std::vector<twin>> states; /* [state][param] */
+
+    model() : states(CT_OPTIM_MAX_STATES)
+    {
+        random_numbers numbers = {21};
+        for (auto &shape : shapes) {
+            const size_t rows = shape[0], cols = shape[1];
+            params.emplace_back(CT_F32, rows * cols, 0);
+            grads.emplace_back(CT_F32, rows * cols, 0);
+            params.back().fill(&numbers, -1.0, 1.0);
+            const size_t sizes[] = {rows * cols, rows * cols, rows, cols, 1, 1};
+            for (size_t k = 0; k < CT_OPTIM_MAX_STATES; k++) {
+                states[k].emplace_back(CT_F32, sizes[k], 0);
+                states[k].back().upload();
+            }
+        }
+    }
+
+    ct_optim *optimizer(const ct_device *device, const ct_optim_group &group)
+    {
+        const bool host = device == &ct_device_cpu;
+        ct_optim *optim = ct_optim_new(device);
+        CHECK(optim != NULL && ct_optim_resize(optim, 1, params.size(), NULL) == CT_OK);
+        ct_optim_groups_borrow(optim)[0] = group;
+        for (size_t i = 0; i < params.size(); i++) {
+            ct_optim_param *p = &ct_optim_params_borrow(optim)[i];
+            p->param = host ? params[i].host.data() : params[i].device();
+            p->grad = host ? grads[i].host.data() : grads[i].device();
+            for (size_t k = 0; k < CT_OPTIM_MAX_STATES; k++) {
+                p->state[k] = host ? states[k][i].host.data() : states[k][i].device();
+            }
+            p->n = params[i].n;
+            p->ndim = 2;
+            p->rows = shapes[i][0];
+            p->cols = shapes[i][1];
+        }
+        return optim;
+    }
+};
+
+/* A settled constant may fall on the other side of a rounding to float, 2^-24 of the
+ * step, in each of the steps; Newton-Schulz's products add what gemm's bound allows,
+ * and five rounds that stretch small values by up to 3.5 each let it grow. */
+static void
+check_steps(const ct_optim_group &group, double bound, size_t most_waits)
+{
+    model both;
+    ct_optim *host = both.optimizer(&ct_device_cpu, group);
+    ct_optim *device = both.optimizer(&ct_device_cuda, group);
+    random_numbers numbers = {77};
+    ct_optim_pass pass = {};
+    pass.grad_scale = 0.5;
+    pass.zero_grads = true;
+    for (int step = 0; step < 4; step++) {
+        ct_error err;
+        for (twin &it : both.grads) {
+            it.fill(&numbers, -1.0, 1.0);
+        }
+        check_ok(ct_optim_update(host, NULL, &pass, &err), err);
+#ifdef CT_EMUL
+        emul::seen.waits = 0;
+        check_ok(ct_optim_update(device, NULL, &pass, &err), err);
+        CHECK(step == 0 || emul::seen.waits <= most_waits); /* memory is got first */
+#else
+        (void)most_waits;
+        check_ok(ct_optim_update(device, NULL, &pass, &err), err);
+#endif
+    }
+    for (const twin &it : both.params) {
+        const std::vector<unsigned char> back = it.download();
+        for (size_t i = 0; i < it.n; i++) {
+            const double got = get(it.dtype, back.data(), i);
+            CHECK(fabs(got - get(it.dtype, it.host.data(), i)) <= bound);
+        }
+    }
+    for (const twin &it : both.grads) {
+        CHECK(it.agree());
+    }
+    ct_optim_free(host);
+    ct_optim_free(device);
+}
+
+static void
+test_whole_steps_equal_the_cpus_and_wait_once_at_most()
+{
+    const double few = 1e-6;
+    ct_optim_group group = {};
+    group.kind = CT_OPTIM_LAMB;
+    group.lamb = {1e-2, 0.9, 0.999, 1e-6, 0.01, 1.0, true, true, true, false};
+    check_steps(group, few, 1);
+    group.lamb.max_grad_norm = 0.0;
+    check_steps(group, few, 0);
+    group = {};
+    group.kind = CT_OPTIM_LARS;
+    group.lars = {0.1, 0.9, 0.0, 0.1, 0.02, 1e-8, true, false};
+    check_steps(group, few, 0);
+    group = {};
+    group.kind = CT_OPTIM_ADAFACTOR;
+    group.adafactor = {NAN, 1e-30, 1e-3, 1.0, -0.8, 0.9, 0.01, true, true, false};
+    check_steps(group, few, 0);
+    group = {};
+    group.kind = CT_OPTIM_MUON;
+    group.muon.lr = 0.02;
+    group.muon.weight_decay = 0.1;
+    group.muon.momentum = 0.95;
+    group.muon.coefficients[0] = 3.4445;
+    group.muon.coefficients[1] = -4.7750;
+    group.muon.coefficients[2] = 2.0315;
+    group.muon.eps = 1e-7;
+    group.muon.steps = 5;
+    group.muon.nesterov = true;
+    check_steps(group, 1e-4, 0);
+}
+
+int
+main()
+{
+    skip_without_device();
+#ifdef CT_EMUL
+    const char *folder = CT_EMUL_WHEELS;
+    CHECK(ct_dynlib_set_path(&folder, 1, NULL) == CT_OK);
+#endif
+    in_both_orders([] {
+        test_measured_rules_settle_as_on_the_cpu();
+        test_factors_equal_the_cpus();
+        test_whole_steps_equal_the_cpus_and_wait_once_at_most();
+    });
+    return 0;
+}
