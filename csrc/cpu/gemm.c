@@ -1,7 +1,8 @@
 /* Matrix product on the CPU, in tiles of the result. Mirrors cuda/gemm.cu.
  *
- * For small matrices and for machines without a BLAS; a tile of the result, the packed
+ * For processes without a BLAS; a tile of the result, the packed
  * blocks of both factors and their sums stay in the first two levels of cache. */
+#include "cpu/blas.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 
@@ -82,6 +83,9 @@ ct_cpu_gemm(void *stream, const ct_gemm *gemm, ct_error *err)
     }
     if (status != CT_OK || gemm->m == 0 || gemm->n == 0) {
         return status;
+    }
+    if (ct_blas_gemm(gemm)) {
+        return CT_OK;
     }
     gemm_job job = {
         .gemm = gemm,

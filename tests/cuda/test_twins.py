@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # How the CPU's kernels cut their work and choose an instruction set is theirs alone.
-CPU_ONLY = {"cuts", "dither", "isa", "stretch", "tile"}
+CPU_ONLY = {"blas", "cuts", "dither", "isa", "stretch", "tile"}
 
 
 def table_entries() -> list[str]:
