@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ctrainer.fairseq import metrics
+from ctrainer.fairseq.config import as_config
 from tests import fairseq_tiny as tiny
 
 
@@ -369,3 +371,28 @@ def test_an_optimizer_that_is_not_here_is_refused_with_the_reason() -> None:
     ours.cfg.optimizer._name = "lamb"
     with pytest.raises(ValueError, match="'lamb' is not here"):
         ours.train_step(tiny.batches(1))
+
+
+FLAT = {
+    "optimizer": "adam", "adam_betas": "(0.9, 0.98)", "lr": [0.02],
+    "lr_scheduler": "inverse_sqrt", "warmup_updates": 4, "cpu": True, "seed": 7,
+}  # fmt: skip
+
+
+def test_configs_of_every_kind_train_alike(caplog: pytest.LogCaptureFixture) -> None:
+    tree = {
+        "common": {"cpu": True, "seed": 7},
+        "optimization": {"lr": [0.02]},
+        "optimizer": {"_name": "adam", "adam_betas": "(0.9, 0.98)"},
+        "lr_scheduler": {"_name": "inverse_sqrt", "warmup_updates": 4},
+    }
+    trained = []
+    for cfg in (tiny.config(), as_config(tree), Namespace(**FLAT)):
+        ours = tiny.Trainer(cfg, tiny.Task(), tiny.Model(), tiny.Criterion())
+        for sample in tiny.batches(6):
+            ours.train_step([sample])
+        trained.append(list(ours.model.parameters()))
+    for other in trained[1:]:
+        for a, b in zip(trained[0], other, strict=True):
+            assert torch.equal(a, b)
+    assert caplog.text.count("argparse.Namespace configuration is deprecated") == 1
