@@ -337,7 +337,7 @@ def test_a_composite_clips_by_one_norm() -> None:
 
 def test_a_composite_refuses_strangers() -> None:
     params = make_params([(4, 4), (4,)], torch.float32)
-    with pytest.raises(TypeError, match="expected one of .*Adafactor"):
+    with pytest.raises(TypeError, match=r"expected one of .*Adafactor"):
         optim.Composite([{"params": params, "optimizer": torch.optim.Adam}])
     with pytest.raises(TypeError, match="momentum"):
         optim.Composite([{"params": params, "momentum": 0.9}])
