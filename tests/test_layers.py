@@ -41,10 +41,10 @@ ONLY_IN = {
 FLOORS = (
     {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool", "ct_meeting"},
     {"ct_adamw", "ct_hyper", "ct_sgd"},
-    {"ct_update"},
+    {"ct_factored", "ct_update"},
     {"ct_device", "ct_comm", "ct_comm_self", "ct_comm_local", "ct_reduce", "ct_plugin"},
     set[str](),
-    {"ct_optim", "ct_optim_kind"},
+    {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
     {"ct_step", "ct_probe"},
 )
 POLICIES = FLOORS.index(set())

@@ -18,6 +18,8 @@
 #include "math/ct_schedule_free_math.h"
 #include "math/ct_sgd_math.h"
 
+#include <stddef.h>
+
 typedef enum ct_rule {
 #define CT_RULE(rule, constants, n_states) CT_RULE_##rule,
 #include "math/ct_rules.def"
