@@ -30,6 +30,7 @@ HEADERS = [*glob("csrc/*/*.h"), *glob("csrc/*/*.def"), "setup.py"]
 # Machine code for each; PTX of the first, which any other GPU compiles for itself.
 ARCHS = os.environ.get("CTRAINER_CUDA_ARCHS", "75;80;86;89;90;100;120").split(";")
 NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-compress-mode=size"]
+NVCC_FLAGS += ["--threads=0"]  # the architectures side by side
 NVCC_HOST = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
 NVCC_HOST += ",-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"  # no libstdc++
 OLDEST_NVCC = 13

@@ -200,15 +200,15 @@ def cases() -> dict[str, Case]:
         "Adafactor": Case(
             step_of(optim.Adafactor), "transformers", transformers_adafactor, None
         ),
-        "AdamW, 8-bit state": Case(
-            step_of(optim.AdamW8bit), "torch fused, float32 state",
-            of_torch("AdamW", fused=True), None,
-        ),
         "Muon, 25 of 384 x 384": Case(
             muon(optim.Muon), "torch", muon(torch.optim.Muon), None
         ),
     }  # fmt: skip
-    for name, floats in (("AdamWScheduleFree", 7), ("SGDScheduleFree", 5)):
+    for name, floats in (
+        ("AdamWScheduleFree", 7),
+        ("RAdamScheduleFree", 7),
+        ("SGDScheduleFree", 5),
+    ):
         theirs = schedule_free(name)
         if theirs is not None:
             made[name] = Case(

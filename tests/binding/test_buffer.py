@@ -25,7 +25,7 @@ class Face:
         self.engine = OptimEngine("sgd")
 
     def step(self) -> None:
-        self.engine.step(self, None, 1.0, "keep", False)
+        self.engine.step(self, None, 1.0, "keep", False, 2.0, None, False)
 
 
 class Holder:
