@@ -246,12 +246,12 @@ schedule_free_radam_advance(ct_optim_group *group)
 }
 
 #define OPS(its_name, of_rule, of_states, of_key, of_coef, of_advance)                 \
-    {.name = its_name,                                                                 \
+    {.name = (its_name),                                                               \
      .rule = of_rule##_rule,                                                           \
      .states = of_states##_states,                                                     \
      .key = key_of_##of_key,                                                           \
      .coef_init = of_coef##_coef_init,                                                 \
-     .advance = of_advance}
+     .advance = (of_advance)}
 const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT] = {
     [CT_OPTIM_ADADELTA] = OPS("adadelta", adadelta, adadelta, none, adadelta, NULL),
     [CT_OPTIM_ADAGRAD] = OPS("adagrad", adagrad, adagrad, step, adagrad, NULL),

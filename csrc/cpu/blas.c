@@ -40,8 +40,8 @@ static bool
 load(void *library, const char *sgemm, const char *dgemm, blas *to)
 {
     void *const s = dlsym(library, sgemm), *const d = dlsym(library, dgemm);
-    memcpy(&to->sgemm, &s, sizeof s);
-    memcpy(&to->dgemm, &d, sizeof d);
+    memcpy((void *)&to->sgemm, (const void *)&s, sizeof s);
+    memcpy((void *)&to->dgemm, (const void *)&d, sizeof d);
     return s != NULL && d != NULL;
 }
 

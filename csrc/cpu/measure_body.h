@@ -7,21 +7,21 @@
     {                                                                                  \
         const ct_real *restrict grad = (const ct_real *)at->grad + from;               \
         const ct_real *restrict param = (const ct_real *)at->param + from;             \
-        ct_real *restrict s0 = n_states > 0 ? (ct_real *)at->state[0] + from : NULL;   \
-        ct_real *restrict s1 = n_states > 1 ? (ct_real *)at->state[1] + from : NULL;   \
+        ct_real *restrict s0 = (n_states) > 0 ? (ct_real *)at->state[0] + from : NULL; \
+        ct_real *restrict s1 = (n_states) > 1 ? (ct_real *)at->state[1] + from : NULL; \
         ct_real first[LANES], second[LANES];                                           \
                                                                                        \
         for (size_t k = 0; k < n; k++) {                                               \
             ct_real terms[CT_MEASURES];                                                \
             ct_real state[CT_RULE_MAX_STATES] = {                                      \
-                n_states > 0 ? s0[k] : 0,                                              \
-                n_states > 1 ? s1[k] : 0,                                              \
+                (n_states) > 0 ? s0[k] : 0,                                            \
+                (n_states) > 1 ? s1[k] : 0,                                            \
             };                                                                         \
             CT_REAL(ct_##rule##_measure)(c, grad[k], param[k], state, terms);          \
-            if (n_states > 0) {                                                        \
+            if ((n_states) > 0) {                                                      \
                 s0[k] = state[0];                                                      \
             }                                                                          \
-            if (n_states > 1) {                                                        \
+            if ((n_states) > 1) {                                                      \
                 s1[k] = state[1];                                                      \
             }                                                                          \
             first[k] = terms[0];                                                       \

@@ -15,19 +15,19 @@
         for (size_t i = 0; i < n; i++) {                                               \
             ct_real next = CT_LOAD(param[i]);                                          \
             ct_real state[CT_RULE_MAX_STATES] = {                                      \
-                n_states > 0 ? CT_LOAD(s0[i]) : 0,                                     \
-                n_states > 1 ? CT_LOAD(s1[i]) : 0,                                     \
-                n_states > 2 ? CT_LOAD(s2[i]) : 0,                                     \
+                (n_states) > 0 ? CT_LOAD(s0[i]) : 0,                                   \
+                (n_states) > 1 ? CT_LOAD(s1[i]) : 0,                                   \
+                (n_states) > 2 ? CT_LOAD(s2[i]) : 0,                                   \
             };                                                                         \
             CT_REAL(ct_##rule##_apply)(&c, CT_LOAD(grad[i]), &next, state);            \
             param[i] = CT_STORE(next);                                                 \
-            if (n_states > 0) {                                                        \
+            if ((n_states) > 0) {                                                      \
                 s0[i] = CT_STORE(state[0]);                                            \
             }                                                                          \
-            if (n_states > 1) {                                                        \
+            if ((n_states) > 1) {                                                      \
                 s1[i] = CT_STORE(state[1]);                                            \
             }                                                                          \
-            if (n_states > 2) {                                                        \
+            if ((n_states) > 2) {                                                      \
                 s2[i] = CT_STORE(state[2]);                                            \
             }                                                                          \
         }                                                                              \
