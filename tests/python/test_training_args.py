@@ -408,14 +408,10 @@ class TestOldNames:
         with pytest.raises(ValueError, match="warmup_ratio must be from 0 to 1"):
             TrainingArguments(tmp_path, warmup_ratio=ratio)
 
-    def test_adafactor_is_refused_as_the_optimizer_that_it_names(
-        self, tmp_path
-    ) -> None:
-        with (
-            pytest.warns(FutureWarning, match="adafactor is the old name of optim"),
-            pytest.raises(ValueError, match="optim='adafactor' is not supported"),
-        ):
-            TrainingArguments(tmp_path, adafactor=True)
+    def test_adafactor_chooses_the_optimizer_that_it_names(self, tmp_path) -> None:
+        with pytest.warns(FutureWarning, match="adafactor is the old name of optim"):
+            args = TrainingArguments(tmp_path, adafactor=True)
+        assert args.optim == "adafactor"
 
 
 class TestObject:
