@@ -104,7 +104,7 @@ asan-core:
 	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 $(SANITIZE)" check-core
 
 asan-ext:
-	CTRAINER_CFLAGS="-O1 $(SANITIZE)" CTRAINER_LDFLAGS="$(SANITIZE)" \
+	CTRAINER_CUDA=0 CTRAINER_CFLAGS="-O1 $(SANITIZE)" CTRAINER_LDFLAGS="$(SANITIZE)" \
 	  $(PY) setup.py -q build --build-base $(BUILD)/asan/ext --build-lib $(BUILD)/asan/lib
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(BUILD)/asan/lib \
