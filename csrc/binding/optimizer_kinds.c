@@ -2,11 +2,12 @@
 
 #define MEMBER(key, of)                                                                \
     .name = offsetof(ctpy_state, str_##key), .member = offsetof(ct_optim_group, of)
-#define FIELD(key, of, its_type) {MEMBER(key, of), .type = its_type}
-#define LIVE(key, of, its_type) {MEMBER(key, of), .type = its_type, .live = true}
-#define CHOICE(key, of, names) {MEMBER(key, of), .type = OPTIM_CHOICE, .choices = names}
+#define FIELD(key, of, its_type) {MEMBER(key, of), .type = (its_type)}
+#define LIVE(key, of, its_type) {MEMBER(key, of), .type = (its_type), .live = true}
+#define CHOICE(key, of, names)                                                         \
+    {MEMBER(key, of), .type = OPTIM_CHOICE, .choices = (names)}
 #define REFUSED(key, its_type)                                                         \
-    {.name = offsetof(ctpy_state, str_##key), .type = its_type}
+    {.name = offsetof(ctpy_state, str_##key), .type = (its_type)}
 #define COUNT {offsetof(ctpy_state, str_step), " state 'step'", -1, OPTIM_ONE}
 #define SHAPED(key, array, shape)                                                      \
     {offsetof(ctpy_state, str_##key), " state '" #key "'", array, shape}
@@ -14,8 +15,8 @@
 #define SPEC(kind, state) SPEC_OF(kind, state, false, false)
 #define SPEC_OF(kind, state, is_shaped, does_clip)                                     \
     {                                                                                  \
-        .shaped = is_shaped,                                                           \
-        .clips = does_clip,                                                            \
+        .shaped = (is_shaped),                                                         \
+        .clips = (does_clip),                                                          \
         .fields = kind##_fields,                                                       \
         .n_fields = sizeof kind##_fields / sizeof *kind##_fields,                      \
         .values = state##_values,                                                      \
