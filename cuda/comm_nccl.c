@@ -109,14 +109,15 @@ wait_for(nccl_comm *comm, const char *what, ct_error *err)
 
 /* Every collective begins and ends alike. */
 static ct_status
-begin(const nccl_comm *comm, const ct_span *span, const char *what, int *dtype,
-      ct_error *err)
+begin(const nccl_comm *comm, const ct_request *request, int *dtype, ct_error *err)
 {
+    const char *what = ct_collective_name(request->what);
     if (comm->handle == NULL) {
         return ct_fail(err, CT_ECOMM, "cannot %s: the group broke at an earlier error",
                        what);
     }
-    return dtype_of(span, what, dtype, err);
+    ct_status status = ct_request_check(request, comm->base.world_size, err);
+    return status == CT_OK ? dtype_of(&request->in, what, dtype, err) : status;
 }
 
 static ct_status
@@ -126,29 +127,13 @@ end(nccl_comm *comm, ct_nccl_result result, const char *what, ct_error *err)
     return status == CT_OK ? wait_for(comm, what, err) : give_up(comm, status);
 }
 
-/* `whole` holds world_size parts. */
-static ct_status
-check_parts(const nccl_comm *comm, const ct_span *whole, const ct_span *part,
-            const char *what, ct_error *err)
-{
-    const size_t world_size = (size_t)comm->base.world_size;
-    if (whole->dtype == part->dtype && whole->n / world_size == part->n &&
-        whole->n % world_size == 0) {
-        return CT_OK;
-    }
-    return ct_fail(err, CT_EINVAL,
-                   "%s over %zu ranks needs %zu times as many elements of one dtype "
-                   "on one side, got %zu of %s and %zu of %s",
-                   what, world_size, world_size, whole->n, ct_dtype_name(whole->dtype),
-                   part->n, ct_dtype_name(part->dtype));
-}
-
 static ct_status
 nccl_all_reduce(ct_comm *op, const ct_span *span, ct_reduce_op reduce, ct_error *err)
 {
     nccl_comm *comm = (nccl_comm *)op;
     int dtype = 0;
-    ct_status status = begin(comm, span, "all_reduce", &dtype, err);
+    const ct_request request = {.what = CT_ALL_REDUCE, .in = *span, .op = reduce};
+    ct_status status = begin(comm, &request, &dtype, err);
     if (status != CT_OK || span->n == 0) {
         return status;
     }
@@ -163,10 +148,8 @@ nccl_all_gather(ct_comm *op, const ct_span *out, const ct_span *in, ct_error *er
 {
     nccl_comm *comm = (nccl_comm *)op;
     int dtype = 0;
-    ct_status status = begin(comm, in, "all_gather", &dtype, err);
-    if (status == CT_OK) {
-        status = check_parts(comm, out, in, "all_gather", err);
-    }
+    const ct_request request = {.what = CT_ALL_GATHER, .in = *in, .out = *out};
+    ct_status status = begin(comm, &request, &dtype, err);
     if (status != CT_OK || in->n == 0) {
         return status;
     }
@@ -182,10 +165,9 @@ nccl_reduce_scatter(ct_comm *op, const ct_span *out, const ct_span *in,
 {
     nccl_comm *comm = (nccl_comm *)op;
     int dtype = 0;
-    ct_status status = begin(comm, in, "reduce_scatter", &dtype, err);
-    if (status == CT_OK) {
-        status = check_parts(comm, in, out, "reduce_scatter", err);
-    }
+    const ct_request request = {
+        .what = CT_REDUCE_SCATTER, .in = *in, .out = *out, .op = reduce};
+    ct_status status = begin(comm, &request, &dtype, err);
     if (status != CT_OK || out->n == 0) {
         return status;
     }
@@ -195,16 +177,40 @@ nccl_reduce_scatter(ct_comm *op, const ct_span *out, const ct_span *in,
                "reduce_scatter", err);
 }
 
+/* A send to every rank and a receive from it, as one group that cannot block. */
+static ct_status
+nccl_all_to_all(ct_comm *op, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    nccl_comm *comm = (nccl_comm *)op;
+    const ct_nccl *nccl = comm->nccl;
+    int dtype = 0;
+    const ct_request request = {.what = CT_ALL_TO_ALL, .in = *in, .out = *out};
+    ct_status status = begin(comm, &request, &dtype, err);
+    if (status != CT_OK || in->n == 0) {
+        return status;
+    }
+    const size_t n = in->n / (size_t)op->world_size;
+    const size_t bytes = n * ct_dtype_size(in->dtype);
+    ct_nccl_result result = nccl->group_start();
+    for (int peer = 0; result == 0 && peer < op->world_size; peer++) {
+        result = nccl->send((const char *)in->data + (size_t)peer * bytes, n, dtype,
+                            peer, comm->handle, comm->stream);
+        if (result == 0) {
+            result = nccl->receive((char *)out->data + (size_t)peer * bytes, n, dtype,
+                                   peer, comm->handle, comm->stream);
+        }
+    }
+    const ct_nccl_result ended = nccl->group_end();
+    return end(comm, result != 0 ? result : ended, "all_to_all", err);
+}
+
 static ct_status
 nccl_broadcast(ct_comm *op, const ct_span *span, int root, ct_error *err)
 {
     nccl_comm *comm = (nccl_comm *)op;
     int dtype = 0;
-    ct_status status = begin(comm, span, "broadcast", &dtype, err);
-    if (status == CT_OK && (root < 0 || root >= comm->base.world_size)) {
-        status = ct_fail(err, CT_EINVAL, "root must be in [0, %d), got %d",
-                         comm->base.world_size, root);
-    }
+    const ct_request request = {.what = CT_BROADCAST, .in = *span, .root = root};
+    ct_status status = begin(comm, &request, &dtype, err);
     if (status != CT_OK || span->n == 0) {
         return status;
     }
@@ -239,6 +245,7 @@ static const ct_comm_ops nccl_ops = {
     .all_reduce = nccl_all_reduce,
     .all_gather = nccl_all_gather,
     .reduce_scatter = nccl_reduce_scatter,
+    .all_to_all = nccl_all_to_all,
     .broadcast = nccl_broadcast,
     .barrier = nccl_barrier,
     .free = nccl_free,

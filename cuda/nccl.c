@@ -18,6 +18,10 @@ static const ct_dynlib_symbol symbols[] = {
     {"ncclAllGather",         offsetof(ct_nccl, all_gather)    },
     {"ncclReduceScatter",     offsetof(ct_nccl, reduce_scatter)},
     {"ncclBroadcast",         offsetof(ct_nccl, broadcast)     },
+    {"ncclSend",              offsetof(ct_nccl, send)          },
+    {"ncclRecv",              offsetof(ct_nccl, receive)       },
+    {"ncclGroupStart",        offsetof(ct_nccl, group_start)   },
+    {"ncclGroupEnd",          offsetof(ct_nccl, group_end)     },
 };
 
 static ct_nccl functions;

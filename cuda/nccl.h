@@ -37,6 +37,12 @@ typedef struct ct_nccl {
                                      int op, ct_nccl_handle comm, cudaStream_t stream);
     ct_nccl_result (*broadcast)(const void *in, void *out, size_t n, int dtype,
                                 int root, ct_nccl_handle comm, cudaStream_t stream);
+    ct_nccl_result (*send)(const void *in, size_t n, int dtype, int peer,
+                           ct_nccl_handle comm, cudaStream_t stream);
+    ct_nccl_result (*receive)(void *out, size_t n, int dtype, int peer,
+                              ct_nccl_handle comm, cudaStream_t stream);
+    ct_nccl_result (*group_start)(void);
+    ct_nccl_result (*group_end)(void);
 } ct_nccl;
 
 /* The functions, the same for the whole process. CT_EDEVICE when NCCL cannot be found.

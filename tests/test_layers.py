@@ -42,7 +42,8 @@ FLOORS = (
     {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool", "ct_meeting"},
     {"ct_adamw", "ct_hyper", "ct_sgd"},
     {"ct_factored", "ct_update"},
-    {"ct_device", "ct_comm", "ct_comm_self", "ct_comm_local", "ct_reduce", "ct_plugin"},
+    {"ct_device", "ct_plugin", "ct_reduce"}
+    | {"ct_comm", "ct_comm_local", "ct_comm_self", "ct_comm_shm"},
     set[str](),
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
     {"ct_step", "ct_probe"},

@@ -2,12 +2,21 @@
  *
  * The one table whose entries may re-enter Python. The step engine is written against
  * the table; ct_comm_self, a group of one rank, is the backend that needs nobody, and
- * ct_comm_local.h has one whose ranks are threads. */
+ * ct_comm_local.h has one whose ranks are threads.
+ *
+ * Every rank of a group calls the same collectives in the same order, with spans of the
+ * same lengths and dtypes. A backend takes the dtypes that it can reduce, or says with
+ * CT_EINVAL that it has none; fp64, fp32, bf16, fp16 and int64 it always has. A
+ * collective that other ranks do not join fails with CT_ECOMM within the backend's
+ * time-out; its text names the collective, this rank, and the rank that did not come
+ * where that is known. */
 #ifndef CT_COMM_H
 #define CT_COMM_H
 
 #include "core/ct_span.h"
 #include "core/ct_status.h"
+
+#include <stdbool.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -20,7 +29,26 @@ typedef enum ct_reduce_op {
     CT_REDUCE_MIN
 } ct_reduce_op;
 
+typedef enum ct_collective {
+    CT_ALL_REDUCE,
+    CT_ALL_GATHER,
+    CT_REDUCE_SCATTER,
+    CT_ALL_TO_ALL,
+    CT_BROADCAST,
+    CT_BARRIER
+} ct_collective;
+
 typedef struct ct_comm ct_comm;
+typedef struct ct_work ct_work; /* a collective under way; each backend has its own */
+
+/* A collective as data: what ct_comm_start begins and ranks compare. */
+typedef struct ct_request {
+    ct_collective what;
+    ct_reduce_op op; /* of the two that reduce */
+    int root;        /* of a broadcast */
+    ct_span in;      /* of all_reduce and broadcast: the result, too */
+    ct_span out;     /* of all_gather, reduce_scatter and all_to_all */
+} ct_request;
 
 typedef struct ct_comm_ops {
     const char *name;
@@ -32,8 +60,18 @@ typedef struct ct_comm_ops {
                             ct_error *err);
     ct_status (*reduce_scatter)(ct_comm *comm, const ct_span *out, const ct_span *in,
                                 ct_reduce_op op, ct_error *err);
+    /* in and out hold a part of the same length for every rank: in's part r goes to
+     * rank r, out's part r comes from it. They do not overlap. */
+    ct_status (*all_to_all)(ct_comm *comm, const ct_span *out, const ct_span *in,
+                            ct_error *err);
     ct_status (*broadcast)(ct_comm *comm, const ct_span *span, int root, ct_error *err);
     ct_status (*barrier)(ct_comm *comm, ct_error *err);
+    /* Begins a collective; NULL for a backend that cannot work meanwhile. The spans'
+     * memory is the backend's until wait has returned. */
+    ct_status (*start)(ct_comm *comm, const ct_request *request, ct_work **work,
+                       ct_error *err);
+    /* Waits for it and frees the work, on failure too. NULL where start is. */
+    ct_status (*wait)(ct_comm *comm, ct_work *work, ct_error *err);
     void (*free)(ct_comm *comm);
 } ct_comm_ops;
 
@@ -42,6 +80,35 @@ struct ct_comm {
     int rank; /* in [0, world_size) */
     int world_size;
 };
+
+/* Does what the request asks for and waits for the result. */
+CT_NODISCARD ct_status ct_comm_run(ct_comm *comm, const ct_request *request,
+                                   ct_error *err);
+
+/* Begins it; a backend without `start` has done it when this returns. *work is for
+ * ct_comm_wait, which has to be called once, in the order of the starts. On failure
+ * there is no work. */
+CT_NODISCARD ct_status ct_comm_start(ct_comm *comm, const ct_request *request,
+                                     ct_work **work, ct_error *err);
+CT_NODISCARD ct_status ct_comm_wait(ct_comm *comm, ct_work *work, ct_error *err);
+
+/* "all_reduce", ... */
+const char *ct_collective_name(ct_collective what);
+
+/* Whether two ranks ask for the same. */
+bool ct_request_is_like(const ct_request *a, const ct_request *b);
+
+/* What a request says, for messages to those whose ranks ask for different things:
+ * "all_reduce of 3 float32 to 0 (max, root 0)". */
+typedef struct ct_description {
+    char text[96];
+} ct_description;
+ct_description ct_request_describe(const ct_request *request);
+
+/* CT_EINVAL unless the lengths, dtypes and the root fit a group of world_size ranks. To
+ * be called when the ranks are known to ask for the same, so that all are refused. */
+CT_NODISCARD ct_status ct_request_check(const ct_request *request, int world_size,
+                                        ct_error *err);
 
 /* A group of one rank; NULL when out of memory. Release with comm->ops->free. */
 ct_comm *ct_comm_self_new(void);

@@ -7,23 +7,14 @@
 #include "core/ct_meeting.h"
 #include "core/ct_reduce.h"
 
-#include <stdio.h>
 #include <string.h>
-
-/* What a rank asks for. */
-typedef struct request {
-    const char *what; /* "all_reduce", ... */
-    ct_span out, in;
-    ct_reduce_op op;
-    int root;
-} request;
 
 struct group;
 
 typedef struct member {
     ct_comm base; /* first: a ct_comm * of ours is a member * */
     struct group *group;
-    request request;
+    ct_request request; /* what it asks for */
 } member;
 
 typedef struct group {
@@ -36,66 +27,22 @@ typedef struct group {
 /* ---- agreeing ----------------------------------------------------------------------
  */
 
-static bool
-is_like(const request *a, const request *b)
-{
-    return a->what == b->what && a->out.n == b->out.n && a->in.n == b->in.n &&
-           a->out.dtype == b->out.dtype && a->in.dtype == b->in.dtype &&
-           a->op == b->op && a->root == b->root;
-}
-
-typedef struct description {
-    char text[96];
-} description;
-
-/* "all_reduce of 3 float32 to 0 (max, root 0)" */
-static description
-describe(const request *r)
-{
-    static const char *const ops[] = {
-        [CT_REDUCE_SUM] = "sum",
-        [CT_REDUCE_MEAN] = "mean",
-        [CT_REDUCE_MAX] = "max",
-        [CT_REDUCE_MIN] = "min",
-    };
-    description d;
-    (void)snprintf(d.text, sizeof d.text, "%s of %zu %s to %zu (%s, root %d)", r->what,
-                   r->in.n, ct_dtype_name(r->in.dtype), r->out.n, ops[r->op], r->root);
-    return d;
-}
-
 /* The same on every rank: all compare with rank 0. */
 static ct_status
 check_alike(const member *self, ct_error *err)
 {
     const group *g = self->group;
-    const request *first = &g->members[0].request;
+    const ct_request *first = &g->members[0].request;
     for (int rank = 1; rank < g->world_size; rank++) {
-        const request *other = &g->members[rank].request;
-        if (!is_like(first, other)) {
+        const ct_request *other = &g->members[rank].request;
+        if (!ct_request_is_like(first, other)) {
             return ct_fail(err, CT_EINVAL,
                            "all ranks must call the same: rank 0 called %s, rank %d %s",
-                           describe(first).text, rank, describe(other).text);
+                           ct_request_describe(first).text, rank,
+                           ct_request_describe(other).text);
         }
     }
     return CT_OK;
-}
-
-/* `whole` holds a part for every rank. */
-static ct_status
-check_parts(const member *self, const ct_span *whole, const ct_span *part,
-            ct_error *err)
-{
-    const size_t world_size = (size_t)self->group->world_size;
-    if (whole->dtype == part->dtype && whole->n % world_size == 0 &&
-        whole->n / world_size == part->n) {
-        return CT_OK;
-    }
-    return ct_fail(err, CT_EINVAL,
-                   "%s over %zu ranks needs %zu times as many elements of one dtype on "
-                   "one side, got %zu of %s and %zu of %s",
-                   self->request.what, world_size, world_size, whole->n,
-                   ct_dtype_name(whole->dtype), part->n, ct_dtype_name(part->dtype));
 }
 
 /* ---- the work of a rank ------------------------------------------------------------
@@ -120,7 +67,7 @@ static void
 reduce_part(const member *self, void *out, size_t at, size_t n)
 {
     const group *g = self->group;
-    const request *mine = &self->request;
+    const ct_request *mine = &self->request;
     const size_t world_size = (size_t)g->world_size;
     const void **rows = g->rows + (size_t)self->base.rank * world_size;
     if (n == 0) {
@@ -133,8 +80,8 @@ reduce_part(const member *self, void *out, size_t at, size_t n)
 }
 
 /* A share of the elements, reduced here and copied to every rank. */
-static ct_status
-work_all_reduce(member *self, ct_error *err)
+static void
+work_all_reduce(const member *self)
 {
     const group *g = self->group;
     const ct_span *mine = &self->request.in;
@@ -142,59 +89,74 @@ work_all_reduce(member *self, ct_error *err)
     const size_t share = mine->n / ranks, rest = mine->n % ranks;
     const size_t at = rank * share + (rank < rest ? rank : rest);
     const size_t n = share + (rank < rest);
-    (void)err;
     reduce_part(self, element(mine, at), at, n);
     for (size_t other = 0; other < ranks; other++) {
         const ct_span *theirs = &g->members[other].request.in;
         copy(element(theirs, at), element(mine, at), n, mine->dtype);
     }
-    return CT_OK;
 }
 
-static ct_status
-work_reduce_scatter(member *self, ct_error *err)
+static void
+work_reduce_scatter(const member *self)
 {
     const ct_span *out = &self->request.out;
-    ct_status status = check_parts(self, &self->request.in, out, err);
-    if (status == CT_OK) {
-        reduce_part(self, out->data, (size_t)self->base.rank * out->n, out->n);
-    }
-    return status;
+    reduce_part(self, out->data, (size_t)self->base.rank * out->n, out->n);
 }
 
-static ct_status
-work_all_gather(member *self, ct_error *err)
+static void
+work_all_gather(const member *self)
 {
     const group *g = self->group;
     const ct_span *out = &self->request.out;
-    ct_status status = check_parts(self, out, &self->request.in, err);
-    for (int rank = 0; status == CT_OK && rank < g->world_size; rank++) {
+    for (int rank = 0; rank < g->world_size; rank++) {
         const ct_span *in = &g->members[rank].request.in;
         copy(element(out, (size_t)rank * in->n), in->data, in->n, in->dtype);
     }
-    return status;
 }
 
-static ct_status
-work_broadcast(member *self, ct_error *err)
+static void
+work_all_to_all(const member *self)
 {
     const group *g = self->group;
-    const ct_span *mine = &self->request.in;
-    const int root = self->request.root;
-    if (root < 0 || root >= g->world_size) {
-        return ct_fail(err, CT_EINVAL, "root must be in [0, %d), got %d", g->world_size,
-                       root);
+    const ct_span *out = &self->request.out;
+    const size_t part = out->n / (size_t)g->world_size;
+    for (int rank = 0; rank < g->world_size; rank++) {
+        const ct_span *in = &g->members[rank].request.in;
+        copy(element(out, (size_t)rank * part),
+             element(in, (size_t)self->base.rank * part), part, out->dtype);
     }
-    copy(mine->data, g->members[root].request.in.data, mine->n, mine->dtype);
-    return CT_OK;
 }
 
-static ct_status
-work_barrier(member *self, ct_error *err)
+static void
+work_broadcast(const member *self)
 {
-    (void)self;
-    (void)err;
-    return CT_OK;
+    const ct_span *mine = &self->request.in;
+    const member *root = &self->group->members[self->request.root];
+    copy(mine->data, root->request.in.data, mine->n, mine->dtype);
+}
+
+static void
+work(const member *self)
+{
+    switch (self->request.what) {
+    case CT_ALL_REDUCE:
+        work_all_reduce(self);
+        break;
+    case CT_ALL_GATHER:
+        work_all_gather(self);
+        break;
+    case CT_REDUCE_SCATTER:
+        work_reduce_scatter(self);
+        break;
+    case CT_ALL_TO_ALL:
+        work_all_to_all(self);
+        break;
+    case CT_BROADCAST:
+        work_broadcast(self);
+        break;
+    case CT_BARRIER:
+        break;
+    }
 }
 
 /* ---- the table ---------------------------------------------------------------------
@@ -202,19 +164,22 @@ work_barrier(member *self, ct_error *err)
 
 /* All ranks are refused alike or none is. */
 static ct_status
-collective(ct_comm *comm, const request *wanted,
-           ct_status (*work)(member *self, ct_error *err), ct_error *err)
+collective(ct_comm *comm, const ct_request *wanted, ct_error *err)
 {
     member *self = (member *)comm;
     ct_meeting *meeting = self->group->meeting;
     self->request = *wanted;
-    ct_status status = ct_meeting_join(meeting, comm->rank, wanted->what, err);
+    ct_status status =
+        ct_meeting_join(meeting, comm->rank, ct_collective_name(wanted->what), err);
     if (status != CT_OK) {
         return status;
     }
     status = check_alike(self, err);
     if (status == CT_OK) {
-        status = work(self, err);
+        status = ct_request_check(wanted, comm->world_size, err);
+    }
+    if (status == CT_OK) {
+        work(self);
     }
     ct_meeting_close(meeting, comm->rank);
     return status;
@@ -223,37 +188,44 @@ collective(ct_comm *comm, const request *wanted,
 static ct_status
 local_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
 {
-    const request wanted = {.what = "all_reduce", .in = *span, .op = op};
-    return collective(comm, &wanted, work_all_reduce, err);
+    return collective(comm, &(ct_request){.what = CT_ALL_REDUCE, .in = *span, .op = op},
+                      err);
 }
 
 static ct_status
 local_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
 {
-    const request wanted = {.what = "all_gather", .out = *out, .in = *in};
-    return collective(comm, &wanted, work_all_gather, err);
+    return collective(
+        comm, &(ct_request){.what = CT_ALL_GATHER, .out = *out, .in = *in}, err);
 }
 
 static ct_status
 local_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
                      ct_reduce_op op, ct_error *err)
 {
-    const request wanted = {.what = "reduce_scatter", .out = *out, .in = *in, .op = op};
-    return collective(comm, &wanted, work_reduce_scatter, err);
+    const ct_request wanted = {
+        .what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
+    return collective(comm, &wanted, err);
+}
+
+static ct_status
+local_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    return collective(
+        comm, &(ct_request){.what = CT_ALL_TO_ALL, .out = *out, .in = *in}, err);
 }
 
 static ct_status
 local_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
 {
-    const request wanted = {.what = "broadcast", .in = *span, .root = root};
-    return collective(comm, &wanted, work_broadcast, err);
+    return collective(
+        comm, &(ct_request){.what = CT_BROADCAST, .in = *span, .root = root}, err);
 }
 
 static ct_status
 local_barrier(ct_comm *comm, ct_error *err)
 {
-    const request wanted = {.what = "barrier"};
-    return collective(comm, &wanted, work_barrier, err);
+    return collective(comm, &(ct_request){.what = CT_BARRIER}, err);
 }
 
 static void
@@ -278,6 +250,7 @@ static const ct_comm_ops local_ops = {
     .all_reduce = local_all_reduce,
     .all_gather = local_all_gather,
     .reduce_scatter = local_reduce_scatter,
+    .all_to_all = local_all_to_all,
     .broadcast = local_broadcast,
     .barrier = local_barrier,
     .free = local_free,

@@ -47,6 +47,13 @@ self_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
 }
 
 static ct_status
+self_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    (void)comm;
+    return self_move(out, in, err);
+}
+
+static ct_status
 self_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
 {
     (void)comm;
@@ -77,6 +84,7 @@ static const ct_comm_ops self_ops = {
     .all_reduce = self_all_reduce,
     .all_gather = self_all_gather,
     .reduce_scatter = self_reduce_scatter,
+    .all_to_all = self_all_to_all,
     .broadcast = self_broadcast,
     .barrier = self_barrier,
     .free = self_free,

@@ -49,6 +49,8 @@ test_gather_and_scatter_of_one_rank_copy(void)
     CHECK(comm->ops->reduce_scatter(comm, &out, &in, CT_REDUCE_MEAN, NULL) == CT_OK);
     CHECK(to[0] == 1.0f && to[1] == 2.0f);
     CHECK(comm->ops->all_gather(comm, &in, &in, NULL) == CT_OK && from[1] == 2.0f);
+    to[0] = to[1] = 0.0f;
+    CHECK(comm->ops->all_to_all(comm, &out, &in, NULL) == CT_OK && to[1] == 2.0f);
 
     ct_error err;
     const ct_span longer = {to, 3, CT_F32};
@@ -152,6 +154,63 @@ static void
 test_gather_and_scatter_are_in_rank_order(void)
 {
     run_ranks(3, 60.0, gather_and_scatter, NULL);
+}
+
+static void
+exchange_parts(ct_comm *comm, void *arg)
+{
+    int64_t from[6], to[6] = {0};
+    (void)arg;
+    for (int i = 0; i < 6; i++) {
+        from[i] = 10 * comm->rank + i;
+    }
+    const ct_span in = {from, 6, CT_I64}, out = {to, 6, CT_I64};
+    CHECK(comm->ops->all_to_all(comm, &out, &in, NULL) == CT_OK);
+    for (int rank = 0; rank < 3; rank++) {
+        CHECK(to[2 * rank] == 10 * rank + 2 * comm->rank);
+        CHECK(to[2 * rank + 1] == 10 * rank + 2 * comm->rank + 1);
+    }
+    ct_error err;
+    const ct_span four = {to, 4, CT_I64};
+    CHECK(comm->ops->all_to_all(comm, &four, &four, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "all_to_all over 3 ranks") == err.message);
+}
+
+static void
+test_a_part_goes_to_every_rank(void)
+{
+    run_ranks(3, 60.0, exchange_parts, NULL);
+}
+
+/* Every collective as a request, begun and then waited for. */
+static void
+start_each(ct_comm *comm, void *arg)
+{
+    double mine[2] = {comm->rank, 1.0}, all[4] = {0};
+    const ct_span part = {mine, 2, CT_F64}, whole = {all, 4, CT_F64};
+    const ct_request wanted[] = {
+        {.what = CT_ALL_GATHER, .in = part, .out = whole},
+        {.what = CT_REDUCE_SCATTER, .in = whole, .out = part, .op = CT_REDUCE_MAX},
+        {.what = CT_ALL_TO_ALL, .in = part, .out = {all, 2, CT_F64}},
+        {.what = CT_BROADCAST, .in = part, .root = 1},
+        {.what = CT_ALL_REDUCE, .in = part, .op = CT_REDUCE_MEAN},
+        {.what = CT_BARRIER},
+    };
+    (void)arg;
+    for (size_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++) {
+        ct_work *work = NULL;
+        CHECK(ct_comm_start(comm, &wanted[i], &work, NULL) == CT_OK);
+        CHECK(ct_comm_wait(comm, work, NULL) == CT_OK);
+    }
+    /* gathered 0 1 1 1, of which rank 1 has 1 1; exchanged; sent by rank 1; averaged */
+    CHECK(all[0] == 0.0 + comm->rank && all[1] == 1.0);
+    CHECK(mine[0] == 1.0 && mine[1] == 1.0);
+}
+
+static void
+test_requests_are_the_collectives_they_name(void)
+{
+    run_ranks(2, 60.0, start_each, NULL);
 }
 
 static void
@@ -327,6 +386,8 @@ main(void)
     test_every_rank_gets_the_sum();
     test_ranks_are_added_in_order_whoever_comes_first();
     test_gather_and_scatter_are_in_rank_order();
+    test_a_part_goes_to_every_rank();
+    test_requests_are_the_collectives_they_name();
     test_a_broadcast_is_the_roots();
     test_many_collectives_in_a_row();
     test_ranks_that_disagree_are_all_refused_and_may_go_on();

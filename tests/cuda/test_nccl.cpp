@@ -138,6 +138,18 @@ test_reduce_scatter()
 }
 
 static void
+test_all_to_all()
+{
+    buffers in(N * RANKS, own), out(N * RANKS, nothing);
+    on_every_rank([&](size_t r) {
+        const ct_span from = in.of[r].on_device(), to = out.of[r].on_device();
+        ct_error err;
+        check_ok(comms[r]->ops->all_to_all(comms[r], &to, &from, &err), err);
+    });
+    out.check([](size_t r, size_t i) { return own(i / N, r * N + i % N); });
+}
+
+static void
 test_broadcast_and_barrier()
 {
     buffers all(N, own);
@@ -163,6 +175,7 @@ test_wrong_operands_are_refused()
     CHECK(comm->ops->all_gather(comm, &span, &span, &err) == CT_EINVAL);
     CHECK(comm->ops->reduce_scatter(comm, &span, &span, CT_REDUCE_SUM, &err) ==
           CT_EINVAL);
+    CHECK(comm->ops->all_to_all(comm, &span, &span, &err) == CT_EINVAL);
     CHECK(comm->ops->broadcast(comm, &span, RANKS, &err) == CT_EINVAL);
     CHECK(comm->ops->broadcast(comm, &span, -1, &err) == CT_EINVAL);
 
@@ -253,6 +266,7 @@ main()
     test_all_reduce();
     test_all_gather();
     test_reduce_scatter();
+    test_all_to_all();
     test_broadcast_and_barrier();
     test_wrong_operands_are_refused();
     test_nothing_to_send_is_no_collective();
