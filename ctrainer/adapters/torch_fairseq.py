@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import inspect
 import pickle
-import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ctrainer import _C
 from ctrainer.adapters._torch_checkpoint import archive_records, numpy_names
+from ctrainer.adapters.generators import rng_state, set_rng_state
 from ctrainer.adapters.torch import empty_cache, no_grad
 
-__all__ = ["empty_cache", "no_grad"]
+__all__ = ["empty_cache", "no_grad", "rng_state", "set_rng_state"]
 
 Module = nn.Module
 
@@ -36,17 +35,6 @@ def seed(value: int) -> None:
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(value)
-
-
-def rng_state() -> dict[str, Any]:
-    """States of Python's and NumPy's generators; each update seeds torch's itself."""
-    return {"python": random.getstate(), "numpy": np.random.get_state()}
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(state["numpy"])
 
 
 def scalar(value: float) -> torch.Tensor:
