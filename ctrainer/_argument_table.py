@@ -19,8 +19,9 @@ from ctrainer import _optimizer_names
 HONOURED = frozenset(
     """
     output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
-    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim_args weight_decay
-    adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps max_grad_norm
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim_args optim_target_modules
+    weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps
+    max_grad_norm
     label_smoothing_factor bf16 fp16 bf16_full_eval fp16_full_eval tf32
     gradient_checkpointing gradient_checkpointing_kwargs torch_compile
     torch_compile_backend torch_compile_mode use_cache neftune_noise_alpha
@@ -92,10 +93,7 @@ TOLD = {
     "save_safetensors": "weights are always written as safetensors",
 }
 
-_OWN_OPTIMIZER = "make the optimizer and pass optimizers=(optimizer, None)"
-
 REFUSED = {
-    "optim_target_modules": f"GaLore and APOLLO are not built in; {_OWN_OPTIMIZER}",
     "use_liger_kernel": "apply Liger's kernels to the model before it is passed on",
     "auto_find_batch_size": "restarting with another batch changes the result; lower "
     "per_device_train_batch_size and raise gradient_accumulation_steps instead",
@@ -130,11 +128,9 @@ class Limit:
     advise: Callable[[Any], str] | None = None  # the same, for one value
 
 
-def one_of(
-    *words: Any, instead: str = "", advise: Callable[[Any], str] | None = None
-) -> Limit:
+def one_of(*words: Any, instead: str = "") -> Limit:
     values = ", ".join(repr(w) for w in words)
-    return Limit(lambda v: v in words, values, instead, advise)
+    return Limit(lambda v: v in words, values, instead)
 
 
 # Settings of accelerate that change nothing on one process, or are the default.
@@ -166,10 +162,11 @@ def _accelerate_accepts(config: Any) -> bool:
 
 
 LIMITED = {
-    "optim": one_of(
-        *_optimizer_names.RECIPES,
-        instead=_OWN_OPTIMIZER,
-        advise=_optimizer_names.instead,
+    "optim": Limit(
+        _optimizer_names.honoured,
+        ", ".join(map(repr, _optimizer_names.RECIPES)) + " and those of packages",
+        "install the package, or make the optimizer and pass it as optimizers",
+        _optimizer_names.instead,
     ),
     "train_sampling_strategy": one_of(
         "random",

@@ -7,9 +7,10 @@ in PACKAGES.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -54,33 +55,61 @@ RECIPES = {
     "sgd": Recipe("SGD"),
 }
 
+
+@dataclass(frozen=True)
+class Package:
+    """Where an optimizer is that is not built in: transformers' Trainer says how the
+    arguments make it, and it is driven through torch's protocol.
+
+    name: what pip installs.
+    module: what is imported.
+    reason: why the optimizer cannot be driven, if it cannot.
+    """
+
+    name: str
+    module: str
+    reason: str = ""
+
+    @property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+
+_IN_BACKWARD = "it updates during backward, before gradients are whole and checked"
+_OTHER_DEVICE = "it is for devices that are not supported"
+_BITSANDBYTES = Package("bitsandbytes", "bitsandbytes")
+_GALORE = Package("galore-torch", "galore_torch")
+_APOLLO = Package("apollo-torch", "apollo_torch")
+_TORCHAO = Package("torchao", "torchao")
+_LOMO = Package("lomo-optim", "lomo_optim", _IN_BACKWARD)
+
 # The package whose optimizer the name means, for what is not built in.
 PACKAGES = {
-    "adalomo": "lomo-optim",
-    "adamw_8bit": "bitsandbytes",
-    "adamw_anyprecision": "torchdistx",
-    "adamw_bnb_8bit": "bitsandbytes",
-    "adamw_torch_4bit": "torchao",
-    "adamw_torch_8bit": "torchao",
-    "adamw_torch_npu_fused": "torch_npu",
-    "adamw_torch_xla": "torch_xla",
-    "ademamix_8bit": "bitsandbytes",
-    "apollo_adamw": "apollo-torch",
-    "apollo_adamw_layerwise": "apollo-torch",
-    "galore_adafactor": "galore-torch",
-    "galore_adafactor_layerwise": "galore-torch",
-    "galore_adamw": "galore-torch",
-    "galore_adamw_8bit": "galore-torch",
-    "galore_adamw_8bit_layerwise": "galore-torch",
-    "galore_adamw_layerwise": "galore-torch",
-    "grokadamw": "grokadamw",
-    "lion_8bit": "bitsandbytes",
-    "lomo": "lomo-optim",
-    "paged_adamw_8bit": "bitsandbytes",
-    "paged_ademamix_8bit": "bitsandbytes",
-    "paged_lion_8bit": "bitsandbytes",
-    "rmsprop_bnb_8bit": "bitsandbytes",
-    "stable_adamw": "torch-optimi",
+    "adalomo": _LOMO,
+    "adamw_8bit": _BITSANDBYTES,
+    "adamw_anyprecision": Package("torchdistx", "torchdistx"),
+    "adamw_bnb_8bit": _BITSANDBYTES,
+    "adamw_torch_4bit": _TORCHAO,
+    "adamw_torch_8bit": _TORCHAO,
+    "adamw_torch_npu_fused": Package("torch_npu", "torch_npu", _OTHER_DEVICE),
+    "adamw_torch_xla": Package("torch_xla", "torch_xla", _OTHER_DEVICE),
+    "ademamix_8bit": _BITSANDBYTES,
+    "apollo_adamw": _APOLLO,
+    "apollo_adamw_layerwise": replace(_APOLLO, reason=_IN_BACKWARD),
+    "galore_adafactor": _GALORE,
+    "galore_adafactor_layerwise": replace(_GALORE, reason=_IN_BACKWARD),
+    "galore_adamw": _GALORE,
+    "galore_adamw_8bit": _GALORE,
+    "galore_adamw_8bit_layerwise": replace(_GALORE, reason=_IN_BACKWARD),
+    "galore_adamw_layerwise": replace(_GALORE, reason=_IN_BACKWARD),
+    "grokadamw": Package("grokadamw", "grokadamw"),
+    "lion_8bit": _BITSANDBYTES,
+    "lomo": _LOMO,
+    "paged_adamw_8bit": _BITSANDBYTES,
+    "paged_ademamix_8bit": _BITSANDBYTES,
+    "paged_lion_8bit": _BITSANDBYTES,
+    "rmsprop_bnb_8bit": _BITSANDBYTES,
+    "stable_adamw": Package("torch-optimi", "optimi"),
 }
 
 # Options of constructors that are arguments of their own.
@@ -96,11 +125,24 @@ _OWN_ARGUMENTS = {
 _OF_TORCH = {"foreach", "fused", "capturable", "differentiable"}
 
 
+def honoured(name: Any) -> bool:
+    """Whether `optim` may be `name`: it is built in, or its package is installed."""
+    package = PACKAGES.get(str(name))
+    built_in = name in RECIPES
+    return built_in or (
+        package is not None and not package.reason and package.installed
+    )
+
+
 def instead(name: Any) -> str:
     """What to do about a name that is not honoured."""
-    package = PACKAGES.get(str(name))
     own = "make the optimizer and pass optimizers=(optimizer, None)"
-    return f"it is in the package {package}; {own}" if package else own
+    package = PACKAGES.get(str(name))
+    if package is None:
+        return own
+    if package.reason:
+        return f"it is in the package {package.name}, but {package.reason}"
+    return f"it is in the package {package.name}: pip install {package.name}"
 
 
 def _warmup(args: Any) -> float:
@@ -133,22 +175,46 @@ def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str
     from ctrainer import adapters
 
     name = str(getattr(args.optim, "value", args.optim))
-    if name not in RECIPES:
+    if not honoured(name):
         raise ValueError(f"optim={name!r} is not supported: {instead(name)}")
+    if name not in RECIPES:
+        return _of_a_package(args, adapters.for_model(model), model)
+    if getattr(args, "optim_target_modules", None):
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r}: optim={name!r} "
+            "updates all modules alike; GaLore's and APOLLO's optimizers take it"
+        )
     recipe = RECIPES[name]
     cls, kwargs = adapters.for_model(model).optimizer_class(recipe.cls, name, model)
     taken = {word: _TAKEN[word](args) for word in recipe.takes}
+    precision = _precision_of(args, cls)
+    given = checked_options(getattr(args, "optim_args", None), name, cls)
+    if recipe.third_beta is not None:
+        taken["betas"] += (given.pop("beta3", recipe.third_beta),)
+    rate = {"lr": args.learning_rate}
+    return cls, {**rate, **taken, **recipe.fixed, **kwargs, **precision, **given}
+
+
+def _precision_of(args: Any, cls: Callable[..., Any]) -> dict[str, bool]:
     precision = {n: True for n in _PRECISION if getattr(args, n, False)}
     if precision and not getattr(cls, "_native_step", False):
         raise ValueError(
             f"{next(iter(precision))}=True needs an optimizer of ctrainer's, which "
             f"updates parameters in host memory; got {cls.__module__}.{cls.__name__}"
         )
-    given = checked_options(getattr(args, "optim_args", None), name, cls)
-    if recipe.third_beta is not None:
-        taken["betas"] += (given.pop("beta3", recipe.third_beta),)
-    rate = {"lr": args.learning_rate}
-    return cls, {**rate, **taken, **recipe.fixed, **kwargs, **precision, **given}
+    return precision
+
+
+def _of_a_package(
+    args: Any, adapter: Any, model: Any
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    cls, kwargs = adapter.package_optimizer_class(args, model)
+    _precision_of(args, cls)
+    known = {k for group in kwargs.get("params", ()) for k in group} | kwargs.keys()
+    known -= _OWN_ARGUMENTS.keys() | {"params"}
+    for key in parse_options(args.optim_args).keys() - known:
+        raise ValueError(_refusal(key, str(args.optim), sorted(known)))
+    return cls, kwargs
 
 
 def checked_options(

@@ -61,6 +61,14 @@ def optimizer_class(
     return getattr(torch.optim, cls), {"fused": True} if cls == "AdamW" else {}
 
 
+def package_optimizer_class(args: Any, model: Any) -> tuple[Any, dict[str, Any]]:
+    """The class and the keywords that transformers' Trainer makes of args.optim, whose
+    optimizer is in another package."""
+    from transformers import Trainer
+
+    return Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+
 def make_scheduler(
     name: str, optimizer: Any, warmup: int, total: int, options: dict[str, Any]
 ) -> Any:

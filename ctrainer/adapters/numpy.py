@@ -242,11 +242,20 @@ def optimizer_class(
     """The class `cls`, which optim=name means, and keywords of its own."""
     found = getattr(_numpy_optim, cls, None)
     if found is None:
-        raise ValueError(
-            f"optim={name!r} is for models of torch, and this one is of NumPy, for "
-            f"which there are {', '.join(_numpy_optim.NAMES)}"
-        )
+        raise _of_torch(name)
     return found, {}
+
+
+def package_optimizer_class(args: Any, model: Any) -> NoReturn:
+    """Raise ValueError: the packages' optimizers are for models of torch."""
+    raise _of_torch(args.optim)
+
+
+def _of_torch(name: Any) -> ValueError:
+    return ValueError(
+        f"optim={str(name)!r} is for models of torch, and this one is of NumPy, for "
+        f"which there are {', '.join(_numpy_optim.NAMES)}"
+    )
 
 
 def make_scheduler(

@@ -27,6 +27,7 @@ grad_norms = optimizers.grad_norms
 is_metric_scheduler = optimizers.is_metric_scheduler
 make_scheduler = optimizers.make_scheduler
 optimizer_class = optimizers.optimizer_class
+package_optimizer_class = optimizers.package_optimizer_class
 optimizer_groups = optimizers.optimizer_groups
 clip_grads = optimizers.clip_grads
 grad_growth = optimizers.grad_growth

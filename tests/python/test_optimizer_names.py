@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
+import ctrainer
 from ctrainer import Trainer, TrainingArguments, _optimizer_names, optim
 from ctrainer.adapters import numpy as arrays
 from ctrainer.enums import OptimizerNames
@@ -39,10 +41,77 @@ def test_every_name_that_is_honoured_makes_its_class(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", sorted(_optimizer_names.PACKAGES))
-def test_a_name_of_another_package_says_which(name: str, tmp_path: Path) -> None:
+def test_a_name_of_another_package_says_which(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = _optimizer_names.PACKAGES[name]
-    with pytest.raises(ValueError, match=f"optim='{name}'.* package {package};"):
+    monkeypatch.setattr(_optimizer_names.Package, "installed", False)
+    told = package.reason or f"pip install {package.name}"
+    with pytest.raises(
+        ValueError, match=f"optim='{name}'.* package {package.name}.*{told}"
+    ):
         arguments(tmp_path, name)
+
+
+class Ravine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.outer(self.inner(x).tanh()).squeeze(-1)
+        return {"loss": (found - labels).square().mean(), "logits": found}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grokadamw", {"optim_args": "gamma=0.2"}),
+        ("stable_adamw", {}),
+        ("adamw_torch_8bit", {}),
+        ("adamw_torch_4bit", {}),
+        ("galore_adamw", {"optim_target_modules": ["inner"], "optim_args": "rank=4"}),
+        ("apollo_adamw", {"optim_target_modules": ["inner"], "optim_args": "rank=4"}),
+    ],
+)
+def test_a_package_s_optimizer_trains_as_in_transformers(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    module = _optimizer_names.PACKAGES[name].module
+    pytest.importorskip(module, exc_type=ImportError)
+    generator = torch.Generator().manual_seed(2)
+    rows = [
+        {"x": torch.randn(16, generator=generator), "labels": torch.tensor(i % 2 + 0.0)}
+        for i in range(24)
+    ]
+    start = nn.utils.parameters_to_vector(Ravine().parameters())
+    weights = []
+    for trainers in (ctrainer, transformers):
+        args = trainers.TrainingArguments(
+            output_dir=str(tmp_path), optim=name, max_steps=4, learning_rate=1e-2,
+            use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+            **options,
+        )  # fmt: skip
+        model = Ravine()
+        torch.manual_seed(3)
+        trainers.Trainer(model=model, args=args, train_dataset=rows).train()
+        weights.append(nn.utils.parameters_to_vector(model.parameters()))
+    assert not torch.equal(weights[0], start)
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
+
+
+def test_options_that_a_package_s_optimizer_lacks_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("grokadamw")
+    args = arguments(tmp_path, "grokadamw", optim_args="gama=0.2")
+    with pytest.raises(ValueError, match="did you mean 'gamma'"):
+        Trainer.get_optimizer_cls_and_kwargs(args, Ravine())
+
+
+def test_target_modules_are_for_those_that_project(tmp_path: Path) -> None:
+    args = arguments(tmp_path, "adamw_torch", optim_target_modules=["inner"])
+    with pytest.raises(ValueError, match=r"\['inner'\].*GaLore"):
+        Trainer.get_optimizer_cls_and_kwargs(args, Ravine())
 
 
 @pytest.mark.parametrize(
@@ -237,3 +306,10 @@ def test_what_numpy_lacks_is_named(tmp_path: Path) -> None:
     args = arguments(tmp_path, "schedule_free_sgd")
     with pytest.raises(ValueError, match="this one is of NumPy, for which there are"):
         Trainer.get_optimizer_cls_and_kwargs(args, Line())
+
+
+def test_a_package_s_optimizer_is_for_torch(tmp_path: Path) -> None:
+    pytest.importorskip("grokadamw")
+    args = arguments(tmp_path, "grokadamw")
+    with pytest.raises(ValueError, match="'grokadamw' is for models of torch"):
+        arrays.package_optimizer_class(args, object())

@@ -231,7 +231,7 @@ class TestTable:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("optim", "galore_adamw"),
+            ("optim", "lomo"),
             ("train_sampling_strategy", "batch_rebalance"),
             ("accelerator_config", {"use_seedable_sampler": False}),
             ("accelerator_config", {"unknown": 1}),
@@ -563,7 +563,7 @@ class TestAdopt:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("optim", "galore_adamw"),
+            ("optim", "lomo"),
             ("debug", "underflow_overflow"),
         ],
     )
