@@ -48,18 +48,18 @@ $(INSTALLED): pyproject.toml
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[hf,plot,notebook,test]'
 	touch $@
 
-demo: $(INSTALLED) ext
+demo: ext
 	$(PY) examples/code_search.py
 
-test: $(INSTALLED) ext check-core
+test: ext check-core
 	$(PY) -m pytest tests
 
-bench: $(INSTALLED) ext
+bench: ext
 	mkdir -p out/benchmarks
 	set -e; for b in $(BENCHES); do $(PY) $$b > out/benchmarks/$$(basename $$b .py).jsonl; done
 	$(PY) benchmarks/report.py out/benchmarks README.md docs/optimizers.md
 
-lint: $(INSTALLED) ext
+lint: ext
 	$(VENV)/bin/clang-format -n --Werror $(FORMATTED)
 	printf '%s\n' $(CORE) $(BINDING) $(wildcard cuda/*.c) | xargs -P $(JOBS) -n 1 sh -c '$(VENV)/bin/clang-tidy --quiet "$$@" -- \
 	    -std=c11 -Icsrc -isystem tests/cuda/emul $(PYINC) 2>/dev/null' tidy
@@ -71,7 +71,7 @@ format:
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 	$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
 
-ext:
+ext: $(INSTALLED)
 	CTRAINER_CUDA=$${CTRAINER_CUDA:-0} PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
 
 check-core: $(TESTS)
