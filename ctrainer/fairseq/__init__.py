@@ -45,6 +45,7 @@ _MODULES = {
     "aliases",
     "config",
     "data_utils",
+    "distributed",
     "fairseq_dataset",
     "indexed_dataset",
     "iterators",

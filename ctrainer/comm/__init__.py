@@ -1,0 +1,1 @@
+"""Groups of processes: torch's process groups as backends of a Communicator."""

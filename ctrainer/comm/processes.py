@@ -1,0 +1,81 @@
+"""torch.distributed: joining the default group, leaving it, starting processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+
+
+def available() -> bool:
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def join(
+    backend: str, init_method: str, rank: int, world_size: int, timeout_seconds: float
+) -> int:
+    """Join the default group unless this process has; return this process's rank."""
+    if not is_initialized():
+        dist.init_process_group(
+            backend=backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    return dist.get_rank()
+
+
+def leave() -> None:
+    """Leave the default group; nothing where there is none."""
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def wait_for_all() -> None:
+    """Wait until every process of the default group has come here."""
+    dist.barrier()
+
+
+def backend_for(wanted: str, on_gpus: bool) -> str:
+    """`wanted`, or gloo where it is nccl and the tensors are in host memory."""
+    return "gloo" if wanted == "nccl" and not on_gpus else wanted
+
+
+def use_gpu(index: int) -> None:
+    torch.cuda.set_device(index)
+
+
+def gpus() -> int:
+    return torch.cuda.device_count()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def default_group() -> Any:
+    """The default process group, or None where torch.distributed has none."""
+    return dist.group.WORLD if is_initialized() else None
+
+
+def start(function: Callable[..., Any], args: tuple[Any, ...], n: int) -> None:
+    """Run function(i, *args) in n new processes and wait for them.
+
+    When one fails the others are ended and its exception is raised here.
+    """
+    spawn(function, args=args, nprocs=n, join=True)  # type: ignore[no-untyped-call]

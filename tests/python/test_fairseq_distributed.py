@@ -1,0 +1,195 @@
+"""Where the processes of a run meet, and starting them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ctrainer.fairseq import distributed
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def group(**changes: Any) -> SimpleNamespace:
+    values = {
+        "distributed_init_method": None, "distributed_world_size": 1,
+        "distributed_rank": 0, "distributed_port": -1, "distributed_no_spawn": False,
+        "distributed_num_procs": 1, "distributed_backend": "nccl", "device_id": 0,
+        "heartbeat_timeout": -1,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in list(os.environ):
+        if name in {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"}:
+            monkeypatch.delenv(name)
+        if name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_one_worker_meets_nobody(no_launcher: pytest.MonkeyPatch) -> None:
+    cfg = group()
+    distributed.infer_init_method(cfg)
+    assert cfg.distributed_init_method is None
+
+
+def test_several_workers_meet_at_a_free_port(no_launcher: pytest.MonkeyPatch) -> None:
+    cfg = group(distributed_world_size=3)
+    distributed.infer_init_method(cfg)
+    assert cfg.distributed_init_method.startswith("tcp://localhost:")
+    assert cfg.distributed_num_procs == 3
+    alone = group()
+    distributed.infer_init_method(alone, force_distributed=True)
+    assert alone.distributed_init_method.startswith("tcp://localhost:")
+
+
+def test_what_the_config_says_stays(no_launcher: pytest.MonkeyPatch) -> None:
+    cfg = group(distributed_init_method="tcp://there:1", distributed_world_size=2)
+    no_launcher.setenv("RANK", "1")
+    distributed.infer_init_method(cfg)
+    assert (cfg.distributed_init_method, cfg.distributed_rank) == ("tcp://there:1", 0)
+
+
+def test_torchruns_variables_are_followed(no_launcher: pytest.MonkeyPatch) -> None:
+    for name, value in [
+        ("MASTER_ADDR", "there"),
+        ("MASTER_PORT", "1"),
+        ("WORLD_SIZE", "4"),
+        ("RANK", "3"),
+        ("LOCAL_RANK", "1"),
+    ]:
+        no_launcher.setenv(name, value)
+    cfg = group()
+    distributed.infer_init_method(cfg)
+    assert cfg.distributed_init_method == "env://"
+    assert cfg.distributed_no_spawn
+    found = (cfg.distributed_world_size, cfg.distributed_rank, cfg.device_id)
+    assert found == (4, 3, 1)
+
+
+def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, tasks: int) -> None:
+    """SLURM's variables for two nodes, and the program that lists their names."""
+    program = folder / "scontrol"
+    program.write_text("#!/bin/sh\nprintf 'one\\ntwo\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    for name, value in [
+        ("STEP_NODELIST", "one,two"),
+        ("NNODES", "2"),
+        ("NODEID", "1"),
+        ("NTASKS", str(tasks)),
+        ("PROCID", "3"),
+        ("LOCALID", "1"),
+    ]:
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+
+def test_slurm_has_a_task_a_worker(
+    tmp_path: Path, no_launcher: pytest.MonkeyPatch
+) -> None:
+    scontrol(tmp_path, no_launcher, tasks=4)
+    cfg = group(distributed_port=9218, distributed_world_size=4)
+    distributed.infer_init_method(cfg)
+    assert cfg.distributed_init_method == "tcp://one:9218"
+    assert cfg.distributed_no_spawn
+    assert (cfg.distributed_rank, cfg.device_id) == (3, 1)
+    with pytest.raises(ValueError, match="SLURM has started 4 tasks"):
+        distributed.infer_init_method(
+            group(distributed_port=9218, distributed_world_size=8)
+        )
+
+
+def test_slurm_has_a_task_a_node(
+    tmp_path: Path, no_launcher: pytest.MonkeyPatch
+) -> None:
+    scontrol(tmp_path, no_launcher, tasks=2)
+    cfg = group(distributed_port=9218, distributed_world_size=8)
+    distributed.infer_init_method(cfg)
+    assert (cfg.distributed_rank, cfg.distributed_num_procs) == (4, 4)
+    assert not cfg.distributed_no_spawn
+    with pytest.raises(ValueError, match="no multiple of SLURM's 2 nodes"):
+        distributed.infer_init_method(
+            group(distributed_port=9218, distributed_world_size=7)
+        )
+
+
+def test_joining_without_an_address_is_refused() -> None:
+    cfg = SimpleNamespace(
+        distributed_training=group(), common=SimpleNamespace(cpu=True)
+    )
+    with pytest.raises(ValueError, match=r"call infer_init_method\("):
+        distributed.distributed_init(cfg)
+
+
+def test_one_worker_runs_here_and_hands_back_what_main_returns(
+    no_launcher: pytest.MonkeyPatch,
+) -> None:
+    cfg = SimpleNamespace(distributed_training=group())
+    result = distributed.call_main(cfg, lambda cfg, word: (cfg, word), word="yes")
+    assert result == (cfg, "yes")
+
+
+SPAWNED = """
+import sys
+from types import SimpleNamespace
+from ctrainer.fairseq import distributed
+
+def main(cfg, folder):
+    import torch
+    import torch.distributed as dist
+    total = torch.ones(1) + dist.get_rank()
+    dist.all_reduce(total)
+    rank = cfg.distributed_training.distributed_rank
+    open(f"{folder}/{rank}", "w").write(f"{dist.get_backend()} {total.item()}")
+    if sys.argv[2] == "fail" and rank == 1:
+        raise RuntimeError("rank 1 has had enough")
+    dist.barrier()
+
+if __name__ == "__main__":
+    group = SimpleNamespace(
+        distributed_init_method=None, distributed_world_size=2, distributed_rank=0,
+        distributed_port=-1, distributed_no_spawn=False, distributed_num_procs=None,
+        distributed_backend="nccl", device_id=0, heartbeat_timeout=60,
+    )
+    cfg = SimpleNamespace(
+        distributed_training=group, common=SimpleNamespace(cpu=True)
+    )
+    distributed.call_main(cfg, main, folder=sys.argv[1])
+"""
+
+
+def spawn(
+    folder: Path, word: str, no_launcher: Any
+) -> subprocess.CompletedProcess[str]:
+    script = folder / "spawned.py"
+    script.write_text(SPAWNED)
+    return subprocess.run(
+        [sys.executable, str(script), str(folder), word],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_several_workers_are_started_and_meet(
+    tmp_path: Path, no_launcher: pytest.MonkeyPatch
+) -> None:
+    done = spawn(tmp_path, "work", no_launcher)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / r).read_text() for r in "01"] == ["gloo 3.0", "gloo 3.0"]
+
+
+def test_a_worker_that_fails_ends_the_others_and_is_named(
+    tmp_path: Path, no_launcher: pytest.MonkeyPatch
+) -> None:
+    done = spawn(tmp_path, "fail", no_launcher)
+    assert done.returncode != 0
+    assert "rank 1 has had enough" in done.stderr
