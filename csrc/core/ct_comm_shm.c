@@ -1,0 +1,275 @@
+/* A collective is one transfer of ct_exchange.h; a long all_reduce is two. */
+#include "core/ct_comm_shm.h"
+
+#include "core/ct_alloc.h"
+#include "core/ct_exchange.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum {
+    SHORT_BYTES = 64 << 10, /* all_reduces up to here take one transfer, not two */
+    LONGEST_KEY = 255
+};
+
+typedef struct member {
+    ct_comm base; /* first: a ct_comm * of ours is a member * */
+    ct_segment segment;
+    ct_exchange exchange;
+    double timeout_seconds;
+    char key[]; /* names the group */
+} member;
+
+/* ---- the table ---------------------------------------------------------------------
+ */
+
+/* What all requests have in common: parts of the length of the shorter span. */
+static ct_transfer
+transfer_of(const member *self, const ct_request *r, size_t part, ct_sink sink)
+{
+    return (ct_transfer){
+        .request = r,
+        .from = r->in.data,
+        .to = r->out.data,
+        .item = ct_dtype_size(r->in.dtype),
+        .part = part,
+        .total = part * (size_t)self->base.world_size,
+        .sink = sink,
+    };
+}
+
+/* Every rank reduces all elements: one exchange. */
+static ct_status
+all_reduce_short(member *self, const ct_request *r, ct_error *err)
+{
+    ct_transfer t = transfer_of(self, r, r->in.n, CT_SINK_REDUCE);
+    t.to = r->in.data;
+    return ct_exchange_run(&self->exchange, &t, err);
+}
+
+/* Every rank reduces a share, then gathers those of the others. */
+static ct_status
+all_reduce_long(member *self, const ct_request *r, ct_error *err)
+{
+    const size_t ranks = (size_t)self->base.world_size;
+    const size_t share = (r->in.n + ranks - 1) / ranks;
+    const size_t begin = (size_t)self->base.rank * share;
+    ct_transfer t = transfer_of(self, r, share, CT_SINK_REDUCE);
+    char *own = (char *)r->in.data + (begin < r->in.n ? begin : r->in.n) * t.item;
+    t.total = r->in.n;
+    t.each_own = true;
+    t.to = own;
+    ct_status status = ct_exchange_run(&self->exchange, &t, err);
+    if (status == CT_OK) {
+        t.each_own = false;
+        t.sink = CT_SINK_GATHER;
+        t.from = own;
+        t.to = r->in.data;
+        status = ct_exchange_run(&self->exchange, &t, err);
+    }
+    return status;
+}
+
+static ct_status
+shm_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
+{
+    const ct_request r = {.what = CT_ALL_REDUCE, .in = *span, .op = op};
+    const bool is_short = span->n * ct_dtype_size(span->dtype) <= SHORT_BYTES;
+    return is_short ? all_reduce_short((member *)comm, &r, err)
+                    : all_reduce_long((member *)comm, &r, err);
+}
+
+static ct_status
+shm_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    const ct_request r = {.what = CT_ALL_GATHER, .out = *out, .in = *in};
+    const ct_transfer t = transfer_of((member *)comm, &r, in->n, CT_SINK_GATHER);
+    return ct_exchange_run(&((member *)comm)->exchange, &t, err);
+}
+
+static ct_status
+shm_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
+                   ct_reduce_op op, ct_error *err)
+{
+    const ct_request r = {.what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
+    ct_transfer t = transfer_of((member *)comm, &r, out->n, CT_SINK_REDUCE);
+    t.each_own = true;
+    return ct_exchange_run(&((member *)comm)->exchange, &t, err);
+}
+
+static ct_status
+shm_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    const ct_request r = {.what = CT_ALL_TO_ALL, .out = *out, .in = *in};
+    ct_transfer t = transfer_of((member *)comm, &r, in->n / (size_t)comm->world_size,
+                                CT_SINK_GATHER);
+    t.each_own = true;
+    return ct_exchange_run(&((member *)comm)->exchange, &t, err);
+}
+
+static ct_status
+shm_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
+{
+    const ct_request r = {.what = CT_BROADCAST, .in = *span, .root = root};
+    ct_transfer t = transfer_of((member *)comm, &r, span->n, CT_SINK_COPY);
+    t.to = span->data;
+    return ct_exchange_run(&((member *)comm)->exchange, &t, err);
+}
+
+static ct_status
+shm_barrier(ct_comm *comm, ct_error *err)
+{
+    const ct_request r = {.what = CT_BARRIER};
+    const ct_transfer t = transfer_of((member *)comm, &r, 0, CT_SINK_REDUCE);
+    return ct_exchange_run(&((member *)comm)->exchange, &t, err);
+}
+
+static void
+shm_free(ct_comm *comm)
+{
+    member *self = (member *)comm;
+    ct_exchange_fini(&self->exchange);
+    ct_segment_leave(&self->segment);
+    ct_free(self);
+}
+
+static const ct_comm_ops shm_ops = {
+    .name = "shm",
+    .all_reduce = shm_all_reduce,
+    .all_gather = shm_all_gather,
+    .reduce_scatter = shm_reduce_scatter,
+    .all_to_all = shm_all_to_all,
+    .broadcast = shm_broadcast,
+    .barrier = shm_barrier,
+    .free = shm_free,
+};
+
+/* ---- making a group ----------------------------------------------------------------
+ */
+
+static ct_status
+check_arguments(const char *key, int rank, int world_size, double timeout_seconds,
+                ct_error *err)
+{
+    if (world_size < 1 || world_size > CT_SEGMENT_MOST_RANKS) {
+        return ct_fail(err, CT_EINVAL, "world_size must be in [1, %d], got %d",
+                       CT_SEGMENT_MOST_RANKS, world_size);
+    }
+    if (rank < 0 || rank >= world_size) {
+        return ct_fail(err, CT_EINVAL, "rank must be in [0, %d), got %d", world_size,
+                       rank);
+    }
+    if (strlen(key) > LONGEST_KEY) {
+        return ct_fail(err, CT_EINVAL, "key must have at most %d bytes, got %zu",
+                       LONGEST_KEY, strlen(key));
+    }
+    if (!(timeout_seconds > 0.0 && timeout_seconds < 1e9)) {
+        return ct_fail(err, CT_EINVAL,
+                       "timeout_seconds must be above 0 and below 1e9, got %g",
+                       timeout_seconds);
+    }
+    return CT_OK;
+}
+
+static member *
+member_new(const char *key, int rank, int world_size, double timeout_seconds)
+{
+    const size_t key_bytes = strlen(key) + 1;
+    member *self = ct_calloc(1, sizeof *self + key_bytes);
+    if (self != NULL) {
+        self->base = (ct_comm){.ops = &shm_ops, .rank = rank, .world_size = world_size};
+        self->timeout_seconds = timeout_seconds;
+        memcpy(self->key, key, key_bytes);
+    }
+    return self;
+}
+
+/* Meets the other ranks; returns when all are here. */
+static ct_status
+join(member *self, ct_error *err)
+{
+    const int rank = self->base.rank, world_size = self->base.world_size;
+    ct_status status =
+        ct_segment_join(&self->segment, self->key, rank, world_size,
+                        ct_exchange_bytes(world_size), self->timeout_seconds, err);
+    if (status == CT_OK) {
+        status = ct_exchange_init(&self->exchange, &self->segment, rank, world_size,
+                                  self->timeout_seconds, err);
+    }
+    return status == CT_OK ? shm_barrier(&self->base, err) : status;
+}
+
+ct_status
+ct_comm_shm_new(ct_comm **comm, const char *key, int rank, int world_size,
+                double timeout_seconds, ct_error *err)
+{
+    ct_status status = check_arguments(key, rank, world_size, timeout_seconds, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    member *self = member_new(key, rank, world_size, timeout_seconds);
+    if (self == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for a group of %d ranks", world_size);
+    }
+    status = join(self, err);
+    if (status != CT_OK) {
+        shm_free(&self->base);
+        return status;
+    }
+    *comm = &self->base;
+    return CT_OK;
+}
+
+/* ---- memory that others read in place ----------------------------------------------
+ */
+
+/* Ranks agree on the bytes first: that is a collective of as many elements. */
+static ct_status
+agree_on_bytes(member *self, size_t bytes, ct_error *err)
+{
+    double least_and_most[2] = {(double)bytes, -(double)bytes};
+    const ct_span span = {least_and_most, 2, CT_F64};
+    ct_status status = shm_all_reduce(&self->base, &span, CT_REDUCE_MIN, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    if (bytes == 0 || least_and_most[0] != -least_and_most[1]) {
+        return ct_fail(err, CT_EINVAL,
+                       "shared memory must be of equal bytes > 0 on every rank, got "
+                       "%.0f to %.0f",
+                       least_and_most[0], -least_and_most[1]);
+    }
+    return CT_OK;
+}
+
+static ct_status
+join_lanes(member *self, ct_lanes *lanes, ct_error *err)
+{
+    char key[LONGEST_KEY + 64];
+    (void)snprintf(key, sizeof key, "memory %zu of %s", self->exchange.n_lanes,
+                   self->key);
+    return ct_segment_join(&lanes->segment, key, self->base.rank, self->base.world_size,
+                           lanes->lane_bytes * (size_t)self->base.world_size,
+                           self->timeout_seconds, err);
+}
+
+ct_status
+ct_comm_shm_memory(ct_comm *comm, size_t bytes, void **memory, ct_error *err)
+{
+    member *self = (member *)comm;
+    const size_t page = 4096;
+    ct_lanes lanes = {.lane_bytes = (bytes + page - 1) / page * page};
+    ct_status status = ct_exchange_reserve(&self->exchange, err);
+    if (status == CT_OK) {
+        status = agree_on_bytes(self, bytes, err);
+    }
+    if (status == CT_OK) {
+        status = join_lanes(self, &lanes, err);
+    }
+    if (status == CT_OK) {
+        ct_exchange_add(&self->exchange, &lanes);
+        *memory = (char *)lanes.segment.base + (size_t)comm->rank * lanes.lane_bytes;
+        status = shm_barrier(comm, err);
+    }
+    return status;
+}

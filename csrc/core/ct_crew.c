@@ -1,0 +1,271 @@
+#define _GNU_SOURCE /* syscall */
+#include "core/ct_crew.h"
+
+#include "core/ct_alloc.h"
+#include "core/ct_deadline.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    LINE_BYTES = 64, /* a cache line: ranks write side by side, not over each other */
+    PAGE_BYTES = 4096,
+    LEAST_SPINS = 8,
+    MOST_SPINS = 1024,
+    YIELDS = 5,
+    LOOK_UP_NANOSECONDS = 20000000, /* how long a death may go unnoticed */
+    REASON_SHIFT = 24,              /* a fault is its reason and its rank in a word */
+};
+
+typedef enum reason {
+    LATE = 1,
+    DEAD,
+    GONE
+} reason;
+
+/* A counter and how many sleep until it changes. */
+typedef struct tally {
+    _Alignas(LINE_BYTES) _Atomic uint32_t count;
+    _Atomic uint32_t sleepers;
+} tally;
+
+typedef struct place {
+    tally tallies[2];                             /* by ct_crew_count */
+    _Alignas(LINE_BYTES) _Atomic int32_t process; /* 0 until it has come */
+    atomic_bool has_left;
+} place;
+
+typedef struct board {
+    _Alignas(LINE_BYTES) _Atomic uint32_t fault; /* 0 while the crew is whole */
+    place places[];
+} board;
+
+struct ct_crew {
+    const ct_segment *segment;
+    board *board;
+    int rank, world_size;
+    int spins; /* looks at a counter before yielding the core */
+    double timeout_seconds;
+};
+
+size_t
+ct_crew_bytes(int world_size)
+{
+    const size_t bytes = sizeof(board) + (size_t)world_size * sizeof(place);
+    return (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+}
+
+ct_status
+ct_crew_join(ct_crew **crew, const ct_segment *segment, int rank, int world_size,
+             double timeout_seconds, ct_error *err)
+{
+    ct_crew *c = ct_alloc(sizeof *c);
+    if (c == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for a group of processes");
+    }
+    ct_status status = ct_segment_hold(segment, rank, err);
+    if (status != CT_OK) {
+        ct_free(c);
+        return status;
+    }
+    *c = (ct_crew){
+        .segment = segment,
+        .board = segment->base,
+        .rank = rank,
+        .world_size = world_size,
+        .spins = MOST_SPINS,
+        .timeout_seconds = timeout_seconds,
+    };
+    atomic_store(&c->board->places[rank].process, (int32_t)getpid());
+    *crew = c;
+    return CT_OK;
+}
+
+/* ---- waking ------------------------------------------------------------------------
+ */
+
+static void
+wake(tally *t)
+{
+    if (atomic_load(&t->sleepers) != 0) {
+        (void)syscall(SYS_futex, &t->count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    }
+}
+
+/* Sleeps while the count is `seen`, but never long. */
+static void
+sleep_while(tally *t, uint32_t seen)
+{
+    const struct timespec nap = {0, LOOK_UP_NANOSECONDS};
+    atomic_fetch_add(&t->sleepers, 1);
+    (void)syscall(SYS_futex, &t->count, FUTEX_WAIT, seen, &nap, NULL, 0);
+    atomic_fetch_sub(&t->sleepers, 1);
+}
+
+void
+ct_crew_raise(ct_crew *c, ct_crew_count which, uint32_t value)
+{
+    tally *t = &c->board->places[c->rank].tallies[which];
+    atomic_store(&t->count, value);
+    wake(t);
+}
+
+void
+ct_crew_leave(ct_crew *c)
+{
+    if (c != NULL) {
+        place *own = &c->board->places[c->rank];
+        atomic_store(&own->has_left, true);
+        wake(&own->tallies[CT_CREW_MADE]);
+        wake(&own->tallies[CT_CREW_USED]);
+        ct_free(c);
+    }
+}
+
+/* ---- faults ------------------------------------------------------------------------
+ */
+
+/* The first to be found is what all ranks report. */
+static void
+break_crew(ct_crew *c, reason why, int culprit)
+{
+    uint32_t whole = 0;
+    const uint32_t fault = (uint32_t)why << REASON_SHIFT | (uint32_t)culprit;
+    (void)atomic_compare_exchange_strong(&c->board->fault, &whole, fault);
+    for (int rank = 0; rank < c->world_size; rank++) {
+        wake(&c->board->places[rank].tallies[CT_CREW_MADE]);
+        wake(&c->board->places[rank].tallies[CT_CREW_USED]);
+    }
+}
+
+static ct_status
+fail_broken(const ct_crew *c, const char *what, ct_error *err)
+{
+    const uint32_t fault = atomic_load(&c->board->fault);
+    const int culprit = (int)(fault & ((1u << REASON_SHIFT) - 1));
+    const int process = atomic_load(&c->board->places[culprit].process);
+    switch ((reason)(fault >> REASON_SHIFT)) {
+    case DEAD:
+        return ct_fail(err, CT_ECOMM, "%s on rank %d of %d: rank %d (process %d) died",
+                       what, c->rank, c->world_size, culprit, process);
+    case GONE:
+        return ct_fail(err, CT_ECOMM,
+                       "%s on rank %d of %d: rank %d (process %d) has left the group",
+                       what, c->rank, c->world_size, culprit, process);
+    case LATE:
+        break;
+    }
+    return ct_fail(err, CT_ECOMM,
+                   "%s on rank %d of %d: rank %d (process %d) did not come within %g "
+                   "seconds",
+                   what, c->rank, c->world_size, culprit, process, c->timeout_seconds);
+}
+
+ct_status
+ct_crew_check(const ct_crew *c, const char *what, ct_error *err)
+{
+    return atomic_load(&c->board->fault) == 0 ? CT_OK : fail_broken(c, what, err);
+}
+
+/* Breaks the crew when that rank will not come any more. */
+static void
+look_after(ct_crew *c, int rank, ct_deadline deadline)
+{
+    place *p = &c->board->places[rank];
+    const int32_t process = atomic_load(&p->process);
+    if (atomic_load(&p->has_left)) {
+        break_crew(c, GONE, rank);
+    }
+    else if (process != 0 && process != (int32_t)getpid() &&
+             !ct_segment_is_held(c->segment, rank)) {
+        break_crew(c, DEAD, rank);
+    }
+    else if (ct_deadline_left(deadline) <= 0.0) {
+        break_crew(c, LATE, rank);
+    }
+}
+
+/* ---- waiting -----------------------------------------------------------------------
+ */
+
+/* Counters wrap; they are never 2**31 apart. */
+static bool
+is_at(uint32_t count, uint32_t value)
+{
+    return (int32_t)(count - value) >= 0;
+}
+
+static bool
+has_reached(tally *t, uint32_t value)
+{
+    return is_at(atomic_load(&t->count), value);
+}
+
+static inline void
+pause_core(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#endif
+}
+
+/* Spins for as long as it has paid lately: where ranks share cores, it only takes them
+ * from who is waited for. */
+static bool
+spin(ct_crew *c, tally *t, uint32_t value)
+{
+    for (int i = 0; i < c->spins; i++) {
+        if (has_reached(t, value)) {
+            c->spins = c->spins < MOST_SPINS / 2 ? 2 * c->spins : MOST_SPINS;
+            return true;
+        }
+        pause_core();
+    }
+    c->spins = c->spins > 2 * LEAST_SPINS ? c->spins / 2 : LEAST_SPINS;
+    for (int i = 0; i < YIELDS; i++) {
+        (void)sched_yield();
+        if (has_reached(t, value)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The last look at the counter comes after the look at its owner: a rank that made its
+ * part and then died has done its part. */
+static ct_status
+sleep_until(ct_crew *c, int rank, ct_crew_count which, uint32_t value, const char *what,
+            ct_error *err)
+{
+    tally *t = &c->board->places[rank].tallies[which];
+    const ct_deadline deadline = ct_deadline_after(c->timeout_seconds);
+    uint32_t seen = atomic_load(&t->count);
+    while (!is_at(seen, value)) {
+        if (atomic_load(&c->board->fault) != 0) {
+            return fail_broken(c, what, err);
+        }
+        sleep_while(t, seen);
+        look_after(c, rank, deadline);
+        seen = atomic_load(&t->count);
+    }
+    return CT_OK;
+}
+
+ct_status
+ct_crew_wait(ct_crew *c, ct_crew_count which, uint32_t value, const char *what,
+             ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (int rank = 0; status == CT_OK && rank < c->world_size; rank++) {
+        tally *t = &c->board->places[rank].tallies[which];
+        if (rank != c->rank && !has_reached(t, value) && !spin(c, t, value)) {
+            status = sleep_until(c, rank, which, value, what, err);
+        }
+    }
+    return status;
+}

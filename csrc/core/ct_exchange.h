@@ -1,0 +1,73 @@
+/* How the processes of a segment hand each other data: in pieces, through slots.
+ *
+ * For each piece a rank fills a slot with what others need, tells them, and takes from
+ * their slots what it needs itself. There are a few slots, so a rank may be ahead by as
+ * many pieces; it waits for a slot until all have used what was there. The first slot
+ * carries what the rank was asked to do, and nobody goes on before all have compared.
+ * What lies in lanes, memory that all can read, stays there. */
+#ifndef CT_EXCHANGE_H
+#define CT_EXCHANGE_H
+
+#include "core/ct_comm.h"
+#include "core/ct_crew.h"
+#include "core/ct_segment.h"
+
+/* Memory of every rank, side by side in a segment. */
+typedef struct ct_lanes {
+    ct_segment segment;
+    size_t lane_bytes;
+} ct_lanes;
+
+typedef struct ct_exchange {
+    const ct_segment *segment; /* the caller's; begins with the crew */
+    ct_crew *crew;
+    int rank, world_size;
+    uint32_t done;       /* pieces of all transfers before */
+    const void **rows;   /* of a reduction, by rank */
+    const char **direct; /* by rank: what it gives, if it lies in lanes */
+    ct_lanes *lanes;
+    size_t n_lanes, room;
+} ct_exchange;
+
+/* What becomes of the parts that a rank is given. */
+typedef enum ct_sink {
+    CT_SINK_REDUCE, /* all ranks' parts into one */
+    CT_SINK_GATHER, /* side by side, in rank order */
+    CT_SINK_COPY    /* the root's alone */
+} ct_sink;
+
+/* Parts lie `part` elements apart; all have that length but the last ones of `total`
+ * elements, which may be shorter or empty. */
+typedef struct ct_transfer {
+    const ct_request *request; /* compared with the others' */
+    const char *from; /* this rank's part, or with each_own its parts for all ranks */
+    char *to;
+    size_t item; /* bytes of an element */
+    size_t part, total;
+    bool each_own;
+    ct_sink sink;
+} ct_transfer;
+
+/* What the exchange takes of a segment, from its start. */
+size_t ct_exchange_bytes(int world_size);
+
+/* Joins the crew. On failure there is nothing to release. */
+CT_NODISCARD ct_status ct_exchange_init(ct_exchange *exchange,
+                                        const ct_segment *segment, int rank,
+                                        int world_size, double timeout_seconds,
+                                        ct_error *err);
+
+/* Moves the data; every rank calls it with a like request. All ranks are refused alike
+ * (CT_EINVAL) or none is; of a request that is refused nothing is read. CT_ECOMM when a
+ * rank is gone or late. */
+CT_NODISCARD ct_status ct_exchange_run(ct_exchange *exchange, const ct_transfer *wanted,
+                                       ct_error *err);
+
+/* Makes room for lanes (CT_ENOMEM), then takes them over: the same on every rank. */
+CT_NODISCARD ct_status ct_exchange_reserve(ct_exchange *exchange, ct_error *err);
+void ct_exchange_add(ct_exchange *exchange, const ct_lanes *lanes);
+
+/* Leaves the crew and the lanes; all zeros is fine. */
+void ct_exchange_fini(ct_exchange *exchange);
+
+#endif

@@ -1,0 +1,266 @@
+#define _GNU_SOURCE
+#include "core/ct_alloc.h"
+#include "core/ct_comm_shm.h"
+#include "core/ct_reduce.h"
+#include "ct_processes.h"
+#include "ct_rank_values.h"
+#include "ct_test.h"
+
+#include <stdint.h>
+#include <string.h>
+
+static const size_t lengths[] = {0, 1, 3, 1001, 16384, 16385, LARGEST};
+
+/* The reduction of all ranks' element i, by the arithmetic that all backends share. */
+static float
+reduced_at(int world_size, size_t i, ct_reduce_op op)
+{
+    float of_rank[MAX_PROCESSES], result;
+    const void *rows[MAX_PROCESSES];
+    for (int rank = 0; rank < world_size; rank++) {
+        of_rank[rank] = value_at(rank, i);
+        rows[rank] = &of_rank[rank];
+    }
+    ct_reduce(&result, rows, (size_t)world_size, 1, CT_F32, op);
+    return result;
+}
+
+/* ---- results -----------------------------------------------------------------------
+ */
+
+static void
+all_reduce_everything(ct_comm *comm)
+{
+    static const ct_reduce_op ops[] = {CT_REDUCE_SUM, CT_REDUCE_MEAN, CT_REDUCE_MAX,
+                                       CT_REDUCE_MIN};
+    for (size_t k = 0; k < sizeof lengths / sizeof *lengths; k++) {
+        for (int o = 0; o < 4; o++) {
+            float *values = values_of(comm->rank, lengths[k]);
+            const ct_span span = {values, lengths[k], CT_F32};
+            CHECK(comm->ops->all_reduce(comm, &span, ops[o], NULL) == CT_OK);
+            for (size_t i = 0; i < lengths[k]; i++) {
+                CHECK(values[i] == reduced_at(comm->world_size, i, ops[o]));
+            }
+            ct_free(values);
+        }
+    }
+}
+
+static void
+test_every_rank_gets_the_reduction(void)
+{
+    run_processes(2, 30.0, -1, all_reduce_everything);
+    run_processes(3, 30.0, -1, all_reduce_everything);
+}
+
+static void
+gather_scatter_and_exchange(ct_comm *comm, float *whole, float *part, size_t n)
+{
+    const size_t ranks = (size_t)comm->world_size, mine = (size_t)comm->rank;
+    const ct_span all = {whole, n * ranks, CT_F32}, one = {part, n, CT_F32};
+    for (size_t i = 0; i < n; i++) {
+        part[i] = value_at(comm->rank, i);
+    }
+    CHECK(comm->ops->all_gather(comm, &all, &one, NULL) == CT_OK);
+    for (size_t i = 0; i < n * ranks; i++) {
+        CHECK(whole[i] == value_at((int)(i / n), i % n));
+    }
+    for (size_t i = 0; i < n * ranks; i++) {
+        whole[i] = value_at(comm->rank, i);
+    }
+    CHECK(comm->ops->reduce_scatter(comm, &one, &all, CT_REDUCE_MEAN, NULL) == CT_OK);
+    for (size_t i = 0; i < n; i++) {
+        CHECK(part[i] == reduced_at(comm->world_size, mine * n + i, CT_REDUCE_MEAN));
+    }
+    float *back = values_of(0, n * ranks);
+    const ct_span others = {back, n * ranks, CT_F32};
+    CHECK(comm->ops->all_to_all(comm, &others, &all, NULL) == CT_OK);
+    for (size_t i = 0; i < n * ranks; i++) {
+        CHECK(back[i] == value_at((int)(i / n), mine * n + i % n));
+    }
+    ct_free(back);
+}
+
+static void
+move_everything(ct_comm *comm)
+{
+    const size_t ranks = (size_t)comm->world_size;
+    for (size_t k = 0; k < sizeof lengths / sizeof *lengths; k++) {
+        float *part = values_of(0, lengths[k]),
+              *whole = values_of(0, lengths[k] * ranks);
+        gather_scatter_and_exchange(comm, whole, part, lengths[k]);
+        ct_free(part);
+        ct_free(whole);
+    }
+}
+
+static void
+test_parts_go_where_they_belong(void)
+{
+    run_processes(2, 30.0, -1, move_everything);
+    run_processes(4, 30.0, -1, move_everything);
+}
+
+/* In place, in memory that the others read: each op on what the last one left. */
+static void
+work_in_shared_memory(ct_comm *comm)
+{
+    const size_t ranks = (size_t)comm->world_size, n = LARGEST;
+    const size_t mine = (size_t)comm->rank * n;
+    void *memory;
+    CHECK(ct_comm_shm_memory(comm, n * ranks * sizeof(float), &memory, NULL) == CT_OK);
+    float *whole = memory;
+    const ct_span all = {whole, n * ranks, CT_F32}, own = {whole + mine, n, CT_F32};
+    CHECK(whole[0] == 0.0f && whole[n * ranks - 1] == 0.0f);
+    for (size_t i = 0; i < n * ranks; i++) {
+        whole[i] = value_at(comm->rank, i);
+    }
+    CHECK(comm->ops->reduce_scatter(comm, &own, &all, CT_REDUCE_SUM, NULL) == CT_OK);
+    for (size_t i = 0; i < n; i++) {
+        CHECK(whole[mine + i] == reduced_at(comm->world_size, mine + i, CT_REDUCE_SUM));
+    }
+    CHECK(comm->ops->all_gather(comm, &all, &own, NULL) == CT_OK);
+    for (size_t i = 0; i < n * ranks; i++) {
+        CHECK(whole[i] == reduced_at(comm->world_size, i, CT_REDUCE_SUM));
+    }
+    for (size_t i = 0; i < n * ranks; i++) {
+        whole[i] = value_at(comm->rank, i);
+    }
+    CHECK(comm->ops->all_reduce(comm, &all, CT_REDUCE_MEAN, NULL) == CT_OK);
+    for (size_t i = 0; i < n * ranks; i++) {
+        CHECK(whole[i] == reduced_at(comm->world_size, i, CT_REDUCE_MEAN));
+    }
+}
+
+static void
+move_shared_memory(ct_comm *comm)
+{
+    void *memory;
+    const size_t ranks = (size_t)comm->world_size, n = LARGEST;
+    CHECK(ct_comm_shm_memory(comm, n * ranks * sizeof(float), &memory, NULL) == CT_OK);
+    float *part = values_of(0, n);
+    gather_scatter_and_exchange(comm, memory, part, n);
+    ct_free(part);
+    part = memory;
+    float *whole = values_of(0, n * ranks);
+    gather_scatter_and_exchange(comm, whole, part, n);
+    ct_free(whole);
+}
+
+static void
+test_memory_of_the_group_is_read_where_it_is(void)
+{
+    run_processes(2, 30.0, -1, work_in_shared_memory);
+    run_processes(3, 30.0, -1, work_in_shared_memory);
+    run_processes(3, 30.0, -1, move_shared_memory);
+}
+
+static void
+ask_for_different_memory(ct_comm *comm)
+{
+    ct_error err;
+    void *memory = NULL;
+    CHECK(ct_comm_shm_memory(comm, comm->rank == 1 ? 100 : 50, &memory, &err) ==
+          CT_EINVAL);
+    CHECK(strstr(err.message, "got 50 to 100") != NULL && memory == NULL);
+    CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+}
+
+static void
+test_memory_of_different_sizes_is_refused(void)
+{
+    run_processes(2, 30.0, -1, ask_for_different_memory);
+}
+
+static void
+broadcast_from_each(ct_comm *comm)
+{
+    for (int root = 0; root < comm->world_size; root++) {
+        for (size_t k = 0; k < sizeof lengths / sizeof *lengths; k++) {
+            float *values = values_of(comm->rank, lengths[k]);
+            const ct_span span = {values, lengths[k], CT_F32};
+            CHECK(comm->ops->broadcast(comm, &span, root, NULL) == CT_OK);
+            for (size_t i = 0; i < lengths[k]; i++) {
+                CHECK(values[i] == value_at(root, i));
+            }
+            ct_free(values);
+        }
+    }
+}
+
+static void
+test_a_broadcast_is_the_roots(void)
+{
+    run_processes(3, 30.0, -1, broadcast_from_each);
+}
+
+/* The order of ranks shows: 1e16 + 1 is 1e16. */
+static void
+sum_in_order(ct_comm *comm)
+{
+    static const double of_rank[] = {1e16, 1.0, -1e16, 1.0};
+    for (int i = 0; i < 200; i++) {
+        double value = of_rank[comm->rank];
+        const ct_span span = {&value, 1, CT_F64};
+        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
+        CHECK(value == 1.0);
+    }
+}
+
+static void
+test_ranks_are_added_in_order_whoever_comes_first(void)
+{
+    run_processes(4, 30.0, -1, sum_in_order);
+}
+
+static void
+add_each_dtype(ct_comm *comm)
+{
+    static const ct_dtype dtypes[] = {CT_F64, CT_F32, CT_BF16, CT_F16, CT_I64};
+    for (int d = 0; d < 5; d++) {
+        uint64_t words[9] = {0}, expected[9];
+        const void *rows[2] = {words, words};
+        memset(words, 0x3c, sizeof words); /* a small number of each */
+        ct_reduce(expected, rows, 2, 9, dtypes[d], CT_REDUCE_SUM);
+        const ct_span span = {words, 9, dtypes[d]};
+        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
+        CHECK(memcmp(words, expected, 9 * ct_dtype_size(dtypes[d])) == 0);
+    }
+}
+
+static void
+test_every_dtype_is_added(void)
+{
+    run_processes(2, 30.0, -1, add_each_dtype);
+}
+
+static void
+do_nothing_alone(ct_comm *comm)
+{
+    float value = 2.0f, other = 0.0f;
+    const ct_span in = {&value, 1, CT_F32}, out = {&other, 1, CT_F32};
+    CHECK(comm->ops->all_reduce(comm, &in, CT_REDUCE_MEAN, NULL) == CT_OK);
+    CHECK(comm->ops->all_gather(comm, &out, &in, NULL) == CT_OK);
+    CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+    CHECK(value == 2.0f && other == 2.0f);
+}
+
+static void
+test_a_rank_may_be_alone(void)
+{
+    run_processes(1, 30.0, -1, do_nothing_alone);
+}
+
+int
+main(void)
+{
+    test_every_rank_gets_the_reduction();
+    test_parts_go_where_they_belong();
+    test_memory_of_the_group_is_read_where_it_is();
+    test_memory_of_different_sizes_is_refused();
+    test_a_broadcast_is_the_roots();
+    test_ranks_are_added_in_order_whoever_comes_first();
+    test_every_dtype_is_added();
+    test_a_rank_may_be_alone();
+    return 0;
+}
