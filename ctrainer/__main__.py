@@ -8,6 +8,7 @@ from importlib import import_module
 
 # Command: the module whose add_options() declares it, and what it does.
 _COMMANDS = {
+    "original": ("ctrainer.fairseq.original", "run a program of an installed fairseq"),
     "replay": ("ctrainer.fairseq.replay", "run the update of a crash.pt again"),
 }
 

@@ -58,7 +58,7 @@ FRAMEWORKS = {
     "accelerate": ("adapters/", "integrations/"),
     "mpi4py": ("comm/",),
     "deepspeed": (),
-    "fairseq": (),
+    "fairseq": ("fairseq/_cures.py", "fairseq/_install.py"),
     "fairscale": (),
 }
 # Modules of ctrainer that know nothing of a trainer.

@@ -173,6 +173,12 @@ def load_file(path: str) -> Any:
         ) from error
 
 
+def allow_namespaces() -> None:
+    """Let torch.load(), which from 2.6 on makes plain data alone, make what fairseq's
+    checkpoints hold of before its configs: an argparse.Namespace."""
+    torch.serialization.add_safe_globals([argparse.Namespace])
+
+
 def to_host(value: Any) -> Any:
     """A nested value with its tensors on the host and detached, not copied there."""
     if isinstance(value, torch.Tensor):

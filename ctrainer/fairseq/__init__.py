@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ctrainer.fairseq._install import install, uninstall
     from ctrainer.fairseq.aliases import install_fairseq_aliases
     from ctrainer.fairseq.config import FairseqConfig, as_config, parse_training_args
     from ctrainer.fairseq.data_utils import batch_by_size
@@ -36,9 +37,11 @@ _HOMES = {
     "batch_by_size": "data_utils",
     "build_lr_scheduler": "lr_scheduler",
     "build_progress_bar": "progress_bar",
+    "install": "_install",
     "install_fairseq_aliases": "aliases",
     "parse_training_args": "config",
     "training_progress_bar": "progress_bar",
+    "uninstall": "_install",
 }
 _MODULES = {
     "concat_dataset",
@@ -70,9 +73,11 @@ __all__ = [
     "batch_by_size",
     "build_lr_scheduler",
     "build_progress_bar",
+    "install",
     "install_fairseq_aliases",
     "parse_training_args",
     "training_progress_bar",
+    "uninstall",
 ]
 
 

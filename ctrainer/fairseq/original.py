@@ -1,0 +1,33 @@
+"""`python -m ctrainer original PROGRAM ...`: fairseq's own programs, with our Trainer.
+
+PROGRAM is a module of fairseq_cli: train, preprocess, generate, validate and so on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+from ctrainer.fairseq._install import install
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--keep-trainer",
+        action="store_true",
+        help="leave fairseq its own Trainer, to compare the two",
+    )
+    parser.add_argument("program", help="train, preprocess, generate, ...")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="as fairseq has it")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the program with the arguments that follow its name."""
+    install(trainer=not options.keep_trainer)
+    program = import_module(f"fairseq_cli.{options.program}")
+    sys.argv = [f"fairseq-{options.program}", *options.arguments]
+    program.cli_main()
+    return 0
