@@ -100,6 +100,9 @@ launch(void *stream, double p, const ct_cuda_batch<norm_operand> &batch,
     case CT_NORM_MAX:
         CT_LAUNCH(norm_kernel<CT_NORM_MAX>, grid, block, stream, batch, p, partials);
         break;
+    case CT_NORM_WHOLE:
+        CT_LAUNCH(norm_kernel<CT_NORM_WHOLE>, grid, block, stream, batch, p, partials);
+        break;
     default:
         CT_LAUNCH(norm_kernel<CT_NORM_POWER>, grid, block, stream, batch, p, partials);
     }

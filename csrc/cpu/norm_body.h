@@ -34,6 +34,9 @@ CT_NAME(norms)(ct_norm_kind kind, double p, const void *data, size_t from, size_
     case CT_NORM_MAX:
         CT_NAME(norm)(CT_NORM_MAX, p, data, from, n, lanes);
         break;
+    case CT_NORM_WHOLE:
+        CT_NAME(norm)(CT_NORM_WHOLE, p, data, from, n, lanes);
+        break;
     default:
         CT_NAME(norm)(CT_NORM_POWER, p, data, from, n, lanes);
     }
