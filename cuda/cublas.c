@@ -12,7 +12,10 @@ typedef struct cublasContext *cublas_handle;
 typedef int cublas_status; /* 0 is success */
 enum {
     CUBLAS_OP_N = 0,
-    CUBLAS_OP_T = 1
+    CUBLAS_OP_T = 1,
+    CUDA_R_16BF = 14,
+    CUBLAS_COMPUTE_32F = 68,
+    CUBLAS_GEMM_DEFAULT = -1
 };
 
 typedef cublas_status
@@ -23,6 +26,11 @@ typedef cublas_status
 dgemm_fn(cublas_handle handle, int trans_a, int trans_b, int64_t m, int64_t n,
          int64_t k, const double *alpha, const double *a, int64_t lda, const double *b,
          int64_t ldb, const double *beta, double *c, int64_t ldc);
+typedef cublas_status
+gemm_ex_fn(cublas_handle handle, int trans_a, int trans_b, int64_t m, int64_t n,
+           int64_t k, const void *alpha, const void *a, int type_a, int64_t lda,
+           const void *b, int type_b, int64_t ldb, const void *beta, void *c,
+           int type_c, int64_t ldc, int compute_type, int algorithm);
 
 typedef struct cublas_functions {
     cublas_status (*create)(cublas_handle *handle);
@@ -31,6 +39,7 @@ typedef struct cublas_functions {
     const char *(*status_name)(cublas_status status);
     sgemm_fn *sgemm;
     dgemm_fn *dgemm;
+    gemm_ex_fn *gemm_ex;
 } cublas_functions;
 
 static const ct_dynlib_spec library = {"libcublas.so.13", "nvidia/cu13/lib",
@@ -42,6 +51,7 @@ static const ct_dynlib_symbol symbols[] = {
     {"cublasGetStatusName", offsetof(cublas_functions, status_name) },
     {"cublasSgemm_v2_64",   offsetof(cublas_functions, sgemm)       },
     {"cublasDgemm_v2_64",   offsetof(cublas_functions, dgemm)       },
+    {"cublasGemmEx_64",     offsetof(cublas_functions, gemm_ex)     },
 };
 
 enum {
@@ -107,6 +117,12 @@ multiply(cublas_handle handle, const ct_cublas_product *p)
                             p->lda, p->b, p->ldb, &p->beta, p->c, p->ldc);
     }
     const float alpha = (float)p->alpha, beta = (float)p->beta;
+    if (p->dtype == CT_BF16) {
+        return cublas.gemm_ex(handle, op_a, op_b, p->m, p->n, p->k, &alpha, p->a,
+                              CUDA_R_16BF, p->lda, p->b, CUDA_R_16BF, p->ldb, &beta,
+                              p->c, CUDA_R_16BF, p->ldc, CUBLAS_COMPUTE_32F,
+                              CUBLAS_GEMM_DEFAULT);
+    }
     return cublas.sgemm(handle, op_a, op_b, p->m, p->n, p->k, &alpha, p->a, p->lda,
                         p->b, p->ldb, &beta, p->c, p->ldc);
 }

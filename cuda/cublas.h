@@ -13,7 +13,7 @@ extern "C" {
 /* A product in cuBLAS's own terms: column major, C (m x n) = alpha * op(A) * op(B) +
  * beta * C. */
 typedef struct ct_cublas_product {
-    ct_dtype dtype; /* CT_F32 or CT_F64 */
+    ct_dtype dtype; /* CT_F32, CT_F64, or CT_BF16 added in fp32 */
     bool trans_a, trans_b;
     int64_t m, n, k;
     double alpha, beta;

@@ -2,7 +2,8 @@
  *
  * cuBLAS is column major, and a row-major matrix read by columns is its transpose: the
  * product is asked for as C' = op(B)' op(A)', with the operands in turned order. fp32
- * stays fp32: TF32 is off unless a handle is told otherwise. */
+ * stays fp32: TF32 is off unless a handle is told otherwise. A symmetric result is
+ * multiplied as any other. */
 #include "cublas.h"
 #include "kernels.h"
 
@@ -46,12 +47,14 @@ product_of(const ct_gemm *g, ct_cublas_product *p, ct_error *err)
 }
 
 ct_status
-ct_cuda_gemm(void *stream, const ct_gemm *gemm, ct_error *err)
+ct_cuda_gemm(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *err)
 {
     ct_cublas_product product;
 
-    if (gemm->dtype != CT_F32 && gemm->dtype != CT_F64) {
-        return ct_fail(err, CT_EINVAL, "gemm: dtype must be float32 or float64, got %s",
+    (void)scratch; /* cuBLAS has its own workspace */
+    if (gemm->dtype != CT_F32 && gemm->dtype != CT_F64 && gemm->dtype != CT_BF16) {
+        return ct_fail(err, CT_EINVAL,
+                       "gemm: dtype must be float32, float64 or bfloat16, got %s",
                        ct_dtype_name(gemm->dtype));
     }
     ct_status status = product_of(gemm, &product, err);

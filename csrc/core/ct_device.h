@@ -78,18 +78,21 @@ ct_zero_fn(void *stream, const ct_span *spans, size_t n_spans, ct_error *err);
 typedef ct_status ct_copy_fn(void *stream, const ct_span *to, const ct_span *from,
                              size_t n_spans, ct_error *err);
 
-/* C (m x n) = alpha * op(A) (m x k) * op(B) (k x n) + beta * C, row major, fp32 or
- * fp64; ld* are row strides in elements. */
+/* C (m x n) = alpha * op(A) (m x k) * op(B) (k x n) + beta * C, row major, all of one
+ * dtype; ld* are row strides in elements. fp32 and fp64 are added in their own
+ * precision, bf16 in fp32 and rounded once, to nearest even. */
 typedef struct ct_gemm {
-    ct_dtype dtype; /* CT_F32 or CT_F64 */
+    ct_dtype dtype; /* CT_F32, CT_F64 or CT_BF16 */
     bool trans_a, trans_b;
+    bool symmetric; /* the result is known to be: one half of it may be multiplied */
     size_t m, n, k;
     double alpha, beta;
     const void *a, *b;
     void *c;
     size_t lda, ldb, ldc;
 } ct_gemm;
-typedef ct_status ct_gemm_fn(void *stream, const ct_gemm *gemm, ct_error *err);
+typedef ct_status
+ct_gemm_fn(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *err);
 
 /* Brings a double from the device to the host, waiting for the stream. */
 typedef ct_status

@@ -54,6 +54,14 @@ factor_bytes(const ct_update_span *span)
            ct_dtype_size(ct_update_real(span));
 }
 
+/* What Newton-Schulz runs in: bfloat16 as the original's, but float64 stays. */
+static ct_dtype
+muon_dtype(const ct_update_span *span)
+{
+    const ct_dtype real = ct_update_real(span);
+    return real == CT_F64 ? CT_F64 : CT_BF16;
+}
+
 static ct_orthogonal
 orthogonal_of(const ct_optim_share *share, size_t i)
 {
@@ -62,7 +70,7 @@ orthogonal_of(const ct_optim_share *share, size_t i)
     return (ct_orthogonal){
         .rows = span->rows,
         .cols = span->cols,
-        .dtype = ct_update_real(span),
+        .dtype = muon_dtype(span),
         .a = coef->a,
         .b = coef->b,
         .c = coef->c,
@@ -209,7 +217,7 @@ muon_direction(ct_optim_share *share, void *stream, const ct_update_span *span,
     ct_update_span direction = *span;
     ct_update update = share->update;
     direction.param = room->matrices.data;
-    direction.dtype = ct_update_real(span);
+    direction.dtype = muon_dtype(span);
     direction.copy = direction.ema = NULL;
     direction.rounding = NULL;
     update.spans = &direction;
@@ -233,7 +241,7 @@ muon_descend(ct_optim_share *share, void *stream, const ct_update_span *span,
     };
     ct_update_span step = *span;
     step.grad = direction;
-    step.grad_dtype = ct_update_real(span);
+    step.grad_dtype = muon_dtype(span);
     step.coef = 0;
     const ct_update update = {
         .rule = CT_RULE_descend,
@@ -258,7 +266,7 @@ muon_run(ct_optim_share *share, void *stream, ct_error *err)
         }
         status = muon_direction(share, stream, span, err);
         if (status == CT_OK) {
-            status = ct_orthogonal_run(share->device, stream, &o,
+            status = ct_orthogonal_run(share->device, stream, &share->room->partial, &o,
                                        share->room->matrices.data, &direction, err);
         }
         if (status == CT_OK) {

@@ -14,6 +14,7 @@ ct_orthogonal_bytes(const ct_orthogonal *o)
 }
 
 typedef struct matrices {
+    ct_scratch *scratch;
     void *x, *next;    /* rows x cols */
     void *gram, *poly; /* of the smaller side */
 } matrices;
@@ -37,6 +38,7 @@ polynomial(const ct_device *device, void *stream, const ct_orthogonal *o,
         .dtype = o->dtype,
         .trans_a = tall,
         .trans_b = !tall,
+        .symmetric = true,
         .m = side,
         .n = side,
         .k = tall ? o->rows : o->cols,
@@ -50,6 +52,7 @@ polynomial(const ct_device *device, void *stream, const ct_orthogonal *o,
     };
     const ct_gemm square = {
         .dtype = o->dtype,
+        .symmetric = true,
         .m = side,
         .n = side,
         .k = side,
@@ -62,11 +65,11 @@ polynomial(const ct_device *device, void *stream, const ct_orthogonal *o,
         .ldb = side,
         .ldc = side,
     };
-    ct_status status = device->gemm(stream, &gram, err);
+    ct_status status = device->gemm(stream, m->scratch, &gram, err);
     if (status == CT_OK) {
         status = copy(device, stream, o->dtype, m->poly, m->gram, side * side, err);
     }
-    return status == CT_OK ? device->gemm(stream, &square, err) : status;
+    return status == CT_OK ? device->gemm(stream, m->scratch, &square, err) : status;
 }
 
 /* next = a X + poly X, or a X + X poly. */
@@ -92,17 +95,18 @@ combine(const ct_device *device, void *stream, const ct_orthogonal *o,
     };
     ct_status status =
         copy(device, stream, o->dtype, m->next, m->x, o->rows * o->cols, err);
-    return status == CT_OK ? device->gemm(stream, &product, err) : status;
+    return status == CT_OK ? device->gemm(stream, m->scratch, &product, err) : status;
 }
 
 ct_status
-ct_orthogonal_run(const ct_device *device, void *stream, const ct_orthogonal *o,
-                  void *memory, void **result, ct_error *err)
+ct_orthogonal_run(const ct_device *device, void *stream, ct_scratch *scratch,
+                  const ct_orthogonal *o, void *memory, void **result, ct_error *err)
 {
     const size_t size = ct_dtype_size(o->dtype);
     const size_t n = o->rows * o->cols, side = smaller(o);
     char *at = memory;
     matrices m = {
+        .scratch = scratch,
         .x = at,
         .next = at + n * size,
         .gram = at + 2 * n * size,

@@ -3,6 +3,7 @@
  * For processes without a BLAS; a tile of the result, the packed
  * blocks of both factors and their sums stay in the first two levels of cache. */
 #include "cpu/blas.h"
+#include "cpu/gemm_bf16.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 
@@ -58,8 +59,9 @@ check_matrix(const char *name, const void *data, size_t rows, size_t cols, size_
 static ct_status
 check(const ct_gemm *g, ct_error *err)
 {
-    if (g->dtype != CT_F32 && g->dtype != CT_F64) {
-        return ct_fail(err, CT_EINVAL, "gemm: dtype must be float32 or float64, got %s",
+    if (g->dtype != CT_F32 && g->dtype != CT_F64 && g->dtype != CT_BF16) {
+        return ct_fail(err, CT_EINVAL,
+                       "gemm: dtype must be float32, float64 or bfloat16, got %s",
                        ct_dtype_name(g->dtype));
     }
     const size_t a_rows = g->trans_a ? g->k : g->m;
@@ -72,8 +74,22 @@ check(const ct_gemm *g, ct_error *err)
     return status == CT_OK ? check_matrix("c", g->c, g->m, g->n, g->ldc, err) : status;
 }
 
+void
+ct_cpu_gemm_real(ct_isa isa, const ct_gemm *gemm)
+{
+    if (ct_blas_gemm(gemm)) {
+        return;
+    }
+    gemm_job job = {
+        .gemm = gemm,
+        .body = bodies[isa][gemm->dtype],
+        .tiles_across = (gemm->n - 1) / TILE + 1,
+    };
+    ct_pool_run(run_tile, &job, job.tiles_across * ((gemm->m - 1) / TILE + 1));
+}
+
 ct_status
-ct_cpu_gemm(void *stream, const ct_gemm *gemm, ct_error *err)
+ct_cpu_gemm(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *err)
 {
     (void)stream;
     ct_isa isa;
@@ -84,14 +100,9 @@ ct_cpu_gemm(void *stream, const ct_gemm *gemm, ct_error *err)
     if (status != CT_OK || gemm->m == 0 || gemm->n == 0) {
         return status;
     }
-    if (ct_blas_gemm(gemm)) {
-        return CT_OK;
+    if (gemm->dtype == CT_BF16) {
+        return ct_cpu_gemm_bf16(isa, scratch, gemm, err);
     }
-    gemm_job job = {
-        .gemm = gemm,
-        .body = bodies[isa][gemm->dtype],
-        .tiles_across = (gemm->n - 1) / TILE + 1,
-    };
-    ct_pool_run(run_tile, &job, job.tiles_across * ((gemm->m - 1) / TILE + 1));
+    ct_cpu_gemm_real(isa, gemm);
     return CT_OK;
 }

@@ -18,9 +18,10 @@ class Muon(Face, _Original):  # type: ignore[misc]
     """Muon, as torch.optim.Muon: momentum, made orthogonal by Newton-Schulz.
 
     For matrices alone; give other parameters to another optimizer, in one step with
-    Composite. The iteration is computed in float32 (float64 for such parameters), where
-    torch's is in bfloat16: updates differ by what bfloat16 rounds. state[param] is
-    torch's: momentum_buffer. For 16-bit parameters see Precision.
+    Composite. The iteration is in bfloat16 as torch's, its products added in float32
+    and rounded once; that of float64 parameters is in float64. Updates differ from
+    torch's by what bfloat16 rounds. state[param] is torch's: momentum_buffer. For
+    16-bit parameters see Precision.
 
     ns_coefficients, ns_steps: of the quintic iteration. eps: the least norm that the
         momentum is divided by. adjust_lr_fn: "original" or None multiplies the rate by

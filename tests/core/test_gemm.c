@@ -11,6 +11,7 @@ typedef struct product {
     void *expected;  /* the bits that every setting has to give */
     void *result;
     size_t c_elems;
+    ct_scratch scratch;
 } product;
 
 static void *
@@ -47,6 +48,7 @@ product_free(product *p)
     ct_free(p->c);
     ct_free(p->expected);
     ct_free(p->result);
+    ct_device_cpu.scratch_release(&p->scratch);
 }
 
 static void
@@ -54,7 +56,7 @@ run(product *p, void *c)
 {
     memcpy(c, p->c, p->c_elems * ct_dtype_size(p->gemm.dtype));
     p->gemm.c = c;
-    CHECK(ct_device_cpu.gemm(NULL, &p->gemm, NULL) == CT_OK);
+    CHECK(ct_device_cpu.gemm(NULL, &p->scratch, &p->gemm, NULL) == CT_OK);
 }
 
 static void
@@ -80,18 +82,21 @@ exact_element(const product *p, size_t row, size_t col)
     return (long double)g->alpha * sum + (long double)g->beta * before;
 }
 
-/* k products and sums of values below 1, each off by half an ulp of at most k. */
+/* k products and sums of values below 1, each off by half an ulp of at most k; of
+ * bfloat16 they are of floats, and the result is rounded to its 8 bits. */
 static void
 check_against_long_double(const product *p)
 {
     const ct_gemm *g = &p->gemm;
-    const double ulp = g->dtype == CT_F32 ? 0x1p-23 : 0x1p-52;
+    const double ulp = g->dtype == CT_F64 ? 0x1p-52 : 0x1p-23;
+    const double half_ulp = g->dtype == CT_BF16 ? 0x1p-8 : 0.0;
     const double bound = ulp * (double)(g->k + 2) * (double)(g->k + 2);
     for (size_t row = 0; row < g->m; row++) {
         for (size_t at = 0; at < g->ldc; at++) {
             const double got = ct_load(g->dtype, p->expected, row * g->ldc + at);
             if (at < g->n) {
-                CHECK(fabsl(got - exact_element(p, row, at)) <= bound);
+                CHECK(fabsl(got - exact_element(p, row, at)) <=
+                      bound + half_ulp * fabs(got));
             }
             else {
                 CHECK(got == ct_load(g->dtype, p->c, row * g->ldc + at));
@@ -100,31 +105,120 @@ check_against_long_double(const product *p)
     }
 }
 
+static ct_gemm
+random_gemm(ct_random *r, unsigned round)
+{
+    static const size_t sizes[] = {1, 2, 5, 31, 63, 64, 65, 130, 290};
+    ct_gemm g = {
+        .trans_a = round / 2 % 2 != 0,
+        .trans_b = round / 4 % 2 != 0,
+        .m = sizes[ct_random_below(r, 9)],
+        .n = sizes[ct_random_below(r, 9)],
+        .k = sizes[ct_random_below(r, 9)],
+        .alpha = round % 3 == 0 ? 1.0 : 0.5,
+        .beta = round % 5 == 0 ? 0.0 : -0.25,
+    };
+    g.lda = (g.trans_a ? g.m : g.k) + ct_random_below(r, 3);
+    g.ldb = (g.trans_b ? g.k : g.n) + ct_random_below(r, 3);
+    g.ldc = g.n + ct_random_below(r, 3);
+    return g;
+}
+
 static void
 test_random_products_in_all_orientations(void)
 {
-    static const size_t sizes[] = {1, 2, 5, 31, 63, 64, 65, 130, 200};
     ct_random r = {3};
     for (unsigned round = 0; round < 48; round++) {
-        ct_gemm g = {
-            .dtype = round % 2 == 0 ? CT_F32 : CT_F64,
-            .trans_a = round / 2 % 2 != 0,
-            .trans_b = round / 4 % 2 != 0,
-            .m = sizes[ct_random_below(&r, 9)],
-            .n = sizes[ct_random_below(&r, 9)],
-            .k = sizes[ct_random_below(&r, 9)],
-            .alpha = round % 3 == 0 ? 1.0 : 0.5,
-            .beta = round % 5 == 0 ? 0.0 : -0.25,
-        };
-        g.lda = (g.trans_a ? g.m : g.k) + ct_random_below(&r, 3);
-        g.ldb = (g.trans_b ? g.k : g.n) + ct_random_below(&r, 3);
-        g.ldc = g.n + ct_random_below(&r, 3);
+        ct_gemm g = random_gemm(&r, round);
+        g.dtype = round % 2 == 0 ? CT_F32 : CT_F64;
         product p = product_make(&r, g);
         run(&p, p.expected);
         check_against_long_double(&p);
         ct_for_each_setting(check_same_bits, &p);
         product_free(&p);
     }
+}
+
+/* ---- bfloat16, whose sums' order depends on the instruction set --------------------
+ */
+
+static void
+check_bfloat16(void *arg)
+{
+    product *p = arg;
+    run(p, p->expected);
+    check_against_long_double(p);
+    CHECK(ct_pool_set_threads(1, NULL) == CT_OK);
+    check_same_bits(p);
+}
+
+static void
+test_random_products_of_bfloat16(void)
+{
+    ct_random r = {4};
+    for (unsigned round = 0; round < 24; round++) {
+        ct_gemm g = random_gemm(&r, round);
+        g.dtype = CT_BF16;
+        product p = product_make(&r, g);
+        ct_for_each_setting(check_bfloat16, &p);
+        product_free(&p);
+    }
+}
+
+/* A becomes symmetric, and C as well, so that A A - C / 4 is. */
+static void
+make_symmetric(void *data, size_t n, size_t ld)
+{
+    uint16_t *x = data;
+    for (size_t i = 0; i < n; i++) {
+        for (size_t j = 0; j < i; j++) {
+            x[i * ld + j] = x[j * ld + i];
+        }
+    }
+}
+
+static void
+test_half_of_a_symmetric_product_says_the_same_as_all_of_it(void)
+{
+    ct_random r = {5};
+    for (size_t n = 1; n < 300; n += 37) {
+        const ct_gemm g = {.dtype = CT_BF16,
+                           .m = n,
+                           .n = n,
+                           .k = n,
+                           .alpha = 1.0,
+                           .beta = -0.25,
+                           .lda = n,
+                           .ldb = n,
+                           .ldc = n + 1};
+        product p = product_make(&r, g);
+        make_symmetric(p.a, n, n);
+        make_symmetric(p.c, n, n + 1);
+        p.gemm.b = p.a;
+        run(&p, p.expected);
+        p.gemm.symmetric = true;
+        ct_for_each_setting(check_bfloat16, &p);
+        CHECK(ct_cpu_set_isa(NULL, NULL) == CT_OK);
+        p.gemm.symmetric = false;
+        check_same_bits(&p);
+        product_free(&p);
+    }
+}
+
+static void
+test_a_scratch_that_cannot_grow_leaves_the_result_alone(void)
+{
+    ct_random r = {6};
+    ct_gemm g = random_gemm(&r, 1);
+    g.dtype = CT_BF16;
+    product p = product_make(&r, g);
+    memcpy(p.result, p.c, p.c_elems * sizeof(uint16_t));
+    p.gemm.c = p.result;
+    ct_alloc_fail_after(1);
+    CHECK(ct_device_cpu.gemm(NULL, &p.scratch, &p.gemm, NULL) == CT_ENOMEM);
+    ct_alloc_fail_after(0);
+    CHECK(memcmp(p.result, p.c, p.c_elems * sizeof(uint16_t)) == 0);
+    product_free(&p);
 }
 
 static void
@@ -143,7 +237,7 @@ test_beta_zero_does_not_read_the_result(void)
                        .lda = 1,
                        .ldb = 1,
                        .ldc = 1};
-    CHECK(ct_device_cpu.gemm(NULL, &g, NULL) == CT_OK && c == 6.0f);
+    CHECK(ct_device_cpu.gemm(NULL, NULL, &g, NULL) == CT_OK && c == 6.0f);
 }
 
 static void
@@ -152,7 +246,7 @@ test_a_sum_of_nothing_scales_the_result(void)
     double c[4] = {1.0, 2.0, 3.0, 4.0};
     const ct_gemm g = {
         .dtype = CT_F64, .m = 2, .n = 2, .alpha = 1.0, .beta = 2.0, .c = c, .ldc = 2};
-    CHECK(ct_device_cpu.gemm(NULL, &g, NULL) == CT_OK);
+    CHECK(ct_device_cpu.gemm(NULL, NULL, &g, NULL) == CT_OK);
     CHECK(c[0] == 2.0 && c[3] == 8.0);
 }
 
@@ -171,21 +265,24 @@ test_bad_operands_are_named(void)
                  .lda = 2,
                  .ldb = 1,
                  .ldc = 2};
-    CHECK(ct_device_cpu.gemm(NULL, &g, &err) == CT_EINVAL);
+    CHECK(ct_device_cpu.gemm(NULL, NULL, &g, &err) == CT_EINVAL);
     CHECK(strcmp(err.message, "gemm: ldb must be >= 2, got 1") == 0);
     g.ldb = 2;
     g.a = NULL;
-    CHECK(ct_device_cpu.gemm(NULL, &g, &err) == CT_EINVAL);
+    CHECK(ct_device_cpu.gemm(NULL, NULL, &g, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "a is NULL") != NULL);
-    g.dtype = CT_BF16;
-    CHECK(ct_device_cpu.gemm(NULL, &g, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "bfloat16") != NULL);
+    g.dtype = CT_F16;
+    CHECK(ct_device_cpu.gemm(NULL, NULL, &g, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "got float16") != NULL);
 }
 
 int
 main(void)
 {
     test_random_products_in_all_orientations();
+    test_random_products_of_bfloat16();
+    test_half_of_a_symmetric_product_says_the_same_as_all_of_it();
+    test_a_scratch_that_cannot_grow_leaves_the_result_alone();
     test_beta_zero_does_not_read_the_result();
     test_a_sum_of_nothing_scales_the_result();
     test_bad_operands_are_named();

@@ -3,8 +3,8 @@
  * sum, d being the additions on the longest way of one of them. A square itself is the
  * same double on both sides, exact for every dtype but float64, and |x| is exact. Whole
  * powers are products of p factors, the same on both sides, off by (p - 1) * 2^-53.
- * Other powers are off by one unit in the last place (2 * 2^-53) from the host's pow, by
- * two from CUDA's. The largest |x| is exact. */
+ * Other powers are off by one unit in the last place (2 * 2^-53) from the host's pow,
+ * by two from CUDA's. The largest |x| is exact. */
 #include "cuda_test.h"
 
 static const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */

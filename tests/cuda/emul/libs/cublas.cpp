@@ -1,38 +1,54 @@
 /* A libcublas.so.13 for the emulation: the functions that cuda/cublas.c asks for, by
  * the definition. It is opened as the real one is. */
 #include "../emul.h"
+#include "math/ct_half_math.h"
 
 #include <stdint.h>
 
 namespace {
 
+const int invalid_value = 7; /* CUBLAS_STATUS_INVALID_VALUE */
+
 struct context {
     cudaStream_t stream;
 };
 
-template <typename Real>
+/* Elements of type Element, added as Real. */
+template <typename Real, typename Element>
 int
-multiply(int op_a, int op_b, int64_t m, int64_t n, int64_t k, Real alpha, const Real *a,
-         int64_t lda, const Real *b, int64_t ldb, Real beta, Real *c, int64_t ldc)
+multiply(int op_a, int op_b, int64_t m, int64_t n, int64_t k, Real alpha,
+         const Element *a, int64_t lda, const Element *b, int64_t ldb, Real beta,
+         Element *c, int64_t ldc)
 {
     if (lda < (op_a ? k : m) || ldb < (op_b ? n : k) || ldc < m || lda < 1 || ldb < 1) {
-        return 7; /* CUBLAS_STATUS_INVALID_VALUE */
+        return invalid_value;
     }
     emul::open_device_memory(true);
     for (int64_t j = 0; j < n; j++) {
         for (int64_t i = 0; i < m; i++) {
             Real sum = 0;
             for (int64_t p = 0; p < k; p++) {
-                const Real x = op_a ? a[p + i * lda] : a[i + p * lda];
-                sum += x * (op_b ? b[j + p * ldb] : b[p + j * ldb]);
+                const Real x = (Real)(op_a ? a[p + i * lda] : a[i + p * lda]);
+                sum += x * (Real)(op_b ? b[j + p * ldb] : b[p + j * ldb]);
             }
-            Real &to = c[i + j * ldc];
-            to = beta == 0 ? alpha * sum : alpha * sum + beta * to;
+            Element &to = c[i + j * ldc];
+            to = (Element)(beta == 0 ? alpha * sum : alpha * sum + beta * (Real)to);
         }
     }
     emul::open_device_memory(false);
     return 0;
 }
+
+struct bfloat16 {
+    uint16_t bits;
+    explicit bfloat16(float value) : bits(ct_bf16_from_f32(value))
+    {
+    }
+    explicit operator float() const
+    {
+        return ct_f32_from_bf16(bits);
+    }
+};
 
 } // namespace
 
@@ -64,7 +80,8 @@ cublasGetProperty(int type, int *value)
 const char *
 cublasGetStatusName(int status)
 {
-    return status == 7 ? "CUBLAS_STATUS_INVALID_VALUE" : "CUBLAS_STATUS_SUCCESS";
+    return status == invalid_value ? "CUBLAS_STATUS_INVALID_VALUE"
+                                   : "CUBLAS_STATUS_SUCCESS";
 }
 
 int
@@ -83,6 +100,23 @@ cublasDgemm_v2_64(context *handle, int op_a, int op_b, int64_t m, int64_t n, int
 {
     emul::seen.stream = handle->stream;
     return multiply(op_a, op_b, m, n, k, *alpha, a, lda, b, ldb, *beta, c, ldc);
+}
+
+int
+cublasGemmEx_64(context *handle, int op_a, int op_b, int64_t m, int64_t n, int64_t k,
+                const void *alpha, const void *a, int type_a, int64_t lda,
+                const void *b, int type_b, int64_t ldb, const void *beta, void *c,
+                int type_c, int64_t ldc, int compute_type, int algorithm)
+{
+    const int bf16 = 14, compute_f32 = 68, default_algorithm = -1;
+    if (type_a != bf16 || type_b != bf16 || type_c != bf16 ||
+        compute_type != compute_f32 || algorithm != default_algorithm) {
+        return invalid_value;
+    }
+    emul::seen.stream = handle->stream;
+    return multiply(op_a, op_b, m, n, k, *(const float *)alpha, (const bfloat16 *)a,
+                    lda, (const bfloat16 *)b, ldb, *(const float *)beta, (bfloat16 *)c,
+                    ldc);
 }
 
 } // extern "C"
