@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ctrainer._C import LossScaler
+    from ctrainer._C import Communicator, LossScaler
     from ctrainer.average import EMA, SWA
     from ctrainer.callbacks import (
         DefaultFlowCallback,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "EMA": "average",
     "SWA": "average",
+    "Communicator": "_C",
     "DefaultFlowCallback": "callbacks",
     "EarlyStoppingCallback": "callbacks",
     "EvalPrediction": "trainer_utils",
@@ -53,6 +54,7 @@ _MODULES = {"optim", "trainer_utils", "training_args", "callbacks", "adapters"}
 __all__ = [
     "EMA",
     "SWA",
+    "Communicator",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "EvalPrediction",

@@ -44,7 +44,8 @@ FLOORS = (
     {"ct_adamw", "ct_hyper", "ct_sgd"},
     {"ct_factored", "ct_update"},
     {"ct_device", "ct_plugin", "ct_reduce"}
-    | {"ct_comm", "ct_comm_local", "ct_comm_self", "ct_comm_shm", "ct_exchange"},
+    | {"ct_comm", "ct_comm_bytes", "ct_comm_local", "ct_comm_self", "ct_comm_shm"}
+    | {"ct_exchange"},
     set[str](),
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
     {"ct_step", "ct_probe"},

@@ -1,0 +1,239 @@
+/* Collectives whose backend is a Python object, such as torch's process groups.
+ *
+ * A ct_comm is called without the GIL; each entry takes it for as long as the backend
+ * works. Buffers are handed over as memoryviews, from which the backend makes its own
+ * arrays without copying. */
+#include "binding/communicator.h"
+
+#include "core/ct_alloc.h"
+
+typedef struct python_comm {
+    ct_comm base; /* first: a ct_comm * of ours is a python_comm * */
+    PyObject *backend;
+} python_comm;
+
+struct ct_work {
+    PyObject *handle;
+    ct_request request; /* for messages */
+};
+
+/* What the exception that is set says of a request: bad arguments stay what they are,
+ * an interruption and a lack of memory go on as themselves. */
+static ct_status
+failed(const ct_comm *comm, const ct_request *request, ct_error *err)
+{
+    if (!PyErr_ExceptionMatches(PyExc_Exception) ||
+        PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        return ct_fail(err, CT_EHOST, "the backend was interrupted");
+    }
+    const ct_status code = PyErr_ExceptionMatches(PyExc_TypeError) ||
+                                   PyErr_ExceptionMatches(PyExc_ValueError)
+                               ? CT_EINVAL
+                               : CT_ECOMM;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyObject *text = value == NULL ? NULL : PyObject_Str(value);
+    const char *said = text == NULL ? NULL : PyUnicode_AsUTF8(text);
+    const ct_status status =
+        ct_fail(err, code, "%s on rank %d of %d: %s", ct_collective_name(request->what),
+                comm->rank, comm->world_size,
+                said == NULL ? "the backend failed and gave no reason" : said);
+    PyErr_Clear();
+    Py_XDECREF(text);
+    Py_XDECREF(trace);
+    Py_XDECREF(value);
+    Py_XDECREF(type);
+    return status;
+}
+
+static PyObject *
+view_of(const ct_span *span)
+{
+    static char nothing[1];
+    char *data = span->n == 0 ? nothing : span->data;
+    const size_t bytes = span->n * ct_dtype_size(span->dtype);
+    return PyMemoryView_FromMemory(data, (Py_ssize_t)bytes, PyBUF_WRITE);
+}
+
+static PyObject *
+begin(const python_comm *comm, const ct_request *r)
+{
+    static const char *const ops[] = {
+        [CT_REDUCE_SUM] = "sum",
+        [CT_REDUCE_MEAN] = "mean",
+        [CT_REDUCE_MAX] = "max",
+        [CT_REDUCE_MIN] = "min",
+    };
+    PyObject *out = view_of(&r->out), *in = view_of(&r->in), *handle = NULL;
+    if (out != NULL && in != NULL) {
+        handle = PyObject_CallMethod(comm->backend, "begin", "sOOssi",
+                                     ct_collective_name(r->what), out, in,
+                                     ct_dtype_name(r->in.dtype), ops[r->op], r->root);
+    }
+    Py_XDECREF(in);
+    Py_XDECREF(out);
+    return handle;
+}
+
+static ct_status
+finish_steal(const ct_comm *comm, const ct_request *request, PyObject *handle,
+             ct_error *err)
+{
+    PyObject *answer =
+        handle == NULL ? NULL : PyObject_CallMethod(handle, "wait", NULL);
+    ct_status status = answer == NULL ? failed(comm, request, err) : CT_OK;
+    Py_XDECREF(answer);
+    Py_XDECREF(handle);
+    return status;
+}
+
+static ct_status
+run(ct_comm *comm, const ct_request *request, ct_error *err)
+{
+    ct_status status = ct_request_check(request, comm->world_size, err);
+    if (status == CT_OK) {
+        const PyGILState_STATE gil = PyGILState_Ensure();
+        status = finish_steal(comm, request, begin((python_comm *)comm, request), err);
+        PyGILState_Release(gil);
+    }
+    return status;
+}
+
+static ct_status
+python_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
+{
+    return run(comm, &(ct_request){.what = CT_ALL_REDUCE, .in = *span, .op = op}, err);
+}
+
+static ct_status
+python_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    return run(comm, &(ct_request){.what = CT_ALL_GATHER, .out = *out, .in = *in}, err);
+}
+
+static ct_status
+python_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
+                      ct_reduce_op op, ct_error *err)
+{
+    const ct_request wanted = {
+        .what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
+    return run(comm, &wanted, err);
+}
+
+static ct_status
+python_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    return run(comm, &(ct_request){.what = CT_ALL_TO_ALL, .out = *out, .in = *in}, err);
+}
+
+static ct_status
+python_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
+{
+    return run(comm, &(ct_request){.what = CT_BROADCAST, .in = *span, .root = root},
+               err);
+}
+
+static ct_status
+python_barrier(ct_comm *comm, ct_error *err)
+{
+    return run(comm, &(ct_request){.what = CT_BARRIER}, err);
+}
+
+static ct_status
+start_held(ct_comm *comm, const ct_request *request, ct_work *made, ct_error *err)
+{
+    made->handle = begin((python_comm *)comm, request);
+    made->request = *request;
+    return made->handle == NULL ? failed(comm, request, err) : CT_OK;
+}
+
+static ct_status
+python_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
+{
+    ct_status status = ct_request_check(request, comm->world_size, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    ct_work *made = ct_alloc(sizeof *made);
+    if (made == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory to begin a collective");
+    }
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    status = start_held(comm, request, made, err);
+    PyGILState_Release(gil);
+    if (status != CT_OK) {
+        ct_free(made);
+        return status;
+    }
+    *work = made;
+    return CT_OK;
+}
+
+static ct_status
+python_wait(ct_comm *comm, ct_work *work, ct_error *err)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    ct_status status = finish_steal(comm, &work->request, work->handle, err);
+    PyGILState_Release(gil);
+    ct_free(work);
+    return status;
+}
+
+static void
+python_free(ct_comm *comm)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    Py_CLEAR(((python_comm *)comm)->backend);
+    PyGILState_Release(gil);
+    ct_free(comm);
+}
+
+static const ct_comm_ops python_ops = {
+    .name = "python",
+    .all_reduce = python_all_reduce,
+    .all_gather = python_all_gather,
+    .reduce_scatter = python_reduce_scatter,
+    .all_to_all = python_all_to_all,
+    .broadcast = python_broadcast,
+    .barrier = python_barrier,
+    .start = python_start,
+    .wait = python_wait,
+    .free = python_free,
+};
+
+/* int(backend.name); -1 with an exception. */
+static int
+read_count(PyObject *backend, const char *name)
+{
+    PyObject *value = PyObject_GetAttrString(backend, name);
+    const long number = value == NULL ? -1 : PyLong_AsLong(value);
+    Py_XDECREF(value);
+    return number > INT_MAX || number < 0 ? -1 : (int)number;
+}
+
+ct_comm *
+ctpy_comm_python_new(PyObject *backend)
+{
+    const int world_size = read_count(backend, "world_size");
+    const int rank = world_size < 0 ? -1 : read_count(backend, "rank");
+    if (world_size < 1 || rank < 0 || rank >= world_size) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_ValueError,
+                         "the backend's rank is %d and its world_size %d; expected "
+                         "0 <= rank < world_size",
+                         rank, world_size);
+        }
+        return NULL;
+    }
+    python_comm *made = ct_alloc(sizeof *made);
+    if (made == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    *made = (python_comm){
+        .base = {.ops = &python_ops, .rank = rank, .world_size = world_size},
+        .backend = Py_NewRef(backend),
+    };
+    return &made->base;
+}

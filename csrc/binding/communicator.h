@@ -1,0 +1,40 @@
+/* ctrainer._C.Communicator, for the binding's own files. */
+#ifndef CTPY_COMMUNICATOR_H
+#define CTPY_COMMUNICATOR_H
+
+#include "binding/ctpy.h"
+#include "core/ct_comm.h"
+
+typedef struct Communicator {
+    PyObject_HEAD
+    ct_comm *comm;   /* NULL once it is closed */
+    Py_ssize_t busy; /* collectives under way, which close() waits for nobody to end */
+} Communicator;
+
+/* An instance of `type` over comm, which it takes over even on failure. */
+PyObject *ctpy_communicator_steal(PyTypeObject *type, ct_comm *comm);
+
+/* The table of a Communicator that is open; NULL with an exception for one that is not,
+ * or for another object. */
+ct_comm *ctpy_comm_borrow(ctpy_state *state, PyObject *op);
+
+/* Runs a request without the GIL and raises what went wrong. 0 or -1. */
+int ctpy_comm_run(ctpy_state *state, PyObject *op, const ct_request *request);
+
+/* comm_python.c: a group whose collectives are those of a Python object with rank,
+ * world_size and begin(what, out, in_, dtype, op, root), which returns a handle with
+ * wait(). NULL with an exception. */
+ct_comm *ctpy_comm_python_new(PyObject *backend);
+
+/* communicator_work.c: a collective that has begun, on tensors that stay alive until
+ * it has ended. */
+PyObject *ctpy_work_new(ctpy_state *state, PyObject *communicator, PyObject *tensors,
+                        ct_work *work);
+
+/* communicator_bytes.c */
+PyObject *Communicator_gather_bytes(PyObject *op, PyObject *data);
+PyObject *Communicator_broadcast_bytes(PyObject *op, PyObject *args, PyObject *kwargs);
+extern const char Communicator_gather_bytes_doc[];
+extern const char Communicator_broadcast_bytes_doc[];
+
+#endif

@@ -1,0 +1,115 @@
+"""torch's process groups as the backend of a Communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ctrainer import _C
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided afterwards: gloo has no mean of its own
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_OF_BOOLS = {"sum": "max", "mean": "min"}  # any and all
+
+# Newer releases call them so, and warn about the older names.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+def communicator(group: Any = None) -> _C.Communicator:
+    """A Communicator over a process group; None: the default group.
+
+    Raises ValueError where torch.distributed is not initialised.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group(), or "
+            "ctrainer.fairseq.distributed.distributed_init(), before a group is used"
+        )
+    return _C.Communicator(ProcessGroupBackend(group))
+
+
+class ProcessGroupBackend:
+    """Collectives of a process group on buffers in host memory.
+
+    A group that works on GPUs alone gets copies in their memory, and its results are
+    copied back. Time-outs are the group's own.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group: Any = dist.group.WORLD if group is None else group
+        self.rank: int = dist.get_rank(self.group)
+        self.world_size: int = dist.get_world_size(self.group)
+        on_gpu = dist.get_backend(self.group) == "nccl"
+        self.device = torch.device("cuda") if on_gpu else torch.device("cpu")
+
+    def begin(
+        self,
+        what: str,
+        out: memoryview,
+        in_: memoryview,
+        dtype: str,
+        op: str,
+        root: int,
+    ) -> Pending:
+        """Start a collective by its name in core/ct_comm.h; wait() ends it."""
+        given, result = (self._tensor(view, dtype) for view in (in_, out))
+        source, target = given.to(self.device), result.to(self.device)
+        if dtype == "bool":
+            op = _OF_BOOLS.get(op, op)
+        more: dict[str, Any] = {"group": self.group, "async_op": True}
+        written, home = target, result
+        if what == "all_reduce":
+            work = dist.all_reduce(source, _OPS[op], **more)
+            written, home = source, given
+        elif what == "broadcast":
+            work = dist.broadcast(
+                source, dist.get_global_rank(self.group, root), **more
+            )
+            written, home = source, given
+        elif what == "all_gather":
+            work = _all_gather(target, source, **more)
+        elif what == "reduce_scatter":
+            work = _reduce_scatter(target, source, _OPS[op], **more)
+        elif what == "all_to_all":
+            work = dist.all_to_all_single(target, source, **more)
+        else:
+            work = dist.barrier(**more)
+        divisor = self.world_size if op == "mean" else 1
+        return Pending(work, written, home, divisor)
+
+    @staticmethod
+    def _tensor(view: memoryview, dtype: str) -> torch.Tensor:
+        kind = torch.uint8 if dtype == "bool" else getattr(torch, dtype)
+        if view.nbytes == 0:
+            return torch.empty(0, dtype=kind)
+        return torch.frombuffer(view, dtype=kind)
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(
+        self, work: Any, written: torch.Tensor, home: torch.Tensor, divisor: int
+    ) -> None:
+        self._work, self._written, self._home = work, written, home
+        self._divisor = divisor
+
+    def wait(self) -> None:
+        """Wait for the result, make a mean of a sum, and bring it home."""
+        if self._work is not None:
+            self._work.wait()
+        if self._divisor > 1:
+            whole = not self._written.is_floating_point()
+            self._written.div_(self._divisor, rounding_mode="trunc" if whole else None)
+        if self._home is not self._written:
+            self._home.copy_(self._written)
