@@ -15,48 +15,6 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How TrainingArguments make an optimizer of the class `cls` in ctrainer.optim.
-
-    takes: what else than learning_rate the arguments give, by the constructor's words;
-        weight_decay comes with the groups of parameters in any case.
-    fixed: what transformers sets beside them.
-    """
-
-    cls: str
-    takes: tuple[str, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    third_beta: float | None = None  # what optim_args may give as "beta3", and else is
-
-
-_ADAM = ("betas", "eps")
-_ADEMAMIX = Recipe("AdEMAMix", _ADAM, third_beta=0.9999)
-
-RECIPES = {
-    "adafactor": Recipe(
-        "Adafactor", fixed={"scale_parameter": False, "relative_step": False}
-    ),
-    "adagrad": Recipe("Adagrad"),
-    "adamw_apex_fused": Recipe("AdamW", _ADAM),
-    "adamw_hf": Recipe("AdamW", _ADAM),
-    "adamw_torch": Recipe("AdamW", _ADAM),
-    "adamw_torch_fused": Recipe("AdamW", _ADAM),
-    "ademamix": _ADEMAMIX,
-    "lion_32bit": Recipe("Lion", ("betas",)),
-    "paged_adamw_32bit": Recipe("AdamW", _ADAM),
-    "paged_ademamix_32bit": _ADEMAMIX,
-    "paged_lion_32bit": Recipe("Lion", ("betas",)),
-    "rmsprop": Recipe("RMSprop"),
-    "rmsprop_bnb": Recipe("RMSprop"),
-    "rmsprop_bnb_32bit": Recipe("RMSprop"),
-    "schedule_free_adamw": Recipe("AdamWScheduleFree", (*_ADAM, "warmup_steps")),
-    "schedule_free_radam": Recipe("RAdamScheduleFree", _ADAM),
-    "schedule_free_sgd": Recipe("SGDScheduleFree", ("warmup_steps",)),
-    "sgd": Recipe("SGD"),
-}
-
-
-@dataclass(frozen=True)
 class Package:
     """Where an optimizer is that is not built in: transformers' Trainer says how the
     arguments make it, and it is driven through torch's protocol.
@@ -83,17 +41,70 @@ _APOLLO = Package("apollo-torch", "apollo_torch")
 _TORCHAO = Package("torchao", "torchao")
 _LOMO = Package("lomo-optim", "lomo_optim", _IN_BACKWARD)
 
+
+@dataclass(frozen=True)
+class Recipe:
+    """How TrainingArguments make an optimizer of the class `cls` in ctrainer.optim.
+
+    takes: what else than learning_rate the arguments give, by the constructor's words;
+        weight_decay comes with the groups of parameters in any case.
+    fixed: what transformers sets beside them.
+    elsewhere: whose optimizer it is where a parameter is not in host memory; None:
+        torch's of that name, if there is one.
+    """
+
+    cls: str
+    takes: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    third_beta: float | None = None  # what optim_args may give as "beta3", and else is
+    elsewhere: Package | None = None
+
+
+_ADAM = ("betas", "eps")
+_ADEMAMIX = Recipe("AdEMAMix", _ADAM, third_beta=0.9999)
+_ADAMW_8BIT = Recipe("AdamW8bit", _ADAM, elsewhere=_BITSANDBYTES)
+_ADEMAMIX_8BIT = replace(_ADEMAMIX, cls="AdEMAMix8bit", elsewhere=_BITSANDBYTES)
+_LION_8BIT = Recipe("Lion8bit", ("betas",), elsewhere=_BITSANDBYTES)
+
+RECIPES = {
+    "adafactor": Recipe(
+        "Adafactor", fixed={"scale_parameter": False, "relative_step": False}
+    ),
+    "adagrad": Recipe("Adagrad"),
+    "adamw_8bit": _ADAMW_8BIT,
+    "adamw_apex_fused": Recipe("AdamW", _ADAM),
+    "adamw_bnb_8bit": _ADAMW_8BIT,
+    "adamw_hf": Recipe("AdamW", _ADAM),
+    "adamw_torch": Recipe("AdamW", _ADAM),
+    "adamw_torch_fused": Recipe("AdamW", _ADAM),
+    "ademamix": _ADEMAMIX,
+    "ademamix_8bit": _ADEMAMIX_8BIT,
+    "lion_32bit": Recipe("Lion", ("betas",)),
+    "lion_8bit": _LION_8BIT,
+    "paged_adamw_32bit": Recipe("AdamW", _ADAM),
+    "paged_adamw_8bit": _ADAMW_8BIT,
+    "paged_ademamix_32bit": _ADEMAMIX,
+    "paged_ademamix_8bit": _ADEMAMIX_8BIT,
+    "paged_lion_32bit": Recipe("Lion", ("betas",)),
+    "paged_lion_8bit": _LION_8BIT,
+    "rmsprop": Recipe("RMSprop"),
+    "rmsprop_bnb": Recipe("RMSprop"),
+    "rmsprop_bnb_32bit": Recipe("RMSprop"),
+    "schedule_free_adamw": Recipe("AdamWScheduleFree", (*_ADAM, "warmup_steps")),
+    "schedule_free_radam": Recipe("RAdamScheduleFree", _ADAM),
+    "schedule_free_sgd": Recipe("SGDScheduleFree", ("warmup_steps",)),
+    "sgd": Recipe("SGD"),
+}
+
+
 # The package whose optimizer the name means, for what is not built in.
 PACKAGES = {
     "adalomo": _LOMO,
-    "adamw_8bit": _BITSANDBYTES,
     "adamw_anyprecision": Package("torchdistx", "torchdistx"),
-    "adamw_bnb_8bit": _BITSANDBYTES,
     "adamw_torch_4bit": _TORCHAO,
     "adamw_torch_8bit": _TORCHAO,
     "adamw_torch_npu_fused": Package("torch_npu", "torch_npu", _OTHER_DEVICE),
     "adamw_torch_xla": Package("torch_xla", "torch_xla", _OTHER_DEVICE),
-    "ademamix_8bit": _BITSANDBYTES,
     "apollo_adamw": _APOLLO,
     "apollo_adamw_layerwise": replace(_APOLLO, reason=_IN_BACKWARD),
     "galore_adafactor": _GALORE,
@@ -103,11 +114,7 @@ PACKAGES = {
     "galore_adamw_8bit_layerwise": replace(_GALORE, reason=_IN_BACKWARD),
     "galore_adamw_layerwise": replace(_GALORE, reason=_IN_BACKWARD),
     "grokadamw": Package("grokadamw", "grokadamw"),
-    "lion_8bit": _BITSANDBYTES,
     "lomo": _LOMO,
-    "paged_adamw_8bit": _BITSANDBYTES,
-    "paged_ademamix_8bit": _BITSANDBYTES,
-    "paged_lion_8bit": _BITSANDBYTES,
     "rmsprop_bnb_8bit": _BITSANDBYTES,
     "stable_adamw": Package("torch-optimi", "optimi"),
 }
@@ -177,15 +184,16 @@ def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str
     name = str(getattr(args.optim, "value", args.optim))
     if not honoured(name):
         raise ValueError(f"optim={name!r} is not supported: {instead(name)}")
-    if name not in RECIPES:
-        return _of_a_package(args, adapters.for_model(model), model)
+    adapter = adapters.for_model(model)
+    recipe = RECIPES.get(name)
+    if recipe is None or _is_elsewhere(recipe, adapter, model):
+        return _of_a_package(args, adapter, model)
     if getattr(args, "optim_target_modules", None):
         raise ValueError(
             f"optim_target_modules={args.optim_target_modules!r}: optim={name!r} "
             "updates all modules alike; GaLore's and APOLLO's optimizers take it"
         )
-    recipe = RECIPES[name]
-    cls, kwargs = adapters.for_model(model).optimizer_class(recipe.cls, name, model)
+    cls, kwargs = adapter.optimizer_class(recipe.cls, name, model)
     taken = {word: _TAKEN[word](args) for word in recipe.takes}
     precision = _precision_of(args, cls)
     given = checked_options(getattr(args, "optim_args", None), name, cls)
@@ -193,6 +201,12 @@ def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str
         taken["betas"] += (given.pop("beta3", recipe.third_beta),)
     rate = {"lr": args.learning_rate}
     return cls, {**rate, **taken, **recipe.fixed, **kwargs, **precision, **given}
+
+
+def _is_elsewhere(recipe: Recipe, adapter: Any, model: Any) -> bool:
+    package = recipe.elsewhere
+    away = package is not None and package.installed
+    return away and bool(adapter.devices_elsewhere(model))
 
 
 def _precision_of(args: Any, cls: Callable[..., Any]) -> dict[str, bool]:

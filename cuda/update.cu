@@ -2,6 +2,7 @@
 #include "average.cuh"
 #include "element.cuh"
 #include "kernels.h"
+#include "quant.cuh"
 #include "update.cuh"
 
 #include "math/ct_philox_math.h"
@@ -112,6 +113,44 @@ update_plain(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
     }
 }
 
+/* State of 8 bits: a block of it at a time, whose elements look at each other. */
+template <typename Rule, typename Real>
+__device__ static void
+update_coded(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
+             const update_options &options)
+{
+    __shared__ float middles[CT_RULE_MAX_STATES][CT_QUANT_CODES];
+    const auto c = Rule::rounded(ct_constants(operand), Real());
+    for (int k = 0; k < Rule::n_states; k++) {
+        ct_fill_middles(middles[k], operand, k);
+    }
+    __syncthreads();
+    for (size_t first = range.begin; first < range.end; first += CT_QUANT_BLOCK) {
+        const size_t i = first + threadIdx.x;
+        const bool inside = i < range.end;
+        Real param = Real(), state[CT_RULE_MAX_STATES] = {};
+        if (inside) {
+            param = ct_load_as<Real>(operand.param, operand.dtype, i);
+            for (int k = 0; k < Rule::n_states; k++) {
+                state[k] = ct_load_code<Real>(operand, k, i);
+            }
+            Rule::apply(&c, ct_load_as<Real>(operand.grad, operand.grad_dtype, i),
+                        &param, state);
+        }
+        for (int k = 0; k < Rule::n_states; k++) {
+            ct_store_code(state[k], operand, k, i, inside, middles[k]);
+        }
+        if (inside) {
+            put(param, operand, operand.param, operand.dtype, i);
+            finish(operand, options, i, param);
+            if (options.zero_grads) {
+                ct_store_as(Real(), operand.grad, operand.grad_dtype, i);
+            }
+        }
+    }
+    __syncthreads(); /* middles are free for the next chunk */
+}
+
 template <typename Rule, typename Real>
 __device__ static inline void
 update(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
@@ -122,6 +161,9 @@ update(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
                        operand.row == NULL;
     if (plain) {
         update_plain<Rule, Real>(operand, range, options);
+    }
+    else if (Rule::n_states != 0 && operand.state_dtype == CT_U8) {
+        update_coded<Rule, Real>(operand, range, options);
     }
     else {
         update_mixed<Rule, Real>(operand, range, options);

@@ -8,9 +8,16 @@
     {MEMBER(key, of), .type = OPTIM_CHOICE, .choices = (names)}
 #define REFUSED(key, its_type)                                                         \
     {.name = offsetof(ctpy_state, str_##key), .type = (its_type)}
-#define COUNT {offsetof(ctpy_state, str_step), " state 'step'", -1, OPTIM_ONE}
+#define COUNT {offsetof(ctpy_state, str_step), " state 'step'", -1, OPTIM_ONE, 0}
 #define SHAPED(key, array, shape)                                                      \
-    {offsetof(ctpy_state, str_##key), " state '" #key "'", array, shape}
+    {offsetof(ctpy_state, str_##key), " state '" #key "'", array, shape, 1}
+/* n_arrays from `array` on that may be of 8 bits, and what belongs to them. */
+#define CODED(state, absmax, qmap, array, n_arrays)                                    \
+    STACKED(state, array, OPTIM_CODED, n_arrays),                                      \
+        STACKED(absmax, array, OPTIM_SCALES, n_arrays),                                \
+        STACKED(qmap, array, OPTIM_MAP, n_arrays)
+#define STACKED(key, array, shape, n_arrays)                                           \
+    {offsetof(ctpy_state, str_##key), " state '" #key "'", array, shape, n_arrays}
 #define ARRAY(key, array) SHAPED(key, array, OPTIM_LIKE)
 #define SPEC(kind, state) SPEC_OF(kind, state, false, false)
 #define SPEC_OF(kind, state, is_shaped, does_clip)                                     \
@@ -245,6 +252,32 @@ static const optim_value schedule_free_sgd_values[] = {
     ARRAY(z, 0),
 };
 
+/* ---- with state of 8 bits ---------------------------------------------------------
+ */
+
+static const optim_field adamw_8bit_fields[] = {
+    FIELD(lr, adamw.lr, OPTIM_NUMBER),
+    FIELD(betas, adamw.beta1, OPTIM_PAIR),
+    FIELD(eps, adamw.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, adamw.weight_decay, OPTIM_NUMBER),
+    REFUSED(amsgrad, OPTIM_NEVER),
+    FIELD(decoupled_weight_decay, adamw.decoupled, OPTIM_FLAG_ON),
+};
+static const optim_value two_8bit_values[] = {
+    COUNT,
+    CODED(state1, absmax1, qmap1, 0, 1),
+    CODED(state2, absmax2, qmap2, 1, 1),
+};
+static const optim_value one_8bit_values[] = {
+    COUNT,
+    CODED(state1, absmax1, qmap1, 0, 1),
+};
+static const optim_value ademamix_8bit_values[] = {
+    COUNT,
+    CODED(state1, absmax1, qmap1, 0, 2),
+    CODED(state2, absmax2, qmap2, 2, 1),
+};
+
 /* ---- those that look at a whole parameter ----------------------------------------
  */
 
@@ -322,6 +355,9 @@ static const optim_value muon_values[] = {
 _Static_assert(sizeof(ct_muon_adjust) == sizeof(int), "a choice is read as an int");
 
 const optim_spec optim_specs[CT_OPTIM_KIND_COUNT] = {
+    [CT_OPTIM_ADAMW_8BIT] = SPEC(adamw_8bit, two_8bit),
+    [CT_OPTIM_ADEMAMIX_8BIT] = SPEC(ademamix, ademamix_8bit),
+    [CT_OPTIM_LION_8BIT] = SPEC(lion, one_8bit),
     [CT_OPTIM_ADADELTA] = SPEC(adadelta, adadelta),
     [CT_OPTIM_ADAGRAD] = SPEC(adagrad, adagrad),
     [CT_OPTIM_ADAM] = SPEC(adam, adam),

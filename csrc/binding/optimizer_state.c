@@ -222,6 +222,10 @@ kept_values(OptimEngine *self, uint32_t g, const ct_optim_param *param)
     optim_value_list list = {.spec = &optim_specs[group->kind]};
     for (size_t i = 0; i < list.spec->n_values; i++) {
         const int array = list.spec->values[i].array;
+        const optim_shape shape = list.spec->values[i].shape;
+        if (shape == OPTIM_SCALES || shape == OPTIM_MAP) {
+            continue; /* where the state is codes */
+        }
         if (array < 0 || (states >> array & 1) != 0) {
             list.kept |= 1u << i;
         }
@@ -247,27 +251,33 @@ lacks_state(const ctpy_state *state, const optim_slot *slot,
     return PyErr_Occurred() ? -1 : value == NULL || Py_IsNone(value);
 }
 
+int
+optim_read_value(const ctpy_state *state, optim_slot *slot,
+                 const optim_value_list *list, size_t i)
+{
+    PyObject *name = optim_name_borrow(state, list->spec->values[i].name);
+    PyObject *value = PyDict_GetItemWithError(slot->state, name);
+    if (value == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_ValueError,
+                         "state of param_groups[%u]['params'][%zd] has no %R: "
+                         "delete the entry to start it anew, or load a whole one",
+                         slot->group, slot->index, name);
+        }
+        return -1;
+    }
+    Py_XSETREF(slot->values[i], Py_NewRef(value));
+    return 0;
+}
+
 static int
 read_values(const ctpy_state *state, optim_slot *slot, const optim_value_list *list)
 {
-    for (size_t i = 0; i < list->spec->n_values; i++) {
-        if (!optim_keeps(list, i)) {
-            continue;
-        }
-        PyObject *name = optim_name_borrow(state, list->spec->values[i].name);
-        PyObject *value = PyDict_GetItemWithError(slot->state, name);
-        if (value == NULL) {
-            if (!PyErr_Occurred()) {
-                PyErr_Format(PyExc_ValueError,
-                             "state of param_groups[%u]['params'][%zd] has no %R: "
-                             "delete the entry to start it anew, or load a whole one",
-                             slot->group, slot->index, name);
-            }
-            return -1;
-        }
-        Py_XSETREF(slot->values[i], Py_NewRef(value));
+    int result = 0;
+    for (size_t i = 0; result == 0 && i < list->spec->n_values; i++) {
+        result = optim_keeps(list, i) ? optim_read_value(state, slot, list, i) : 0;
     }
-    return 0;
+    return result;
 }
 
 /* The master copy is what is updated, and the parameter gets it rounded. */

@@ -93,8 +93,24 @@ check_dtype(const optim_slot *slot, const optim_value *value, ct_dtype dtype,
     return -1;
 }
 
+/* Views slot->values[i], of whatever shape. */
+static int
+view_value(OptimEngine *self, const optim_slot *slot, const optim_value *value,
+           const ctpy_view *param, PyObject *op, const ct_optim_param *to,
+           ctpy_view *view)
+{
+    switch (value->shape) {
+    case OPTIM_LIKE:
+        return optim_view_like(self, slot, param, op, value->place, false, view);
+    case OPTIM_CODED:
+        return optim_view_coded(self, slot, value, param, op, view);
+    default:
+        return view_sized(self, slot, value, op, to, view);
+    }
+}
+
 int
-optim_view_values(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
+optim_view_values(OptimEngine *self, optim_slot *slot, const ctpy_view *param,
                   const optim_value_list *list, ct_optim_param *to)
 {
     bool first = true;
@@ -104,20 +120,20 @@ optim_view_values(OptimEngine *self, const optim_slot *slot, const ctpy_view *pa
         if (!optim_keeps(list, i)) {
             continue;
         }
-        const int failed =
-            value->shape == OPTIM_LIKE
-                ? optim_view_like(self, slot, param, slot->values[i], value->place,
-                                  false, &view)
-                : view_sized(self, slot, value, slot->values[i], to, &view);
-        if (failed < 0 || (!first && check_dtype(slot, value, view.span.dtype,
-                                                 to->state_dtype) < 0)) {
+        if (view_value(self, slot, value, param, slot->values[i], to, &view) < 0 ||
+            (!first &&
+             check_dtype(slot, value, view.span.dtype, to->state_dtype) < 0)) {
             return -1;
         }
-        to->state_dtype = view.span.dtype;
-        to->state[value->array] = view.span.data;
+        const ct_dtype dtype = view.span.dtype;
+        for (size_t k = 0; k < (size_t)value->n_arrays; k++) {
+            to->state[(size_t)value->array + k] =
+                (char *)view.span.data + k * to->n * ct_dtype_size(dtype);
+        }
+        to->state_dtype = dtype;
         first = false;
     }
-    return 0;
+    return to->state_dtype == CT_U8 ? optim_view_scales(self, slot, list, to) : 0;
 }
 
 /* Writes the count into the memory of a tensor. */

@@ -23,6 +23,10 @@ optim_is_half(ct_dtype dtype)
     return dtype == CT_BF16 || dtype == CT_F16;
 }
 
+/* state[param][name of values[i]] as slot->values[i]. */
+int optim_read_value(const ctpy_state *state, optim_slot *slot,
+                     const optim_value_list *list, size_t i);
+
 /* The count of steps in slot->values[0]: a tensor or array of one number, or an int. */
 int optim_read_step(OptimEngine *self, optim_slot *slot, uint64_t *count);
 
@@ -31,8 +35,17 @@ int optim_read_step(OptimEngine *self, optim_slot *slot, uint64_t *count);
 int optim_view_like(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
                     PyObject *op, const char *what, bool fp32, ctpy_view *view);
 
+/* Views state that may be codes. */
+int
+optim_view_coded(OptimEngine *self, const optim_slot *slot, const optim_value *value,
+                 const ctpy_view *param, PyObject *op, ctpy_view *view);
+
+/* The maps and the scales of state that is codes. */
+int optim_view_scales(OptimEngine *self, optim_slot *slot, const optim_value_list *list,
+                      ct_optim_param *to);
+
 /* Every array of slot->values that the list keeps, as the core's state. */
-int optim_view_values(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
+int optim_view_values(OptimEngine *self, optim_slot *slot, const ctpy_view *param,
                       const optim_value_list *list, ct_optim_param *to);
 
 #endif

@@ -269,6 +269,7 @@ span_of(const ct_optim_param *param, const ct_optim_group *group, uint32_t coef,
     size_t n = 0;
     for (unsigned k = 0; k < CT_OPTIM_MAX_STATES; k++) {
         if ((states >> k & 1) != 0) {
+            span.quant[n] = param->quant[k];
             span.state[n++] = param->state[k];
         }
     }

@@ -50,6 +50,9 @@ typedef enum ct_optim_kind {
     CT_OPTIM_LAMB,
     CT_OPTIM_LARS,
     CT_OPTIM_MUON,
+    CT_OPTIM_ADAMW_8BIT, /* these keep large state in CT_U8 */
+    CT_OPTIM_ADEMAMIX_8BIT,
+    CT_OPTIM_LION_8BIT,
     CT_OPTIM_KIND_COUNT
 } ct_optim_kind;
 
@@ -63,9 +66,9 @@ typedef struct ct_optim_group {
         ct_adadelta_config adadelta;
         ct_adagrad_config adagrad;
         ct_adamax_config adamax; /* and of fairseq_adamax */
-        ct_adamw_config adamw;   /* and of adam, fairseq_adam and radam */
-        ct_ademamix_config ademamix;
-        ct_lion_config lion;
+        ct_adamw_config adamw;   /* and of adam, fairseq_adam, radam and adamw_8bit */
+        ct_ademamix_config ademamix; /* and of ademamix_8bit */
+        ct_lion_config lion;         /* and of lion_8bit */
         ct_nag_config nag;
         ct_rmsprop_config rmsprop;
         ct_schedule_free_config schedule_free; /* of all three */
@@ -90,6 +93,7 @@ typedef struct ct_optim_param {
     void *param; /* of dtype: what is updated, the master copy where there is one */
     void *grad;  /* NULL: no gradient this time, the parameter is skipped */
     void *state[CT_OPTIM_MAX_STATES];
+    ct_quant quant[CT_OPTIM_MAX_STATES]; /* of the state, where state_dtype is U8 */
     void *copy;      /* what the model computes with, where param is its master copy */
     void *ema;       /* the average of the parameter, or NULL */
     float *step_out; /* host memory where the new count is written too, or NULL */

@@ -277,6 +277,10 @@ const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT] = {
         OPS("schedule_free_sgd", schedule_free_sgd, schedule_free_sgd, none,
             schedule_free, schedule_free_advance),
     [CT_OPTIM_SGD] = OPS("sgd", sgd, sgd, first, sgd, NULL),
+    [CT_OPTIM_ADAMW_8BIT] = OPS("adamw_8bit", adam, adam, step, adam, NULL),
+    [CT_OPTIM_ADEMAMIX_8BIT] =
+        OPS("ademamix_8bit", ademamix, ademamix, step, ademamix, NULL),
+    [CT_OPTIM_LION_8BIT] = OPS("lion_8bit", lion, lion, none, lion, NULL),
     [CT_OPTIM_ADAFACTOR] = {CT_OPTIM_WHOLE(adafactor),
                             .arrays = ct_optim_adafactor_arrays},
     [CT_OPTIM_LAMB] = {CT_OPTIM_WHOLE(lamb)},

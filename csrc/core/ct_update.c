@@ -32,6 +32,31 @@ check_dtype(const ct_update *update, size_t i, const char *array, ct_dtype dtype
                          ct_rule_name(update->rule), i, array, ct_dtype_name(dtype));
 }
 
+/* A float dtype; or codes, of rules that look at one element after the other. */
+static ct_status
+check_state(const ct_update *update, size_t i, ct_error *err)
+{
+    const ct_update_span *span = &update->spans[i];
+    const char *rule = ct_rule_name(update->rule);
+    if (span->state_dtype != CT_U8) {
+        return check_dtype(update, i, "state", span->state_dtype, err);
+    }
+    if (ct_rule_is_measured(update->rule) || span->row != NULL) {
+        return ct_fail(err, CT_EINVAL,
+                       "%s: span %zu has state of uint8, which this rule cannot have",
+                       rule, i);
+    }
+    for (size_t k = 0; span->n != 0 && k < ct_rule_n_states(update->rule); k++) {
+        if (span->quant[k].map == NULL || span->quant[k].absmax == NULL) {
+            return ct_fail(err, CT_EINVAL,
+                           "%s: span %zu lacks the map or the scales of state array "
+                           "%zu, which is uint8",
+                           rule, i, k);
+        }
+    }
+    return CT_OK;
+}
+
 static ct_status
 check_span(const ct_update *update, size_t i, ct_error *err)
 {
@@ -42,7 +67,7 @@ check_span(const ct_update *update, size_t i, ct_error *err)
         status = check_dtype(update, i, "gradients", span->grad_dtype, err);
     }
     if (status == CT_OK && n_states != 0) {
-        status = check_dtype(update, i, "state", span->state_dtype, err);
+        status = check_state(update, i, err);
     }
     if (status == CT_OK && span->copy != NULL) {
         status = check_dtype(update, i, "a copy", span->copy_dtype, err);

@@ -2,13 +2,15 @@
  *
  * The rule computes in fp64 where the parameter is F64 and in fp32 everywhere else.
  * Each array may have a float dtype of its own: 16-bit gradients beside an fp32 master
- * copy, 16-bit parameters with fp32 state. In the same pass the new parameter goes to
- * a copy of lower precision and into an exponential moving average. */
+ * copy, 16-bit parameters with fp32 state; the state may also be codes of 8 bits. In
+ * the same pass the new parameter goes to a copy of lower precision and into an
+ * exponential moving average. */
 #ifndef CT_UPDATE_H
 #define CT_UPDATE_H
 
 #include "core/ct_span.h"
 #include "core/ct_status.h"
+#include "math/ct_quant_math.h"
 #include "math/ct_rules.h"
 
 #include <stdbool.h>
@@ -25,14 +27,21 @@ typedef struct ct_rounding {
     uint64_t seed, step;
 } ct_rounding;
 
+/* Element i of state that is U8 is map[state[i]] * absmax[i / CT_QUANT_BLOCK]. */
+typedef struct ct_quant {
+    const float *map; /* CT_QUANT_CODES of them, ascending */
+    float *absmax;
+} ct_quant;
+
 /* Parallel arrays of n elements in one device's memory, which do not overlap.
  * Borrowed: whoever fills the span keeps them alive until the stream has drained. */
 typedef struct ct_update_span {
     size_t n;
     void *grad; /* read; zeroed when the update asks for it */
     void *param;
-    void *state[CT_RULE_MAX_STATES]; /* as many as the rule has */
-    void *copy;                      /* gets the new parameter; or NULL */
+    void *state[CT_RULE_MAX_STATES];    /* as many as the rule has */
+    ct_quant quant[CT_RULE_MAX_STATES]; /* of the state, where state_dtype is U8 */
+    void *copy;                         /* gets the new parameter; or NULL */
     /* gets ema * ema_decay + x * (1 - ema_decay), x being the new copy, or the new
      * parameter where there is no copy; or NULL */
     void *ema;

@@ -13,7 +13,7 @@
 enum {
     CT_BATCH_ELEMS = 65536, /* a batch is that long until CT_CUTS_MAX are too few */
     CT_CUTS_MAX = 1024,
-    CT_CUT_ALIGN = 64 /* a span is cut at multiples of that many elements only */
+    CT_CUT_ALIGN = 256 /* a span is cut at multiples of that many elements only */
 };
 
 typedef struct ct_cut {

@@ -55,6 +55,20 @@ fill_outer(const ct_stretch *s, ct_tile *tile)
     return tile;
 }
 
+static void *
+borrow_state(const ct_stretch *s, size_t k, ct_tile *tile)
+{
+    const ct_update_span *span = s->span;
+    if (k == 0 && span->row != NULL) {
+        return fill_outer(s, tile);
+    }
+    if (span->state_dtype == CT_U8) {
+        ct_quant_load(s->isa, s->real, tile, span, k, s->at, s->n);
+        return tile;
+    }
+    return ct_stretch_borrow(s, span->state[k], span->state_dtype, tile);
+}
+
 ct_operands
 ct_stretch_operands(const ct_stretch *s, ct_operand_tiles *tiles)
 {
@@ -64,10 +78,7 @@ ct_stretch_operands(const ct_stretch *s, ct_operand_tiles *tiles)
         .param = ct_stretch_borrow(s, span->param, span->dtype, &tiles->param),
     };
     for (size_t k = 0; k < s->n_states; k++) {
-        at.state[k] = k == 0 && span->row != NULL
-                          ? fill_outer(s, &tiles->state[k])
-                          : ct_stretch_borrow(s, span->state[k], span->state_dtype,
-                                              &tiles->state[k]);
+        at.state[k] = borrow_state(s, k, &tiles->state[k]);
     }
     return at;
 }
@@ -77,7 +88,13 @@ ct_stretch_keep_states(const ct_stretch *s, const ct_operands *at)
 {
     const ct_update_span *span = s->span;
     for (size_t k = span->row != NULL ? 1 : 0; k < s->n_states; k++) {
-        ct_stretch_give_back(s, at->state[k], span->state[k], span->state_dtype);
+        if (span->state_dtype == CT_U8) {
+            ct_quant_store(s->isa, s->real, at->state[k], &s->searches->of[k], span, k,
+                           s->at, s->n);
+        }
+        else {
+            ct_stretch_give_back(s, at->state[k], span->state[k], span->state_dtype);
+        }
     }
 }
 

@@ -6,8 +6,7 @@
 #ifndef CT_CPU_STRETCH_H
 #define CT_CPU_STRETCH_H
 
-#include "core/ct_update.h"
-#include "cpu/tile.h"
+#include "cpu/quant.h"
 
 typedef struct ct_stretch {
     const ct_update_span *span;
@@ -15,6 +14,7 @@ typedef struct ct_stretch {
     size_t n_states;
     ct_dtype real; /* what the rule is handed */
     ct_isa isa;
+    const ct_quant_searches *searches; /* for state that is U8 */
 } ct_stretch;
 
 /* Elements to work on, of the type that the rule computes in. */

@@ -107,17 +107,58 @@ typedef struct update_job {
     ct_isa isa;
     size_t n_states;
     const ct_cuts *cuts;
+    ct_quant_searches searches; /* for the maps that the first codes have */
 } update_job;
+
+_Static_assert(CT_CUT_ALIGN % CT_QUANT_BLOCK == 0, "no block is in two batches");
+
+static bool
+has_codes(const update_job *job, const ct_update_span *span)
+{
+    return job->n_states != 0 && span->state_dtype == CT_U8;
+}
+
+/* Those that all share or, for a span with maps of its own, `own`. */
+static const ct_quant_searches *
+searches_for(const update_job *job, const ct_update_span *span, ct_quant_searches *own)
+{
+    if (!has_codes(job, span)) {
+        return NULL;
+    }
+    if (ct_quant_fits(&job->searches, span, job->n_states)) {
+        return &job->searches;
+    }
+    ct_quant_prepare(own, span, job->n_states);
+    return own;
+}
+
+static void
+prepare_searches(update_job *job)
+{
+    const ct_update *update = job->update;
+    ct_quant_searches_init(&job->searches);
+    size_t i = 0;
+    while (i < update->n_spans &&
+           !(has_codes(job, &update->spans[i]) && update->spans[i].n != 0)) {
+        i++;
+    }
+    if (i < update->n_spans) {
+        ct_quant_prepare(&job->searches, &update->spans[i], job->n_states);
+    }
+}
 
 static void
 run_batch(void *arg, size_t batch)
 {
     const update_job *job = arg;
     ct_piece piece = ct_cuts_start(job->cuts, batch);
+    ct_quant_searches own;
+    ct_quant_searches_init(&own);
     while (ct_cuts_next(job->cuts, batch, &piece)) {
         const ct_update_span *span = &job->update->spans[piece.span];
         const ct_dtype real = choose_type(span, job->n_states);
         const size_t length = ct_stretch_length(span, real, job->n_states);
+        const ct_quant_searches *searches = searches_for(job, span, &own);
         for (size_t done = 0; done < piece.n; done += length) {
             const size_t left = piece.n - done;
             const ct_stretch s = {
@@ -127,6 +168,7 @@ run_batch(void *arg, size_t batch)
                 .n_states = job->n_states,
                 .real = real,
                 .isa = job->isa,
+                .searches = searches,
             };
             update_stretch(job->update, &s);
         }
@@ -138,7 +180,9 @@ ct_cpu_update(void *stream, const ct_update *update, ct_error *err)
 {
     (void)stream; /* the CPU is done when the call returns */
     ct_cuts cuts;
-    update_job job = {.update = update, .cuts = &cuts};
+    update_job job;
+    job.update = update;
+    job.cuts = &cuts;
     ct_status status = ct_isa_get(&job.isa, err);
     if (status == CT_OK) {
         status = ct_update_check(update, err);
@@ -147,6 +191,7 @@ ct_cpu_update(void *stream, const ct_update *update, ct_error *err)
         return status;
     }
     job.n_states = ct_rule_n_states(update->rule);
+    prepare_searches(&job);
     ct_cuts_init(&cuts, &update->spans[0].n, sizeof update->spans[0], update->n_spans);
     ct_pool_run(run_batch, &job, cuts.n_batches);
     return CT_OK;

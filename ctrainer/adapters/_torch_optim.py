@@ -42,6 +42,16 @@ def optimizer_groups(
     ]
 
 
+def devices_elsewhere(model: nn.Module) -> set[str]:
+    """The kinds of devices, other than the CPU, that have parameters of the model."""
+    return {p.device.type for p in model.parameters()} - {"cpu"}
+
+
+def embeddings(model: nn.Module) -> list[torch.Tensor]:
+    """The tables of the model's embeddings."""
+    return [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+
+
 def optimizer_class(
     cls: str, name: str, model: nn.Module
 ) -> tuple[Any, dict[str, Any]]:
@@ -49,9 +59,11 @@ def optimizer_class(
     torch's own where a parameter is not in host memory."""
     from ctrainer import optim
 
-    devices = {p.device.type for p in model.parameters()} - {"cpu"}
+    devices = devices_elsewhere(model)
     if not devices:
-        return getattr(optim, cls), {}
+        found = getattr(optim, cls)
+        keeps = getattr(found, "takes_keep_32bit", False)
+        return found, {"keep_32bit": embeddings(model)} if keeps else {}
     if not hasattr(torch.optim, cls):
         raise ValueError(
             f"optim={name!r} updates parameters in host memory, and the model has some "

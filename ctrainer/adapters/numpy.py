@@ -236,6 +236,11 @@ def optimizer_groups(
     ]
 
 
+def devices_elsewhere(model: Any) -> set[str]:
+    """The kinds of devices, other than the CPU, that have parameters of the model."""
+    return set()
+
+
 def optimizer_class(
     cls: str, name: str, model: Any
 ) -> tuple[type[Optimizer], dict[str, Any]]:

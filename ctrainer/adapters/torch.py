@@ -26,6 +26,7 @@ decay_parameter_names = optimizers.decay_parameter_names
 grad_norms = optimizers.grad_norms
 is_metric_scheduler = optimizers.is_metric_scheduler
 make_scheduler = optimizers.make_scheduler
+devices_elsewhere = optimizers.devices_elsewhere
 optimizer_class = optimizers.optimizer_class
 package_optimizer_class = optimizers.package_optimizer_class
 optimizer_groups = optimizers.optimizer_groups

@@ -9,6 +9,7 @@ from ctrainer.optim._adafactor import Adafactor
 from ctrainer.optim._adam import Adam, Adamax, AdamW, AdEMAMix, RAdam
 from ctrainer.optim._adaptive import Adadelta, Adagrad, RMSprop
 from ctrainer.optim._composite import Composite
+from ctrainer.optim._eight_bit import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit
 from ctrainer.optim._fairseq import FairseqAdam, FairseqAdamax, FairseqNAG
 from ctrainer.optim._layerwise import LAMB, LARS
 from ctrainer.optim._lion import Lion
@@ -27,11 +28,14 @@ __all__ = [
     "LARS",
     "SGD",
     "AdEMAMix",
+    "AdEMAMix8bit",
     "Adadelta",
     "Adafactor",
     "Adagrad",
     "Adam",
+    "Adam8bit",
     "AdamW",
+    "AdamW8bit",
     "AdamWScheduleFree",
     "Adamax",
     "Composite",
@@ -40,6 +44,7 @@ __all__ = [
     "FairseqNAG",
     "LRScheduler",
     "Lion",
+    "Lion8bit",
     "Muon",
     "Precision",
     "RAdam",

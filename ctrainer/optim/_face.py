@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -38,7 +38,8 @@ class Face(torch.optim.Optimizer):
 
     _kind: str
     _native_step = True  # step() is ours, so the trainer may call the engine itself
-    precision_defaults: ClassVar[Precision] = {  # the options that every face has
+    # The options that every face has.
+    precision_defaults: ClassVar[Mapping[str, Any]] = {
         "master_weights": False,
         "fp32_state": False,
         "stochastic_rounding": False,

@@ -1,0 +1,50 @@
+/* State of 8 bits to and from tiles. Mirrors cuda/quant.cuh. */
+#ifndef CT_CPU_QUANT_H
+#define CT_CPU_QUANT_H
+
+#include "core/ct_update.h"
+#include "cpu/tile.h"
+
+/* Buckets are what numbers have in common whose sign, exponent and first seven bits
+ * are the same, between 2^-21 and 1; all that is smaller is in one of them, and all
+ * that is larger. */
+enum {
+    CT_QUANT_LOWEST = (127 - 21) << 7,
+    CT_QUANT_BUCKETS = (21 << 7) + 1 /* of either sign */
+};
+
+/* A map, and what finds the nearest of its numbers without going through them. */
+typedef struct ct_quant_search {
+    const float *map;              /* borrowed for one update; NULL: not made yet */
+    float middles[CT_QUANT_CODES]; /* the last one is Inf */
+    uint8_t first[2 * CT_QUANT_BUCKETS]; /* the lowest code that a bucket may have */
+    int most;                            /* middles in one bucket */
+} ct_quant_search;
+
+/* One for each state of a rule. */
+typedef struct ct_quant_searches {
+    ct_quant_search of[CT_RULE_MAX_STATES];
+} ct_quant_searches;
+
+/* None of them is made. */
+void ct_quant_searches_init(ct_quant_searches *searches);
+
+/* Do these fit the maps of a span's state? */
+bool ct_quant_fits(const ct_quant_searches *searches, const ct_update_span *span,
+                   size_t n_states);
+
+/* Makes those anew that do not: some microseconds each. */
+void ct_quant_prepare(ct_quant_searches *searches, const ct_update_span *span,
+                      size_t n_states);
+
+/* State k of elements [from, from + n) into the tile, of type `real`, F32 or F64; from
+ * is a multiple of CT_QUANT_BLOCK, n <= CT_TILE. */
+void ct_quant_load(ct_isa isa, ct_dtype real, ct_tile *tile, const ct_update_span *span,
+                   size_t k, size_t from, size_t n);
+
+/* And back. The blocks that n elements end in have no others. */
+void ct_quant_store(ct_isa isa, ct_dtype real, const ct_tile *tile,
+                    const ct_quant_search *search, const ct_update_span *span, size_t k,
+                    size_t from, size_t n);
+
+#endif

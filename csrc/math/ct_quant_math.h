@@ -1,0 +1,75 @@
+/* State of 8 bits: a code for each element, a number for each code, and for each block
+ * of elements the largest magnitude in it, by which its numbers are scaled.
+ *
+ * A map is 256 floats in ascending order, from -1 or 0 to 1; the elements of an array
+ * are map[code] * absmax[block]. What is written is the code of the map's number that
+ * is nearest to x / absmax. Only comparisons and correctly rounded operations, so that
+ * every device writes the same codes.
+ *
+ * Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise
+ * Quantization", 2022, sections 2.1 and 2.2; in the layout of bitsandbytes.
+ */
+#ifndef CT_QUANT_MATH_H
+#define CT_QUANT_MATH_H
+
+#include "math/ct_half_math.h"
+
+#include <float.h>
+
+enum {
+    CT_QUANT_BLOCK = 256, /* elements that share a scale */
+    CT_QUANT_CODES = 256  /* numbers in a map */
+};
+
+/* |x| as an integer, which has the order of magnitudes, Inf and NaN above all others.
+ */
+CT_HD static inline uint32_t
+ct_quant_magnitude(float x)
+{
+    return ct_bits_from_f32(x) & 0x7fffffffu;
+}
+
+/* absmax of a block from its largest magnitude. One Inf or NaN makes it NaN, and with
+ * it every element of the block: a bad number does not hide behind a code. */
+CT_HD static inline float
+ct_quant_absmax(uint32_t magnitude)
+{
+    return ct_f32_from_bits(magnitude < 0x7f800000u ? magnitude : 0x7fc00000u);
+}
+
+/* What the elements of a block are multiplied by: 1 / absmax, as far as that is a
+ * float; 0 for a block of zeros or of NaN. */
+CT_HD static inline float
+ct_quant_scale(float absmax)
+{
+    const float inverse = absmax > 0.0f ? 1.0f / absmax : 0.0f;
+    return inverse <= FLT_MAX ? inverse : FLT_MAX;
+}
+
+/* An element between -1 and 1. */
+CT_HD static inline float
+ct_quant_unit(float x, float scale)
+{
+    const float unit = x * scale;
+    return unit == unit ? unit : 0.0f;
+}
+
+/* Above it the higher one of two neighbours in a map is the nearer one. */
+CT_HD static inline float
+ct_quant_middle(float low, float high)
+{
+    return 0.5f * (low + high);
+}
+
+/* The code nearest to a unit: how many of the 255 middles are below it. */
+CT_HD static inline uint32_t
+ct_quant_nearest(const float *middles, float unit)
+{
+    uint32_t code = 0;
+    for (uint32_t step = CT_QUANT_CODES / 2; step != 0; step /= 2) {
+        code += unit > middles[code + step - 1] ? step : 0;
+    }
+    return code;
+}
+
+#endif

@@ -1,0 +1,269 @@
+"""Optimizers whose state is kept in 8 bits, in the layout of bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, TypedDict, Unpack
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from ctrainer.optim._face import Face
+from ctrainer.optim._precision import Precision, new_master
+
+BLOCK = 256  # elements that share a scale
+_WRAPPED = "__bnb_optimizer_quant_state__"  # how newer releases save what is quantised
+
+
+def dynamic_map(signed: bool) -> torch.Tensor:
+    """Return the 256 numbers that a code stands for, float32, ascending to 1.
+
+    Each of seven decades below 1 is cut into twice as many equal parts as the one
+    below it, whose middles are taken; they have both signs, or are twice as many.
+
+    Source: Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016;
+    equal to bitsandbytes.functional.create_dynamic_map in every bit.
+    """
+    numbers = [torch.tensor([0.0, 1.0])]
+    for decade in range(7):
+        parts = 2**decade if signed else 2 ** (decade + 1)
+        edges = torch.linspace(0.1, 1, parts + 1, dtype=torch.float32)
+        middles = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
+        numbers += [middles, -middles] if signed else [middles]
+    return torch.cat(numbers).sort().values
+
+
+class EightBit(TypedDict, total=False):
+    """Options that every optimizer with state of 8 bits has.
+
+    optim_bits: int = 8
+        32 keeps a group's state in float32. May differ by group.
+    min_8bit_size: int = 4096
+        Parameters with fewer elements have state of float32. May differ by group.
+    keep_32bit: parameters = ()
+        These have state of float32 too, whatever their group says: embeddings, whose
+        gradients differ in size from row to row.
+    maximize: bool = False
+        Step up the gradient.
+
+    And those of Precision, but for fp32_state.
+    """
+
+    optim_bits: int
+    min_8bit_size: int
+    keep_32bit: Iterable[torch.Tensor]
+    maximize: bool
+    master_weights: bool
+    stochastic_rounding: bool
+    rounding_seed: int
+
+
+class _EightBit(Face):
+    """What they share. An entry of _arrays is a state's number of arrays and whether
+    its numbers have signs."""
+
+    _arrays: tuple[tuple[int, bool], ...]
+    takes_keep_32bit = True  # a trainer gives it the embeddings
+    precision_defaults: ClassVar[Mapping[str, Any]] = {
+        "optim_bits": 8,
+        "min_8bit_size": 4096,
+        "maximize": False,
+        "master_weights": False,
+        "stochastic_rounding": False,
+        "rounding_seed": 0,
+    }
+
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], options: EightBit
+    ) -> None:
+        self._kept = set(options.get("keep_32bit", ()))
+        self._maps: dict[bool, torch.Tensor] = {}
+        precision = Precision(
+            **{n: options[n] for n in Precision.__annotations__ if n in options}  # type: ignore[typeddict-item, literal-required]
+        )
+        own = ("optim_bits", "min_8bit_size", "maximize")
+        for name in own:
+            defaults[name] = options.get(name, self.precision_defaults[name])
+        super().__init__(params, defaults=defaults, **precision)
+
+    def _new_master(self, param: torch.Tensor) -> torch.Tensor:
+        master = new_master(param)
+        if param in self._kept:
+            self._kept.add(master)
+        return master
+
+    def _map(self, signed: bool) -> torch.Tensor:
+        if signed not in self._maps:
+            self._maps[signed] = dynamic_map(signed)
+        return self._maps[signed]
+
+    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return what the original keeps before a parameter's first step."""
+        coded = self._is_coded(param, group)
+        wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+        dtype = torch.uint8 if coded else wide
+        state: dict[str, Any] = {"step": 0}
+        for number, (n, signed) in enumerate(self._arrays, 1):
+            state[f"state{number}"] = _zeros(param, n, dtype)
+            if coded:
+                blocks = -(-param.numel() // BLOCK)
+                shape = (blocks,) if n == 1 else (n, blocks)
+                state[f"absmax{number}"] = torch.zeros(shape, dtype=torch.float32)
+                state[f"qmap{number}"] = self._map(signed)
+        return state
+
+    def _is_coded(self, param: torch.Tensor, group: dict[str, Any]) -> bool:
+        bits = group.get("optim_bits", 8)
+        if bits not in (8, 32):
+            raise ValueError(f"optim_bits is {bits!r}; expected 8 or 32")
+        if bits == 8 and group.get("fp32_state"):
+            raise ValueError(
+                "fp32_state=True with state of 8 bits: set optim_bits=32 for that group"
+            )
+        size: int = group.get("min_8bit_size", 4096)
+        return bits == 8 and param.numel() >= size and param not in self._kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what state_dict() of this class or of bitsandbytes' gave."""
+        state_dict = {**state_dict, "state": _unwrapped(state_dict["state"])}
+        super().load_state_dict(state_dict)
+        _keep_as_saved(self, state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.setdefault("_kept", set())
+        self.__dict__.setdefault("_maps", {})
+        super().__setstate__(state)
+
+
+def _zeros(param: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros like the parameter, or n of them one behind the other."""
+    if n == 1:
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    return torch.zeros((n, *param.shape), dtype=dtype)
+
+
+def _unwrapped(states: dict[Any, Any]) -> dict[Any, Any]:
+    """The states, with what newer releases of bitsandbytes wrap where it was."""
+    return {
+        key: {**{k: v for k, v in state.items() if k != _WRAPPED}, **state[_WRAPPED]}
+        if isinstance(state, dict) and _WRAPPED in state
+        else state
+        for key, state in states.items()
+    }
+
+
+def _keep_as_saved(optimizer: _EightBit, saved: dict[str, Any]) -> None:
+    """Load again what torch has cast to the parameters' dtype."""
+    numbers = (n for group in saved["param_groups"] for n in group["params"])
+    ours = (p for group in optimizer.param_groups for p in group["params"])
+    for number, param in zip(numbers, ours, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor):
+                copy = value.detach().to(param.device, copy=not name.startswith("qmap"))
+                optimizer.state[param][name] = copy
+
+
+class AdamW8bit(_EightBit):
+    """AdamW with state of 8 bits, as bitsandbytes.optim.AdamW8bit.
+
+    params: parameters, or dicts of them with options of their own.
+    lr, eps, weight_decay: >= 0; the weight decay is decoupled. betas: in [0, 1).
+
+    A parameter's averages are kept as codes of 8 bits, "state1" and "state2" of
+    uint8, with a float32 scale for each 256 elements, "absmax1" and "absmax2", and what
+    the codes mean, "qmap1" and "qmap2": 2 bytes a parameter where AdamW has 8. Each
+    step computes in float32 and takes the nearest code. A gradient that is Inf or NaN
+    makes its whole block NaN. The count "step" is an int. amsgrad is refused. For
+    what stays in float32 see EightBit, for 16-bit parameters Precision.
+
+    Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise
+    Quantization", 2022.
+    """
+
+    _kind = "adamw_8bit"
+    _arrays = ((1, True), (1, False))
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **options: Unpack[EightBit],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, options)
+
+
+class Adam8bit(AdamW8bit):
+    """AdamW8bit with no weight decay by default, as bitsandbytes.optim.Adam8bit, whose
+    weight decay is decoupled too."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **options: Unpack[EightBit],
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+
+class Lion8bit(_EightBit):
+    """Lion with state of 8 bits, as bitsandbytes.optim.Lion8bit: "state1" alone, with
+    its "absmax1" and "qmap1". See AdamW8bit and Lion."""
+
+    _kind = "lion_8bit"
+    _arrays = ((1, True),)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **options: Unpack[EightBit],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": 1e-8,  # which the original's groups have and its update does not use
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, options)
+
+
+class AdEMAMix8bit(_EightBit):
+    """AdEMAMix with state of 8 bits, as bitsandbytes.optim.AdEMAMix8bit: "state1" is
+    the fast average and, behind it, the slow one, of shape (2, *param.shape), with
+    "absmax1" of shape (2, blocks); "state2" is the second moment. Parameters have to
+    be contiguous. See AdamW8bit and AdEMAMix."""
+
+    _kind = "ademamix_8bit"
+    _arrays = ((2, True), (1, False))
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        t_alpha: float | None = None,
+        t_beta3: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **options: Unpack[EightBit],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "alpha": alpha,
+            "t_alpha": t_alpha,
+            "t_beta3": t_beta3,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, options)

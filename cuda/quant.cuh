@@ -1,0 +1,83 @@
+/* State of 8 bits: the part of a block's threads in writing it. Mirrors
+ * csrc/cpu/quant.c. */
+#ifndef CT_CUDA_QUANT_CUH
+#define CT_CUDA_QUANT_CUH
+
+#include "launch.cuh"
+#include "update.cuh"
+
+static_assert(CT_QUANT_BLOCK == ct_cuda_block_size, "a thread has one element");
+static_assert(CT_QUANT_CODES == ct_cuda_block_size, "a thread has one number of a map");
+static_assert(ct_cuda_chunk_elems % CT_QUANT_BLOCK == 0, "a chunk has whole blocks");
+
+__device__ static inline uint32_t
+ct_warp_largest(uint32_t value)
+{
+    for (unsigned step = 16; step > 0; step /= 2) {
+        const uint32_t other = __shfl_down_sync(0xffffffffu, value, step);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+/* The largest value of all threads, in each of them. Every thread has to come. */
+__device__ static inline uint32_t
+ct_block_largest(uint32_t value)
+{
+    __shared__ uint32_t of_warp[ct_cuda_block_size / 32], largest;
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+    value = ct_warp_largest(value);
+    if (lane == 0) {
+        of_warp[warp] = value;
+    }
+    __syncthreads();
+    if (warp == 0) {
+        value = ct_warp_largest(lane < ct_cuda_block_size / 32 ? of_warp[lane] : 0);
+        if (lane == 0) {
+            largest = value;
+        }
+    }
+    __syncthreads();
+    return largest;
+}
+
+/* What ct_quant_nearest searches in, for state k of an operand. */
+__device__ static inline void
+ct_fill_middles(float *middles, const ct_cuda_update_operand &operand, int k)
+{
+    const unsigned i = threadIdx.x;
+    if (i + 1 < CT_QUANT_CODES) {
+        const float *map = operand.quant[k].map;
+        middles[i] = ct_quant_middle(map[i], map[i + 1]);
+    }
+}
+
+template <typename Real>
+__device__ static inline Real
+ct_load_code(const ct_cuda_update_operand &operand, int k, size_t i)
+{
+    const ct_quant &quant = operand.quant[k];
+    const uint8_t code = ((const uint8_t *)operand.state[k])[i];
+    return (Real)(quant.map[code] * quant.absmax[i / CT_QUANT_BLOCK]);
+}
+
+/* Element i of state k, where it is inside; every thread has to come, with the elements
+ * of one block. All of them have loaded what they need of it. */
+template <typename Real>
+__device__ static inline void
+ct_store_code(Real value, const ct_cuda_update_operand &operand, int k, size_t i,
+              bool inside, const float *middles)
+{
+    const float x = inside ? (float)value : 0.0f;
+    const float absmax = ct_quant_absmax(ct_block_largest(ct_quant_magnitude(x)));
+    if (inside) {
+        const float unit = ct_quant_unit(x, ct_quant_scale(absmax));
+        ((uint8_t *)operand.state[k])[i] = (uint8_t)ct_quant_nearest(middles, unit);
+    }
+    if (threadIdx.x == 0) {
+        operand.quant[k].absmax[i / CT_QUANT_BLOCK] = absmax;
+    }
+}
+
+#endif

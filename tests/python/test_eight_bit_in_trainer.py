@@ -1,0 +1,86 @@
+"""A Trainer with an optimizer whose state is kept in 8 bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ctrainer import Trainer, TrainingArguments
+
+
+class Model(nn.Module):
+    """A table and matrices, each of 4096 elements or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(100, 64)
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.layers(self.table(x).mean(1)).squeeze(-1)
+        return {"loss": nn.functional.mse_loss(y, labels)}
+
+
+def rows() -> list[dict[str, Any]]:
+    x = torch.randint(100, (64, 5), generator=torch.Generator().manual_seed(1))
+    return [{"x": row, "labels": float(row.sum() % 3)} for row in x]
+
+
+def trainer(folder: Path, name: str, **options: Any) -> Trainer:
+    settings = {"save_strategy": "no", "max_steps": 12, "learning_rate": 3e-3}
+    args = TrainingArguments(
+        str(folder), optim=name, per_device_train_batch_size=16, report_to="none",
+        disable_tqdm=True, **{**settings, **options},
+    )  # fmt: skip
+    return Trainer(model=Model(), args=args, train_dataset=rows(), eval_dataset=rows())
+
+
+def losses(folder: Path, name: str, **options: Any) -> list[float]:
+    run = trainer(folder, name, logging_steps=1, max_steps=40, **options)
+    run.train()
+    return [line["loss"] for line in run.state.log_history if "loss" in line]
+
+
+def test_its_losses_stay_near_those_of_float32_state(tmp_path: Path) -> None:
+    coded = losses(tmp_path, "adamw_8bit")
+    wide = losses(tmp_path, "adamw_torch")
+    assert coded != wide
+    assert coded[-1] < coded[0] / 2
+    torch.testing.assert_close(coded, wide, rtol=0.02, atol=0.01)
+
+
+def test_embeddings_stay_in_32_bits(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "adamw_8bit", max_steps=1)
+    run.train()
+    kinds = {
+        name: run.optimizer.state[p]["state1"].dtype
+        for name, p in run.model.named_parameters()
+    }
+    assert kinds.pop("layers.0.weight") == torch.uint8
+    assert set(kinds.values()) == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["paged_adamw_8bit", "lion_8bit", "ademamix_8bit"])
+def test_a_run_is_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 5, "optim_args": "optim_bits=8"}
+    whole = trainer(tmp_path, name, **options)
+    whole.train()
+    saved = torch.load(tmp_path / "checkpoint-5" / "optimizer.pt")
+    kinds = {state["state1"].dtype for state in saved["state"].values()}
+    assert kinds == {torch.uint8, torch.float32}
+    resumed = trainer(tmp_path, name, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_model_elsewhere_gets_bitsandbytes_own(tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    args = TrainingArguments(str(tmp_path), optim="adamw_8bit", optim_args="")
+    model = nn.Linear(2, 1, device="meta")
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    assert cls is bnb.optim.AdamW
+    assert kwargs["optim_bits"] == 8
