@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ctrainer import _C
 from ctrainer.fairseq._tensors import Scalar, is_tensor, type_as
 
 __all__ = [
@@ -78,7 +78,7 @@ class _RoundedMeter(Meter):
         return safe_round(value, self.round)
 
 
-class AverageMeter(_RoundedMeter):
+class AverageMeter(_C.AverageMeter, Meter):
     """The weighted mean of what it was updated with.
 
     `val` is the latest value, `sum` that of value times weight, `count` that of the
@@ -86,44 +86,8 @@ class AverageMeter(_RoundedMeter):
     nothing has had weight.
     """
 
-    def __init__(self, round: int | None = None) -> None:
-        self.round = round
-        self.reset()
-
-    def reset(self) -> None:
-        self.val: Scalar = None
-        self.sum: Scalar = 0
-        self.count: Scalar = 0
-
-    def update(self, val: Scalar, n: Scalar = 1) -> None:
-        """Add `val` with weight `n`; None is left out."""
-        if val is None:
-            return
-        self.val = val
-        if n > 0:
-            self.sum = type_as(self.sum, val) + (val * n)
-            self.count = type_as(self.count, n) + n
-
-    def state_dict(self) -> State:
-        return {
-            "val": self.val,
-            "sum": self.sum,
-            "count": self.count,
-            "round": self.round,
-        }
-
-    def load_state_dict(self, state_dict: State) -> None:
-        self.val = state_dict["val"]
-        self.sum = state_dict["sum"]
-        self.count = state_dict["count"]
-        self.round = state_dict.get("round")
-
-    @property
-    def avg(self) -> Scalar:
-        return self.sum / self.count if self.count > 0 else self.val
-
-    def _value(self) -> Scalar:
-        return self.avg
+    _safe_round = staticmethod(safe_round)
+    _type_as = staticmethod(type_as)
 
 
 class SumMeter(_RoundedMeter):
@@ -285,8 +249,11 @@ class DerivedMeter(Meter):
     def reset(self) -> None:
         """Nothing is kept."""
 
+    def derived_from(self, meters: MetersDict) -> Scalar:
+        return self.fn(meters)
 
-class MetersDict(OrderedDict[str, Meter]):
+
+class MetersDict(_C.MetersDict[Meter]):
     """Meters by name, in the order of (priority, insertion); low priorities first.
 
     `meters[key] = (priority, meter)` adds one; a key is given once.
@@ -294,37 +261,9 @@ class MetersDict(OrderedDict[str, Meter]):
 
     _DerivedMeter = DerivedMeter
 
-    def __init__(self) -> None:
-        super().__init__()
-        # What has been removed may keep its rank: only those of present keys are read.
-        self._ranks: dict[str, tuple[int, int]] = {}
-        self._added = 0
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key in self:
-            raise ValueError(
-                f"MetersDict doesn't support reassignment: there is a meter {key!r}"
-            )
-        priority, meter = value
-        rank = (priority, self._added)
-        later = [other for other in self if self._ranks[other] > rank]
-        super().__setitem__(key, meter)
-        self._ranks[key] = rank
-        self._added += 1
-        for other in later:
-            self.move_to_end(other)
-
     def __reduce__(self) -> tuple[Any, ...]:
         entries = [(key, (pri, self[key])) for pri, _, key in self.priorities]
         return type(self), (), None, None, iter(entries)
-
-    @property
-    def priorities(self) -> list[tuple[int, int, str]]:
-        """(priority, place of insertion, key) of each meter, in their order."""
-        return [(*self._ranks[key], key) for key in self]
-
-    def add_meter(self, key: str, meter: Meter, priority: int) -> None:
-        self[key] = (priority, meter)
 
     def state_dict(self) -> list[tuple[int, str, str, State]]:
         """(priority, key, class name, state) of each meter but derived ones."""
@@ -352,19 +291,6 @@ class MetersDict(OrderedDict[str, Meter]):
         self.clear()
         for priority, _, key in other.priorities:
             self.add_meter(key, other[key], priority)
-
-    def get_smoothed_value(self, key: str) -> Scalar:
-        """The value of one meter as it is reported. Raises KeyError."""
-        meter = self[key]
-        if isinstance(meter, DerivedMeter):
-            return meter.fn(self)
-        return meter.smoothed_value
-
-    def get_smoothed_values(self) -> OrderedDict[str, Scalar]:
-        """The values of all meters whose names do not begin with an underscore."""
-        return OrderedDict(
-            (key, self.get_smoothed_value(key)) for key in self if key[:1] != "_"
-        )
 
     def reset(self) -> None:
         for meter in self.values():

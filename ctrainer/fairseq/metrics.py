@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ctrainer import _C
 from ctrainer.fairseq._tensors import Scalar
 from ctrainer.fairseq.meters import (
     AverageMeter,
@@ -64,7 +65,7 @@ class _Stack:
     """The active aggregators, outermost first; one can be entered more than once."""
 
     def __init__(self) -> None:
-        self.active: OrderedDict[Hashable, MetersDict] = OrderedDict()
+        self.active: dict[Hashable, MetersDict] = {}
         self._entered: dict[Hashable, int] = {}
 
     def enter(self, key: Hashable, meters: MetersDict) -> None:
@@ -85,14 +86,26 @@ class _Contexts:
         self.stack = _Stack()
         self.stack.enter("default", self.named["default"])
 
+    def use(self, stack: _Stack) -> None:
+        """Log into that stack from now on; after a reset() others are logged into."""
+        self.stack = stack
+        if _contexts is self:
+            _log.active = stack.active
 
-_contexts = _Contexts()
+
+_log = _C.MetricLog(AverageMeter)  # what log_scalar() needs of _contexts, for C
+log_scalar = _log.log_scalar
 
 
 def reset() -> None:
     """Forget every aggregator; contexts that are open collect nothing more."""
     global _contexts
     _contexts = _Contexts()
+    _log.active = _contexts.stack.active
+
+
+_contexts: _Contexts
+reset()
 
 
 @contextmanager
@@ -115,13 +128,13 @@ def aggregate(name: str | None = None, new_root: bool = False) -> Iterator[Meter
     outer = contexts.stack
     inner = _Stack() if new_root else outer
     inner.enter(key, meters)
-    contexts.stack = inner
+    contexts.use(inner)
     try:
         yield meters
     finally:
         inner.leave(key)
         if new_root:
-            contexts.stack = outer
+            contexts.use(outer)
 
 
 def get_active_aggregators() -> list[MetersDict]:
@@ -136,28 +149,6 @@ def _meters(key: str, make: Callable[[], Meter], priority: int) -> Iterator[Any]
             meter = make()
             meters.add_meter(key, meter, priority)
         yield meter
-
-
-def log_scalar(
-    key: str,
-    value: Scalar,
-    weight: Scalar = 1,
-    priority: int = 10,
-    round: int | None = None,
-) -> None:
-    """Log `value` for a mean in which it counts `weight` times.
-
-    With weight 0 the latest value is what is reported. Low priorities are reported
-    first; `round` is the number of decimals, None for all. Both are taken from the
-    first call for a key.
-    """
-    # Written out, for speed: it is most of what is logged.
-    for meters in _contexts.stack.active.values():
-        meter: Any = meters.get(key)
-        if meter is None:
-            meter = AverageMeter(round=round)
-            meters.add_meter(key, meter, priority)
-        meter.update(value, weight)
 
 
 def log_scalar_sum(
