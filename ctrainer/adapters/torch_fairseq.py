@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import pickle
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,14 @@ def seed(value: int) -> None:
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(value)
+
+
+def autocast(module: Module, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+    """Where operations choose their precision, for a module's device; or nothing."""
+    if not enabled:
+        return contextlib.nullcontext()
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    return torch.autocast(device)
 
 
 def scalar(value: float) -> torch.Tensor:

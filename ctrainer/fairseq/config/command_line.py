@@ -20,6 +20,7 @@ from ctrainer.fairseq.config.components import (
     complete_architecture,
     component_class,
     component_names,
+    legacy_options,
 )
 from ctrainer.fairseq.config.data import (
     CheckpointConfig,
@@ -187,9 +188,7 @@ def parse_training_args(
         modify_parser(parser)
     first, _ = parser.parse_known_args(_without_help(argv))
     for component in COMPONENTS:
-        cls = component_class(component, _name_of(component, first))
-        if cls is not None:
-            add_options(parser.add_argument_group(component), cls)
+        _add_component(parser, component, _name_of(component, first))
     if getattr(first, "use_bmuf", False):
         add_options(parser.add_argument_group("bmuf"), FairseqBMUFConfig)
     if modify_parser is not None:
@@ -198,6 +197,19 @@ def parse_training_args(
     if unknown:
         parser.refuse(unknown)
     return _config(parser, options)
+
+
+def _add_component(parser: ArgumentParser, component: str, name: str | None) -> None:
+    """The options of a component: of its dataclass, or those its class declares."""
+    cls = component_class(component, name)
+    add_args = legacy_options(component, name)
+    if cls is None and add_args is None:
+        return
+    group = parser.add_argument_group(component, argument_default=SUPPRESS)
+    if cls is not None:
+        add_options(group, cls)
+    elif add_args is not None:
+        add_args(group)
 
 
 def _without_help(argv: Sequence[str] | None) -> list[str]:

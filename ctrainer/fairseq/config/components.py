@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import Namespace, _ArgumentGroup
 from collections.abc import Callable
 from dataclasses import is_dataclass
 
@@ -12,6 +12,7 @@ from ctrainer.fairseq.config.schedules import SCHEDULES
 from ctrainer.fairseq.config.tasks import CRITERIONS, TASKS
 
 Architecture = Callable[[Namespace], None]
+AddArgs = Callable[[_ArgumentGroup], object]
 
 _classes: dict[str, dict[str, type]] = {
     **{component: {} for component in COMPONENTS},
@@ -20,6 +21,8 @@ _classes: dict[str, dict[str, type]] = {
     "optimizer": dict(OPTIMIZERS),
     "task": dict(TASKS),
 }
+# Components without a dataclass, whose classes declare their options with argparse.
+_legacy: dict[str, dict[str, AddArgs | None]] = {name: {} for name in COMPONENTS}
 _architectures: dict[str, tuple[str, Architecture]] = {}
 
 
@@ -40,6 +43,22 @@ def register_component(component: str, name: str, dataclass: type) -> None:
         raise ValueError(f"{component} {name!r} is registered already")
 
 
+def register_legacy_options(component: str, name: str, add_args: AddArgs | None) -> None:
+    """Let `name` be a component without a dataclass: its config holds the options of
+    all groups, and those that add_args(parser) declares.
+
+    Raises ValueError for a name that is taken.
+    """
+    if name in _classes[component] or name in _legacy[component]:
+        raise ValueError(f"{component} {name!r} is registered already")
+    _legacy[component][name] = add_args
+
+
+def legacy_options(component: str, name: str | None) -> AddArgs | None:
+    """What declares the options of that component, or None."""
+    return _legacy[component].get(_model_of(component, name) or "")
+
+
 def register_architecture(arch: str, model: str, complete: Architecture) -> None:
     """Let `arch` name the model `model` with other defaults.
 
@@ -48,22 +67,27 @@ def register_architecture(arch: str, model: str, complete: Architecture) -> None
     """
     if arch in _architectures or arch in _classes["model"]:
         raise ValueError(f"architecture {arch!r} is registered already")
-    if model not in _classes["model"]:
+    if model not in _classes["model"] and model not in _legacy["model"]:
         raise ValueError(f"architecture {arch!r}: there is no model {model!r}")
     _architectures[arch] = (model, complete)
 
 
 def component_class(component: str, name: str | None) -> type | None:
     """The dataclass of that name, or None where none is known."""
+    return _classes[component].get(_model_of(component, name) or "")
+
+
+def _model_of(component: str, name: str | None) -> str | None:
+    """The model of an architecture; any other name as it is."""
     if component == "model" and name in _architectures:
-        name = _architectures[name][0]
-    return _classes[component].get(name or "")
+        return _architectures[name][0]
+    return name
 
 
 def component_names(component: str) -> list[str]:
     """The names that are known, sorted; of models the architectures too."""
     extra = _architectures if component == "model" else {}
-    return sorted({*_classes[component], *extra})
+    return sorted({*_classes[component], *_legacy[component], *extra})
 
 
 def complete_architecture(options: Namespace) -> None:

@@ -6,16 +6,24 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ctrainer.fairseq.config.base import MISSING
 from ctrainer.fairseq.config.components import component_class
 from ctrainer.fairseq.config.root import COMPONENTS
-from ctrainer.fairseq.config.trees import Tree, groups, nested_class, tree_of
+from ctrainer.fairseq.config.trees import (
+    Tree,
+    defaults_of,
+    groups,
+    nested_class,
+    tree_of,
+)
 
 
 def tree_of_flat(options: Mapping[str, Any]) -> tuple[Tree, list[str]]:
     """(the tree of groups, the options that belong nowhere, sorted).
 
     An option goes to each group that has it. A component without a dataclass takes all
-    options, as in fairseq, so that then nothing is left.
+    options, as in fairseq, those that are not given by their defaults, so that then
+    nothing is left.
     """
     taken: set[str] = {"arch"}
     tree: Tree = {name: _picked(cls, options, taken) for name, cls in groups().items()}
@@ -27,11 +35,20 @@ def tree_of_flat(options: Mapping[str, Any]) -> tuple[Tree, list[str]]:
         cls = component_class(component, name)
         if cls is None:
             taken.update(options)
-            tree[component] = {**tree_of(dict(options)), "_name": name}
+            tree[component] = {**_flat_defaults(), **tree_of(dict(options))}
+            tree[component]["_name"] = name
         else:
             tree[component] = {**_picked(cls, options, taken), "_name": name}
     empty = {key for key in COMPONENTS if options.get(key) is None}
     return tree, sorted(options.keys() - taken - empty)
+
+
+def _flat_defaults() -> Tree:
+    """The options of all groups by default; one of several groups as in the first."""
+    tree: Tree = {}
+    for cls in groups().values():
+        tree = {**defaults_of(cls), **tree}
+    return {name: value for name, value in tree.items() if value != MISSING}
 
 
 def _picked(cls: type, options: Mapping[str, Any], taken: set[str]) -> Tree:

@@ -1,0 +1,74 @@
+"""A data set that passes everything on, by the name of data/base_wrapper_dataset.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ctrainer.fairseq.fairseq_dataset import FairseqDataset
+
+
+class BaseWrapperDataset(FairseqDataset):
+    """Asks `dataset` for all; subclasses change what they are for."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def collater(self, samples: list[Any]) -> Any:
+        return self.dataset.collater(samples)
+
+    @property
+    def sizes(self) -> Any:
+        return self.dataset.sizes
+
+    def num_tokens(self, index: int) -> int:
+        return int(self.dataset.num_tokens(index))
+
+    def size(self, index: int) -> Any:
+        return self.dataset.size(index)
+
+    def ordered_indices(self) -> Any:
+        return self.dataset.ordered_indices()
+
+    @property
+    def supports_prefetch(self) -> bool:
+        return bool(getattr(self.dataset, "supports_prefetch", False))
+
+    def attr(self, attr: str, index: int) -> Any:
+        return self.dataset.attr(attr, index)
+
+    def prefetch(self, indices: Any) -> None:
+        self.dataset.prefetch(indices)
+
+    def get_batch_shapes(self) -> Any:
+        return self.dataset.get_batch_shapes()
+
+    def batch_by_size(
+        self,
+        indices: Any,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
+        required_batch_size_multiple: int = 1,
+    ) -> list[Any]:
+        return self.dataset.batch_by_size(  # type: ignore[no-any-return]
+            indices, max_tokens, max_sentences, required_batch_size_multiple
+        )
+
+    def filter_indices_by_size(
+        self, indices: Any, max_sizes: Any
+    ) -> tuple[Any, list[int]]:
+        kept, ignored = self.dataset.filter_indices_by_size(indices, max_sizes)
+        return kept, ignored
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        return bool(self.dataset.can_reuse_epoch_itr_across_epochs)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)

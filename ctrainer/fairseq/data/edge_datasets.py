@@ -1,0 +1,123 @@
+"""Data sets that cut items or add a word to an end of them: fairseq's
+truncate_dataset.py, strip_token_dataset.py, append_ and prepend_token_dataset.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ctrainer.fairseq.data.base_wrapper_dataset import BaseWrapperDataset
+
+
+class _Resized(BaseWrapperDataset):
+    """One whose items have lengths of their own."""
+
+    _sizes: Any
+
+    @property
+    def sizes(self) -> Any:
+        return self._sizes
+
+    def num_tokens(self, index: int) -> int:
+        return int(self._sizes[index])
+
+    def size(self, index: int) -> int:
+        return int(self._sizes[index])
+
+
+class TruncateDataset(_Resized):
+    """The first truncation_length tokens of each item."""
+
+    def __init__(self, dataset: Any, truncation_length: int) -> None:
+        super().__init__(dataset)
+        self.truncation_length = truncation_length
+        self._sizes = np.minimum(dataset.sizes, truncation_length)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index][: self.truncation_length]
+
+
+class StripTokenDataset(BaseWrapperDataset):
+    """Items without the word id_to_strip at either end."""
+
+    def __init__(self, dataset: Any, id_to_strip: int) -> None:
+        super().__init__(dataset)
+        self.id_to_strip = id_to_strip
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.dataset[index]
+        kept = (item != self.id_to_strip).nonzero().flatten()
+        return item[int(kept[0]) : int(kept[-1]) + 1] if len(kept) else item[:0]
+
+
+class AppendTokenDataset(_Resized):
+    """Items with a word more at their end; None: as they are."""
+
+    def __init__(self, dataset: Any, token: int | None = None) -> None:
+        super().__init__(dataset)
+        self.token = token
+        self._sizes = np.asarray(dataset.sizes) + (token is not None)
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.dataset[index]
+        if self.token is None:
+            return item
+        return torch.cat([item, item.new_tensor([self.token])])
+
+
+class PrependTokenDataset(AppendTokenDataset):
+    """Items with a word more at their beginning; None: as they are."""
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.dataset[index]
+        if self.token is None:
+            return item
+        return torch.cat([item.new_tensor([self.token]), item])
+
+
+class RandomCropDataset(_Resized):
+    """truncation_length tokens in a row of each item, from anywhere: where, depends on
+    seed, epoch and item alone."""
+
+    def __init__(self, dataset: Any, truncation_length: int, seed: int = 1) -> None:
+        super().__init__(dataset)
+        self.truncation_length = truncation_length
+        self.seed, self.epoch = seed, 0
+        self._sizes = np.minimum(dataset.sizes, truncation_length)
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.dataset[index]
+        excess = len(item) - self.truncation_length
+        if excess <= 0:
+            return item
+        random = np.random.default_rng([self.seed, self.epoch, index])
+        start = int(random.integers(0, excess + 1))
+        return item[start : start + self.truncation_length]
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        return True  # only what is cropped changes, not how much
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.epoch = epoch
+
+
+def maybe_shorten_dataset(
+    dataset: Any,
+    split: str,
+    shorten_data_split_list: str,
+    shorten_method: str,
+    tokens_per_sample: int,
+    seed: int,
+) -> Any:
+    """Items of at most tokens_per_sample tokens, where shorten_method is "truncate" or
+    "random_crop" and the list, separated by commas, names the split or is empty."""
+    splits = shorten_data_split_list.split(",") if shorten_data_split_list else [split]
+    if split not in splits or shorten_method == "none":
+        return dataset
+    if shorten_method == "truncate":
+        return TruncateDataset(dataset, tokens_per_sample)
+    return RandomCropDataset(dataset, tokens_per_sample, seed)

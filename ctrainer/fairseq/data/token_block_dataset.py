@@ -1,0 +1,117 @@
+"""A stream of tokens as blocks, by the name of fairseq's data/token_block_dataset.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ctrainer import _C
+from ctrainer.fairseq.fairseq_dataset import FairseqDataset
+
+
+class TokenBlockDataset(FairseqDataset):
+    """Blocks of the items of `dataset`, one after another, cut by `break_mode`.
+
+    dataset: indexed by item, tensors of one dimension. sizes: their lengths, (n,).
+    block_size: tokens of a block; None with break_mode "eos". pad, eos: the numbers of
+    these words. break_mode: "none" (None too) fills blocks, "complete" takes whole
+    items, "complete_doc" whole items of one document, "eos" an item each; docs/
+    fairseq_train.md has more. include_targets: an item is (source, target, past), the
+    target being the block, the source the tokens before each of them, and past those
+    before these; a block that begins an item has </s> before it, and <pad> before that.
+    document_sep_len: the length of items that separate documents.
+
+    The cuts are made in C. use_plasma_view, split_path and plasma_path are taken for
+    fairseq's sake: the cuts are small.
+
+    Raises ValueError for another break mode.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sizes: Any,
+        block_size: int | None,
+        pad: int,
+        eos: int,
+        break_mode: str | None = None,
+        include_targets: bool = False,
+        document_sep_len: int = 1,
+        use_plasma_view: bool = False,
+        split_path: str | None = None,
+        plasma_path: str | None = None,
+    ) -> None:
+        if len(dataset) != len(sizes):
+            raise ValueError(f"{len(dataset)} items with {len(sizes)} sizes")
+        self.dataset = dataset
+        self.pad, self.eos = pad, eos
+        self.include_targets = include_targets
+        rows = _C.token_blocks(
+            np.ascontiguousarray(sizes, np.int64),
+            break_mode or "none",
+            0 if block_size is None else block_size,
+            document_sep_len,
+        )
+        self._blocks = np.frombuffer(rows, np.int64).reshape(-1, 5)
+        self._sizes = (self._blocks[:, 1] - self._blocks[:, 0]).astype(np.int32)
+
+    @property
+    def slice_indices(self) -> Any:
+        """Where blocks begin and end in the stream: int64, (blocks, 2)."""
+        return self._blocks[:, :2]
+
+    @property
+    def block_to_dataset_index(self) -> Any:
+        """First item, position in it and last item of each block: int64, (blocks,
+        3)."""
+        return self._blocks[:, 2:]
+
+    @property
+    def sizes(self) -> Any:
+        """Tokens of each block: int32, (blocks,)."""
+        return self._sizes
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def attr(self, attr: str, index: int) -> Any:
+        return self.dataset.attr(attr, int(self._blocks[index, 2]))
+
+    def __getitem__(self, index: int) -> Any:
+        start, end, first, offset, last = self._blocks[index].tolist()
+        items = [self.dataset[i] for i in range(first, last + 1)]
+        buffer = items[0] if len(items) == 1 else torch.cat(items)
+        block = buffer[offset : offset + end - start]
+        if not self.include_targets:
+            return block
+        before = block.new_tensor([self.pad, self.eos])
+        context = torch.cat([before, buffer[: offset + end - start]])
+        source = context[offset + 1 : offset + 1 + len(block)]
+        return source, block, context[offset : offset + len(block)]
+
+    def num_tokens(self, index: int) -> int:
+        return int(self._sizes[index])
+
+    def size(self, index: int) -> int:
+        return int(self._sizes[index])
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        return bool(getattr(self.dataset, "can_reuse_epoch_itr_across_epochs", True))
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    @property
+    def supports_prefetch(self) -> bool:
+        return bool(getattr(self.dataset, "supports_prefetch", False))
+
+    def prefetch(self, indices: Any) -> None:
+        """Tell the items' data set of those that these blocks touch."""
+        rows = self._blocks[np.asarray(indices, np.int64)]
+        self.dataset.prefetch(
+            sorted({i for row in rows.tolist() for i in range(row[2], row[4] + 1)})
+        )

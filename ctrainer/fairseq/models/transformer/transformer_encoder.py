@@ -1,0 +1,106 @@
+"""The encoder of a transformer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ctrainer.fairseq.models import FairseqEncoder
+from ctrainer.fairseq.modules import (
+    FairseqDropout,
+    LayerNorm,
+    PositionalEmbedding,
+    TransformerEncoderLayer,
+)
+
+EncoderOut = dict[str, list[torch.Tensor]]
+
+
+class TransformerEncoder(FairseqEncoder):
+    """args: the options of TransformerConfig as attributes."""
+
+    def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        super().__init__(dictionary)
+        self.register_buffer("version", torch.tensor([3.0]))
+        self.dropout_module = FairseqDropout(args.dropout, type(self).__name__)
+        dim = embed_tokens.embedding_dim
+        self.padding_idx = embed_tokens.padding_idx
+        self.max_source_positions = args.max_source_positions
+        self.embed_tokens = embed_tokens
+        self.embed_scale = 1.0 if args.no_scale_embedding else math.sqrt(dim)
+        self.embed_positions = None
+        if not args.no_token_positional_embeddings:
+            self.embed_positions = PositionalEmbedding(
+                args.max_source_positions, dim, self.padding_idx,
+                learned=args.encoder_learned_pos,
+            )  # fmt: skip
+        self.layernorm_embedding = LayerNorm(dim) if args.layernorm_embedding else None
+        self.layers = nn.ModuleList(
+            self.build_encoder_layer(args) for _ in range(args.encoder_layers)
+        )
+        self.num_layers = len(self.layers)
+        self.layer_norm = LayerNorm(dim) if args.encoder_normalize_before else None
+
+    def build_encoder_layer(self, args: Any) -> nn.Module:
+        return TransformerEncoderLayer(args)
+
+    def forward_embedding(self, src_tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, length, dim) of words."""
+        x = self.embed_scale * self.embed_tokens(src_tokens)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(src_tokens)
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        dropped: torch.Tensor = self.dropout_module(x)
+        return dropped
+
+    def forward(
+        self,
+        src_tokens: torch.Tensor,
+        src_lengths: torch.Tensor | None = None,
+        return_all_hiddens: bool = False,
+        **kwargs: Any,
+    ) -> EncoderOut:
+        """encoder_out: a list of one, (length, rows, dim); encoder_padding_mask:
+        likewise (rows, length), empty where nothing is padded; encoder_states: what
+        each layer gave, if asked for. encoder_embedding, src_tokens and src_lengths as
+        in fairseq."""
+        padding = src_tokens.eq(self.padding_idx)
+        padded = bool(padding.any())
+        embedded = self.forward_embedding(src_tokens)
+        if padded:
+            embedded = embedded.masked_fill(padding.unsqueeze(-1), 0.0)
+        x, states = embedded.transpose(0, 1), []
+        if return_all_hiddens:
+            states.append(x)
+        for layer in self.layers:
+            x = layer(x, padding if padded else None)
+            if return_all_hiddens:
+                states.append(x)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        return {
+            "encoder_out": [x],
+            "encoder_padding_mask": [padding] if padded else [],
+            "encoder_embedding": [embedded],
+            "encoder_states": states,
+            "src_tokens": [],
+            "src_lengths": [src_tokens.ne(self.padding_idx).sum(1, keepdim=True)],
+        }
+
+    def reorder_encoder_out(
+        self, encoder_out: EncoderOut, new_order: torch.Tensor
+    ) -> EncoderOut:
+        by_column = ("encoder_out", "encoder_states")
+        return {
+            name: [t.index_select(1 if name in by_column else 0, new_order) for t in ts]
+            for name, ts in encoder_out.items()
+        }
+
+    def max_positions(self) -> int:
+        if self.embed_positions is None:
+            return int(self.max_source_positions)
+        return int(min(self.max_source_positions, self.embed_positions.max_positions))

@@ -1,0 +1,118 @@
+"""Where words are, as vectors: learnt ones, or waves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ctrainer.fairseq.utils import make_positions
+
+_MOST = 100_000
+
+
+class LearnedPositionalEmbedding(nn.Embedding):
+    """A vector to learn for each position, from padding_idx + 1."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        unused = 0 if padding_idx is None else padding_idx + 1
+        self.max_positions = num_embeddings - unused
+
+    def forward(  # type: ignore[override]
+        self,
+        input: torch.Tensor,
+        incremental_state: dict[str, Any] | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """input: words, (rows, length). Returns (rows, length, dim); of the last
+        position alone, (rows, 1, dim), while decoding word by word."""
+        if positions is None:
+            positions = make_positions(input, self.padding_idx or 0)
+            if incremental_state is not None:
+                positions = positions[:, -1:]
+        return super().forward(positions)
+
+
+class SinusoidalPositionalEmbedding(nn.Module):
+    """Sines and cosines of the position, of wave lengths from 2 pi to 20000 pi.
+
+    The first half of a vector is sines, the second cosines; padding is 0. Source:
+    Vaswani and others, Attention Is All You Need (2017), part 3.5, in the order of
+    tensor2tensor, as in fairseq.
+    """
+
+    _float_tensor: torch.Tensor
+
+    def __init__(
+        self, embedding_dim: int, padding_idx: int | None, init_size: int = 1024
+    ) -> None:
+        super().__init__()
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx if padding_idx is not None else 0
+        self.weights = self.get_embedding(init_size, embedding_dim, padding_idx)
+        # In fairseq's checkpoints; says device and dtype.
+        self.register_buffer("_float_tensor", torch.zeros(1))
+        self.max_positions = _MOST
+
+    @staticmethod
+    def get_embedding(
+        num_embeddings: int, embedding_dim: int, padding_idx: int | None = None
+    ) -> torch.Tensor:
+        """(num_embeddings, embedding_dim); an odd dimension ends in 0."""
+        half = embedding_dim // 2
+        step = math.log(10000) / max(half - 1, 1)
+        rates = torch.exp(torch.arange(half, dtype=torch.float32) * -step)
+        angles = torch.arange(num_embeddings, dtype=torch.float32)[:, None] * rates
+        waves = [torch.sin(angles), torch.cos(angles)]
+        if embedding_dim % 2 == 1:
+            waves.append(torch.zeros(num_embeddings, 1))
+        table = torch.cat(waves, dim=1)
+        if padding_idx is not None:
+            table[padding_idx] = 0
+        return table
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        incremental_state: dict[str, Any] | None = None,
+        timestep: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As LearnedPositionalEmbedding's."""
+        needed = self.padding_idx + 1 + input.size(1)
+        if needed > self.weights.size(0):
+            self.weights = self.get_embedding(
+                needed, self.embedding_dim, self.padding_idx
+            )
+        self.weights = self.weights.to(self._float_tensor)
+        if positions is None:
+            positions = make_positions(input, self.padding_idx)
+            if incremental_state is not None:
+                positions = positions[:, -1:]
+        return self.weights[positions]
+
+
+def PositionalEmbedding(
+    num_embeddings: int,
+    embedding_dim: int,
+    padding_idx: int | None,
+    learned: bool = False,
+) -> LearnedPositionalEmbedding | SinusoidalPositionalEmbedding:
+    """For num_embeddings positions, learnt or not."""
+    unused = 0 if padding_idx is None else padding_idx + 1
+    if not learned:
+        return SinusoidalPositionalEmbedding(
+            embedding_dim, padding_idx, num_embeddings + unused
+        )
+    module = LearnedPositionalEmbedding(
+        num_embeddings + unused, embedding_dim, padding_idx
+    )
+    nn.init.normal_(module.weight, mean=0, std=embedding_dim**-0.5)
+    if padding_idx is not None:
+        nn.init.zeros_(module.weight[padding_idx])
+    return module

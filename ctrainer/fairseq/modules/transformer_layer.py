@@ -1,0 +1,147 @@
+"""Layers of a transformer, by the names and parameters of fairseq's
+modules/transformer_layer.py. Tensors are (length, rows, embed_dim)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ctrainer.fairseq.modules.multihead_attention import MultiheadAttention, Saved
+from ctrainer.fairseq.modules.small import FairseqDropout, LayerNorm
+from ctrainer.fairseq.utils import get_activation_fn
+
+
+class _Layer(nn.Module):
+    """The feed-forward half, and where norms stand: before each half or after it."""
+
+    normalize_before: bool
+    fc1: nn.Linear
+    fc2: nn.Linear
+    final_layer_norm: nn.LayerNorm
+
+    def __init__(self, args: Any, embed_dim: int, ffn_embed_dim: int) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+        name = type(self).__name__
+        self.dropout_module = FairseqDropout(args.dropout, module_name=name)
+        inner = args.activation_dropout or getattr(args, "relu_dropout", 0.0) or 0.0
+        self.activation_dropout_module = FairseqDropout(inner, module_name=name)
+        self.activation_fn = get_activation_fn(args.activation_fn)
+
+    def _add_feed_forward(self, embed_dim: int, ffn_embed_dim: int) -> None:
+        self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
+        self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
+        self.final_layer_norm = LayerNorm(embed_dim)
+
+    def _before(self, norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+        return norm(x) if self.normalize_before else x
+
+    def _after(
+        self, norm: nn.LayerNorm, x: torch.Tensor, change: torch.Tensor
+    ) -> torch.Tensor:
+        x = x + self.dropout_module(change)
+        return x if self.normalize_before else norm(x)
+
+    def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.activation_fn(self.fc1(self._before(self.final_layer_norm, x)))
+        change = self.fc2(self.activation_dropout_module(inner))
+        return self._after(self.final_layer_norm, x, change)
+
+
+class TransformerEncoderLayer(_Layer):
+    """Attention to all words of the source, and a feed-forward network.
+
+    args: encoder_embed_dim, encoder_ffn_embed_dim, encoder_attention_heads,
+    encoder_normalize_before, dropout, attention_dropout, activation_dropout and
+    activation_fn as attributes.
+    """
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args, args.encoder_embed_dim, args.encoder_ffn_embed_dim)
+        self.normalize_before = args.encoder_normalize_before
+        self.self_attn = MultiheadAttention(
+            self.embed_dim,
+            args.encoder_attention_heads,
+            dropout=args.attention_dropout,
+            self_attention=True,
+        )
+        self.self_attn_layer_norm = LayerNorm(self.embed_dim)
+        self._add_feed_forward(self.embed_dim, args.encoder_ffn_embed_dim)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        encoder_padding_mask: torch.Tensor | None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """encoder_padding_mask: (rows, length), true for padding."""
+        seen = self._before(self.self_attn_layer_norm, x)
+        change, _ = self.self_attn(
+            seen, seen, seen, encoder_padding_mask, attn_mask=attn_mask
+        )
+        x = self._after(self.self_attn_layer_norm, x, change)
+        return self._feed_forward(x)
+
+
+class TransformerDecoderLayer(_Layer):
+    """Attention to the words before, to the source unless no_encoder_attn, and a
+    feed-forward network. args: as TransformerEncoderLayer's, of the decoder, and
+    encoder_embed_dim for the source's."""
+
+    def __init__(self, args: Any, no_encoder_attn: bool = False) -> None:
+        super().__init__(args, args.decoder_embed_dim, args.decoder_ffn_embed_dim)
+        self.normalize_before = args.decoder_normalize_before
+        heads, dropout = args.decoder_attention_heads, args.attention_dropout
+        self.self_attn = MultiheadAttention(
+            self.embed_dim, heads, dropout=dropout, self_attention=True
+        )
+        self.self_attn_layer_norm = LayerNorm(self.embed_dim)
+        self.encoder_attn: MultiheadAttention | None = None
+        if not no_encoder_attn:
+            source = args.encoder_embed_dim
+            self.encoder_attn = MultiheadAttention(
+                self.embed_dim, heads, kdim=source, vdim=source, dropout=dropout,
+                encoder_decoder_attention=True,
+            )  # fmt: skip
+            self.encoder_attn_layer_norm = LayerNorm(self.embed_dim)
+        self._add_feed_forward(self.embed_dim, args.decoder_ffn_embed_dim)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        encoder_out: torch.Tensor | None = None,
+        encoder_padding_mask: torch.Tensor | None = None,
+        incremental_state: dict[str, Saved] | None = None,
+        self_attn_mask: torch.Tensor | None = None,
+        self_attn_padding_mask: torch.Tensor | None = None,
+        need_attn: bool = False,
+        need_head_weights: bool = False,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """(output, weights of the attention to the source or None, None)."""
+        seen = self._before(self.self_attn_layer_norm, x)
+        change, _ = self.self_attn(
+            seen, seen, seen, self_attn_padding_mask, incremental_state,
+            attn_mask=self_attn_mask, is_causal=is_causal,
+        )  # fmt: skip
+        x = self._after(self.self_attn_layer_norm, x, change)
+        weights = None
+        if self.encoder_attn is not None and encoder_out is not None:
+            change, weights = self.encoder_attn(
+                self._before(self.encoder_attn_layer_norm, x),
+                encoder_out, encoder_out, encoder_padding_mask, incremental_state,
+                need_weights=need_attn, static_kv=True,
+                need_head_weights=need_head_weights,
+            )  # fmt: skip
+            x = self._after(self.encoder_attn_layer_norm, x, change)
+        return self._feed_forward(x), weights, None
+
+    def reorder_incremental_state(
+        self, incremental_state: dict[str, Saved], new_order: torch.Tensor
+    ) -> None:
+        """Keep the rows new_order of what is kept for decoding word by word."""
+        for attention in (self.self_attn, self.encoder_attn):
+            if attention is not None:
+                attention.reorder_incremental_state(incremental_state, new_order)

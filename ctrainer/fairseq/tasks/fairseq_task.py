@@ -1,0 +1,332 @@
+"""The base of tasks, by the name of fairseq's tasks/fairseq_task.py."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq import data_utils, iterators, metrics
+from ctrainer.fairseq.config.command_line import add_options
+from ctrainer.fairseq.data.dictionary import Dictionary
+from ctrainer.fairseq.fairseq_dataset import FairseqDataset
+from ctrainer.fairseq.optim import AMPOptimizer
+from ctrainer.fairseq.tokenizer import tokenize_line
+from ctrainer.fairseq.utils import deprecation_warning
+
+
+class StatefulContainer:
+    """Attributes that are saved with checkpoints, made on first use."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+        self._factories: dict[str, Callable[[], Any]] = {}
+
+    def add_factory(self, name: str, factory: Callable[[], Any]) -> None:
+        """Let `factory` make the attribute where no checkpoint has it."""
+        self._factories[name] = factory
+
+    def merge_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state.update(state_dict)
+
+    @property
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_state", "_factories"):  # asked for before __init__, by copy
+            raise AttributeError(name)
+        if name not in self._state:
+            if name not in self._factories:
+                raise AttributeError(f"Task state has no factory for attribute {name}")
+            self._state[name] = self._factories[name]()
+        return self._state[name]
+
+
+class FairseqTask:
+    """Holds dictionaries and data sets, builds model and criterion, does a step.
+
+    cfg: the task's config. `datasets`: by split; `state`: a StatefulContainer.
+    """
+
+    uses_ema = False
+
+    def __init__(self, cfg: Any, **kwargs: Any) -> None:
+        self.cfg = cfg
+        self.datasets: dict[str, Any] = {}
+        self.dataset_to_epoch_iter: dict[Any, Any] = {}
+        self.state = StatefulContainer()
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """Declare the options of the class's dataclass, where it has one."""
+        dataclass = getattr(cls, "__dataclass", None)
+        if dataclass is not None:
+            add_options(parser, dataclass)
+
+    @classmethod
+    def setup_task(cls, cfg: Any, **kwargs: Any) -> Any:
+        """The task of a config; a subclass loads its dictionaries here."""
+        return cls(cfg, **kwargs)
+
+    @staticmethod
+    def logging_outputs_can_be_summed(criterion: Any) -> bool:
+        """Whether workers may add their logging outputs up."""
+        return bool(criterion.logging_outputs_can_be_summed())
+
+    # ---- dictionaries ----------------------------------------------------------------
+
+    @classmethod
+    def load_dictionary(cls, filename: str) -> Dictionary:
+        return Dictionary.load(filename)
+
+    @classmethod
+    def build_dictionary(
+        cls,
+        filenames: Any,
+        workers: int = 1,
+        threshold: int = -1,
+        nwords: int = -1,
+        padding_factor: int = 8,
+    ) -> Dictionary:
+        """Of the words of text files; see Dictionary.finalize() for the limits."""
+        dictionary = Dictionary()
+        for filename in filenames:
+            Dictionary.add_file_to_dictionary(
+                filename, dictionary, tokenize_line, workers
+            )
+        dictionary.finalize(threshold, nwords, padding_factor)
+        return dictionary
+
+    @property
+    def source_dictionary(self) -> Any:
+        return None
+
+    @property
+    def target_dictionary(self) -> Any:
+        return None
+
+    # ---- data ------------------------------------------------------------------------
+
+    def _options(self) -> Any:
+        return self.cfg
+
+    def has_sharded_data(self, split: str) -> bool:
+        """Whether `data` names several folders, one an epoch."""
+        return os.pathsep in (getattr(self._options(), "data", "") or "")
+
+    def load_dataset(
+        self, split: str, combine: bool = False, task_cfg: Any = None, **kwargs: Any
+    ) -> None:
+        """Put the data set of a split into `datasets`; kwargs has the epoch."""
+        raise NotImplementedError
+
+    def dataset(self, split: str) -> Any:
+        """A loaded data set.
+
+        Raises KeyError where it is not loaded, TypeError where it is no
+        FairseqDataset.
+        """
+        if split not in self.datasets:
+            raise KeyError(f"Dataset not loaded: {split}")
+        if not isinstance(self.datasets[split], FairseqDataset):
+            raise TypeError("Datasets are expected to be of type FairseqDataset")
+        return self.datasets[split]
+
+    def filter_indices_by_size(
+        self,
+        indices: Any,
+        dataset: Any,
+        max_positions: Any = None,
+        ignore_invalid_inputs: bool = False,
+    ) -> Any:
+        """The indices within max_positions; warns of the others, or raises for the
+        first of them."""
+        kept, ignored = dataset.filter_indices_by_size(indices, max_positions)
+        data_utils.report_ignored(
+            dataset, ignored, max_positions, not ignore_invalid_inputs
+        )
+        return kept
+
+    def can_reuse_epoch_itr(self, dataset: Any) -> bool:
+        """Whether an iterator serves later epochs too."""
+        return bool(getattr(dataset, "can_reuse_epoch_itr_across_epochs", False))
+
+    def get_batch_iterator(
+        self,
+        dataset: Any,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
+        max_positions: Any = None,
+        ignore_invalid_inputs: bool = False,
+        required_batch_size_multiple: int = 1,
+        seed: int = 1,
+        num_shards: int = 1,
+        shard_id: int = 0,
+        num_workers: int = 0,
+        epoch: int = 1,
+        data_buffer_size: int = 0,
+        disable_iterator_cache: bool = False,
+        skip_remainder_batch: bool = False,
+        grouped_shuffling: bool = False,
+        update_epoch_batch_itr: bool = False,
+    ) -> Any:
+        """The EpochBatchIterator of a data set, for one worker of num_shards; the same
+        again where it can be reused. Sizes as data_utils.batch_by_size() has them."""
+        reuse = (
+            not disable_iterator_cache
+            and not update_epoch_batch_itr
+            and self.can_reuse_epoch_itr(dataset)
+        )
+        if reuse and dataset in self.dataset_to_epoch_iter:
+            return self.dataset_to_epoch_iter[dataset]
+        if not isinstance(dataset, FairseqDataset):
+            raise TypeError(f"{type(dataset).__name__} is no FairseqDataset")
+        dataset.set_epoch(epoch)
+        with data_utils.numpy_seed(seed):
+            indices = dataset.ordered_indices()
+        if max_positions is not None:
+            indices = self.filter_indices_by_size(
+                indices, dataset, max_positions, ignore_invalid_inputs
+            )
+        made = iterators.EpochBatchIterator(
+            dataset=dataset,
+            collate_fn=dataset.collater,
+            batch_sampler=dataset.batch_by_size(
+                indices, max_tokens, max_sentences, required_batch_size_multiple
+            ),
+            seed=seed,
+            num_shards=num_shards,
+            shard_id=shard_id,
+            num_workers=num_workers,
+            epoch=epoch,
+            buffer_size=data_buffer_size,
+            skip_remainder_batch=skip_remainder_batch,
+            grouped_shuffling=grouped_shuffling,
+        )
+        if reuse:
+            self.dataset_to_epoch_iter[dataset] = made
+        return made
+
+    def max_positions(self) -> Any:
+        """The longest samples that are used: a number, a tuple of them, or None."""
+        return None
+
+    # ---- model and step --------------------------------------------------------------
+
+    def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        from ctrainer.fairseq import models
+
+        return models.build_model(cfg, self, from_checkpoint)
+
+    def build_criterion(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        from ctrainer.fairseq import criterions
+
+        return criterions.build_criterion(cfg, self, from_checkpoint)
+
+    def train_step(
+        self,
+        sample: Any,
+        model: Any,
+        criterion: Any,
+        optimizer: Any,
+        update_num: int,
+        ignore_grad: bool = False,
+    ) -> Any:
+        """Forward and backward of a sample: (loss, sample size, logging output).
+        ignore_grad: its gradients count for nothing."""
+        model.train()
+        model.set_num_updates(update_num)
+        with tools.autocast(model, isinstance(optimizer, AMPOptimizer)):
+            loss, sample_size, logging_output = criterion(model, sample)
+        if ignore_grad:
+            loss *= 0
+        optimizer.backward(loss)
+        return loss, sample_size, logging_output
+
+    def valid_step(self, sample: Any, model: Any, criterion: Any) -> Any:
+        """Forward of a sample: (loss, sample size, logging output)."""
+        model.eval()
+        with tools.no_grad():
+            return criterion(model, sample)
+
+    def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
+        optimizer.step()
+
+    def begin_epoch(self, epoch: int, model: Any) -> None:
+        """Is called before each epoch."""
+
+    def begin_valid_epoch(self, epoch: int, model: Any) -> None:
+        """Is called before each validation."""
+
+    # ---- metrics and state -----------------------------------------------------------
+
+    def aggregate_logging_outputs(
+        self, logging_outputs: list[dict[str, Any]], criterion: Any
+    ) -> Any:
+        """The old name of reduce_metrics(): returns the numbers."""
+        deprecation_warning(
+            "The aggregate_logging_outputs API is deprecated. "
+            "Please use the reduce_metrics API instead."
+        )
+        with metrics.aggregate() as agg:
+            self.reduce_metrics(logging_outputs, criterion)
+            return agg.get_smoothed_values()
+
+    def reduce_metrics(
+        self, logging_outputs: list[dict[str, Any]], criterion: Any
+    ) -> None:
+        """Log words and sentences a batch, words a second, and the criterion's."""
+        theirs = type(self).aggregate_logging_outputs
+        if theirs is not FairseqTask.aggregate_logging_outputs:
+            deprecation_warning(
+                "Tasks should implement the reduce_metrics API. "
+                "Falling back to deprecated aggregate_logging_outputs API."
+            )
+            numbers = self.aggregate_logging_outputs(logging_outputs, criterion)
+            for key, value in numbers.items():
+                metrics.log_scalar(key, value)
+            return
+        words = _total("ntokens", logging_outputs, "wpb or wps")
+        if words is not None:
+            metrics.log_scalar("wpb", words, priority=180, round=1)
+            metrics.log_speed("wps", words, priority=90, round=1)
+        sentences = _total("nsentences", logging_outputs, "bsz")
+        if sentences is not None:
+            metrics.log_scalar("bsz", sentences, priority=190, round=1)
+        criterion.__class__.reduce_metrics(logging_outputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state.state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state.merge_state_dict(state_dict)
+
+
+class LegacyFairseqTask(FairseqTask):
+    """One whose options are flat: `args`."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(None)
+        self.args = args
+
+    @classmethod
+    def setup_task(cls, args: Any, **kwargs: Any) -> Any:
+        return cls(args, **kwargs)
+
+    def _options(self) -> Any:
+        return self.args
+
+
+def _total(key: str, outputs: list[dict[str, Any]], what: str) -> Any:
+    """The sum over outputs that have it, or None and a warning."""
+    found = [log[key] for log in outputs if key in log]
+    if not found:
+        warnings.warn(
+            f"{key} not found in Criterion logging outputs, cannot log {what}",
+            stacklevel=3,
+        )
+        return None
+    return sum(found)

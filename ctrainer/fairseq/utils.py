@@ -1,0 +1,192 @@
+"""Odds and ends by the names of fairseq's utils.py."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq._trainer_data import resolve_max_positions
+from ctrainer.fairseq.meters import safe_round
+
+__all__ = [
+    "deprecation_warning",
+    "eval_bool",
+    "eval_str_list",
+    "fill_with_neg_inf",
+    "get_activation_fn",
+    "get_available_activation_fns",
+    "get_perplexity",
+    "has_parameters",
+    "import_user_module",
+    "item",
+    "log_softmax",
+    "make_positions",
+    "move_to_cpu",
+    "move_to_cuda",
+    "resolve_max_positions",
+    "set_torch_seed",
+    "softmax",
+    "split_paths",
+    "strip_pad",
+]
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_accurate": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+    "linear": lambda x: x,
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+has_parameters = tools.has_parameters
+move_to_cpu = tools.to_host
+set_torch_seed = tools.seed
+
+
+def get_available_activation_fns() -> list[str]:
+    return list(_ACTIVATIONS)
+
+
+def get_activation_fn(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of that name. Raises ValueError with those that there are."""
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"--activation-fn {activation} not supported; choose "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[activation]
+
+
+def softmax(x: torch.Tensor, dim: int, onnx_trace: bool = False) -> torch.Tensor:
+    """In float32, whatever x is."""
+    return F.softmax(x, dim=dim, dtype=torch.float32)
+
+
+def log_softmax(x: torch.Tensor, dim: int, onnx_trace: bool = False) -> torch.Tensor:
+    """In float32, whatever x is."""
+    return F.log_softmax(x, dim=dim, dtype=torch.float32)
+
+
+def make_positions(
+    tensor: torch.Tensor, padding_idx: int, onnx_trace: bool = False
+) -> torch.Tensor:
+    """Positions of words in a row, from padding_idx + 1; padding has padding_idx."""
+    words = tensor.ne(padding_idx).long()
+    return words.cumsum(1) * words + padding_idx
+
+
+def fill_with_neg_inf(t: torch.Tensor) -> torch.Tensor:
+    return t.float().fill_(float("-inf")).type_as(t)
+
+
+def strip_pad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
+    return tensor[tensor.ne(pad)]
+
+
+def item(tensor: Any) -> Any:
+    """The number of a tensor of one; anything else as it is."""
+    return tensor.item() if hasattr(tensor, "item") else tensor
+
+
+def get_perplexity(loss: Any, round: int = 2, base: float = 2) -> float:
+    """base ** loss, rounded; 0 for no loss, Inf beyond the greatest number."""
+    if loss is None:
+        return 0.0
+    try:
+        return float(safe_round(base**loss, round))
+    except OverflowError:
+        return float("inf")
+
+
+def move_to_cuda(sample: Any, device: Any = None) -> Any:
+    """A nested sample on a GPU, by default the current one."""
+    place = torch.device("cuda" if device is None else device)
+    return tools.convert_sample(sample, None, place, False)
+
+
+def split_paths(paths: str, separator: str = os.pathsep) -> list[str]:
+    """Several paths; one that has a URL's "://" stays whole."""
+    return [paths] if "://" in paths else paths.split(separator)
+
+
+def eval_str_list(x: Any, type: Callable[[Any], Any] = float) -> list[Any] | None:
+    """Numbers out of "1,2", "[1, 2]", a number or a list; None for None."""
+    if x is None:
+        return None
+    parts = x.strip("[]()").split(",") if isinstance(x, str) else x
+    return [type(part) for part in (parts if isinstance(parts, list) else [parts])]
+
+
+def eval_bool(x: Any, default: bool = False) -> bool:
+    """Whether a text says so; the default for None."""
+    return default if x is None else str(x).strip().lower() in ("true", "1", "yes")
+
+
+def deprecation_warning(message: str, stacklevel: int = 3) -> None:
+    warnings.warn(message, stacklevel=stacklevel)
+
+
+def import_user_module(args: Any) -> None:
+    """Import the package in args.user_dir, which registers tasks, models and the like.
+
+    Its folder's name is the module's. Modules within its folders `tasks`, `models` and
+    `criterions` are imported too. Where fairseq is not installed its names mean ours
+    meanwhile, and from then on. A second call with the same folder does nothing.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ImportError: another module has the folder's name.
+    """
+    folder = getattr(args, "user_dir", None)
+    if folder is None:
+        return
+    path = os.path.abspath(folder)
+    if not os.path.isdir(path):
+        raise FileNotFoundError(f"--user-dir {folder}: there is no such folder")
+    parent, name = os.path.split(path)
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        where = list(getattr(loaded, "__path__", []))
+        if path in map(os.path.abspath, where):
+            return
+        raise ImportError(
+            f"--user-dir {folder}: a module called {name!r} is imported already, from "
+            f"{where or getattr(loaded, '__file__', 'nowhere')}; rename the folder"
+        )
+    _let_fairseq_mean_us()
+    sys.path.insert(0, parent)
+    try:
+        importlib.import_module(name)
+        for part in ("tasks", "models", "criterions"):
+            _import_all(path, name, part)
+    finally:
+        sys.path.remove(parent)
+
+
+def _let_fairseq_mean_us() -> None:
+    from ctrainer.fairseq.aliases import install_fairseq_aliases
+
+    if "fairseq" not in sys.modules and importlib.util.find_spec("fairseq") is None:
+        install_fairseq_aliases()
+
+
+def _import_all(path: str, name: str, part: str) -> None:
+    """Import name.part.MODULE of each module in that folder, if there is one."""
+    folder = os.path.join(path, part)
+    if not os.path.isdir(folder):
+        return
+    for file in sorted(os.listdir(folder)):
+        module, extension = os.path.splitext(file)
+        if extension == ".py" and not module.startswith("_"):
+            importlib.import_module(f"{name}.{part}.{module}")
