@@ -6,8 +6,13 @@ import argparse
 import sys
 from importlib import import_module
 
-# Command: the module whose add_options() declares it, and what it does.
+# Command: the module whose main(arguments) it is, and what it does.
 _COMMANDS = {
+    "fairseq-preprocess": (
+        "ctrainer.fairseq.preprocess",
+        "make dictionaries and binarised data of text",
+    ),
+    "fairseq-train": ("ctrainer.fairseq.train", "train a model of fairseq's kind"),
     "original": ("ctrainer.fairseq.original", "run a program of an installed fairseq"),
     "replay": ("ctrainer.fairseq.replay", "run the update of a crash.pt again"),
 }
@@ -15,13 +20,13 @@ _COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command of the command line; return its exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m ctrainer")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (module, purpose) in _COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, description=purpose)
-        import_module(module).add_options(command)
-    options = parser.parse_args(arguments)
-    status: int = options.run(options)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for name, (_, purpose) in _COMMANDS.items():
+        commands.add_parser(name, help=purpose, add_help=False)
+    command = parser.parse_args(given[:1]).command
+    status: int = import_module(_COMMANDS[command][0]).main(given[1:])
     return status
 
 

@@ -54,7 +54,18 @@ POLICIES = FLOORS.index(set())
 
 # Python packages that one layer only may import, wherever the statement stands.
 FRAMEWORKS = {
-    "torch": ("adapters/", "comm/", "fsdp.py", "optim/", "hf.py"),
+    "torch": (
+        "adapters/",
+        "comm/",
+        "fairseq/criterions/",  # models, their losses and batches: torch is their
+        "fairseq/data/",  # subject, as it is that of fairseq's
+        "fairseq/models/",
+        "fairseq/modules/",
+        "fairseq/utils.py",
+        "fsdp.py",
+        "optim/",
+        "hf.py",
+    ),
     "transformers": ("adapters/", "integrations/", "hf.py", "optim/"),
     "accelerate": ("adapters/", "integrations/"),
     "mpi4py": ("comm/",),

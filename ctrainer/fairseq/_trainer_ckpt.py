@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
 from ctrainer.fairseq._trainer_checks import setting
 from ctrainer.fairseq._trainer_core import Core
 
@@ -103,7 +104,7 @@ class Checkpoints(Core):
         if not os.path.isfile(filename):
             logger.info("No existing checkpoint found %s", filename)
             return None
-        state = tools.load_file(filename)
+        state = upgrade_state_dict(tools.load_file(filename))
         self._load_weights(filename, state)
         extra_state: dict[str, Any] | None = state.get("extra_state")
         self._optim_history = state.get("optimizer_history") or []
@@ -160,8 +161,10 @@ class Checkpoints(Core):
             self._start_time = time.time()
         self.lr_step(itr.get("epoch", 0))
         at_the_end = itr.get("version", 1) >= 2 and not itr.get("iterations_in_epoch")
-        if "metrics" in extra and not reset_meters and not at_the_end:
+        if "metrics" in extra and not reset_meters:
             self._metrics.load_state_dict(extra["metrics"])
+            if at_the_end:  # those of the epoch are over; fairseq forgets all
+                self._metrics.reset_meters("train")
             for meter in (self._metrics.get_meters("default") or {}).values():
                 if isinstance(meter, self._metrics.TimeMeter):
                     meter.reset()

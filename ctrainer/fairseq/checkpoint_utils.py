@@ -218,9 +218,7 @@ def verify_checkpoint_directory(save_dir: str) -> None:
     os.remove(probe)
 
 
-def torch_persistent_save(
-    obj: Any, filename: str, async_write: bool = False
-) -> None:
+def torch_persistent_save(obj: Any, filename: str, async_write: bool = False) -> None:
     """Write a file that torch.load reads, whole or not at all."""
     tools.save_file(filename, obj)
 
@@ -297,7 +295,9 @@ def _beside(cfg: Any, suffix: str) -> str:
 
 def _check_finetuning(resets: dict[str, bool], is_default: bool) -> None:
     if any(resets.values()):
-        given = ", ".join(f"--reset-{n.replace('_', '-')}" for n, v in resets.items() if v)
+        given = ", ".join(
+            f"--reset-{n.replace('_', '-')}" for n, v in resets.items() if v
+        )
         raise ValueError(
             f"--finetune-from-model can not be set together with {given}: it resets "
             "all of them"

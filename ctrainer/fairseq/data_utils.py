@@ -76,6 +76,30 @@ def load_indexed_dataset(
     return ConcatDataset(datasets)
 
 
+def raise_if_valid_subsets_unintentionally_ignored(cfg: Any) -> None:
+    """Raise ValueError where a folder of the data has subsets valid1, valid2... that
+    dataset.valid_subset does not name, unless ignore_unused_valid_subsets or
+    combine_valid_subsets is set or nothing is validated."""
+    dataset, data = cfg.dataset, getattr(cfg.task, "data", None)
+    if (
+        dataset.ignore_unused_valid_subsets
+        or dataset.combine_valid_subsets
+        or dataset.disable_validation
+        or not data
+    ):
+        return
+    folders = [path for path in data.split(os.pathsep) if os.path.isdir(path)]
+    files = (name.split(".")[0] for path in folders for name in os.listdir(path))
+    found = {name for name in files if name[:5] == "valid" and name[5:].isdecimal()}
+    ignored = found - set(dataset.valid_subset.split(","))
+    if ignored:
+        raise ValueError(
+            f"Valid paths {sorted(ignored)} will be ignored. Name them in "
+            "--valid-subset, combine them with --combine-val, or say "
+            "--ignore-unused-valid-subsets"
+        )
+
+
 # ---- batches -------------------------------------------------------------------------
 
 

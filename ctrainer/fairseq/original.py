@@ -12,8 +12,12 @@ from importlib import import_module
 from ctrainer.fairseq._install import install
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+def main(arguments: list[str]) -> int:
+    """The command: run the program with the arguments that follow its name."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ctrainer original",
+        description="Run a program of an installed fairseq with our Trainer.",
+    )
     parser.add_argument(
         "--keep-trainer",
         action="store_true",
@@ -21,11 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("program", help="train, preprocess, generate, ...")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="as fairseq has it")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the program with the arguments that follow its name."""
+    options = parser.parse_args(arguments)
     install(trainer=not options.keep_trainer)
     program = import_module(f"fairseq_cli.{options.program}")
     sys.argv = [f"fairseq-{options.program}", *options.arguments]

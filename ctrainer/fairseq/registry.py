@@ -24,9 +24,7 @@ class Registry:
         self.classes: dict[str, type] = {}
         self._base = base
 
-    def register(
-        self, name: str, dataclass: type | None = None
-    ) -> Callable[[C], C]:
+    def register(self, name: str, dataclass: type | None = None) -> Callable[[C], C]:
         """A decorator that lets `name` mean a class. Its options are those of
         `dataclass` or, without one, what its add_args(parser) declares.
 
@@ -47,7 +45,7 @@ class Registry:
             else:
                 register_legacy_options(kind, name, getattr(cls, "add_args", None))
             self.classes[name] = cls
-            setattr(cls, "__dataclass", dataclass)  # noqa: B010, as fairseq calls it
+            setattr(cls, "__dataclass", dataclass)
             return cls
 
         return keep

@@ -14,7 +14,12 @@ from ctrainer.adapters.nan_detector import NanDetector, NonFiniteError
 __all__ = ["replay"]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def main(arguments: list[str]) -> int:
+    """The command; 0 when the failure was found again."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ctrainer replay",
+        description="Run the update of a crash.pt again.",
+    )
     parser.add_argument("crash", help="the file that a failed update has left")
     parser.add_argument(
         "--setup",
@@ -22,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="called with the run's config, as nested dicts; returns its Trainer",
     )
-    parser.set_defaults(run=run)
+    return _run(parser.parse_args(arguments))
 
 
 def replay(crash: str, trainer: Any) -> str:
@@ -54,8 +59,7 @@ def replay(crash: str, trainer: Any) -> str:
     return f"nothing failed this time; then it was {failed['error']}"
 
 
-def run(options: argparse.Namespace) -> int:
-    """The command; 0 when the failure was found again."""
+def _run(options: argparse.Namespace) -> int:
     module, _, function = options.setup.partition(":")
     if not function:
         raise SystemExit(f"--setup is {options.setup!r}; expected MODULE:FUNCTION")

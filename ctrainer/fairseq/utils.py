@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ def import_user_module(args: Any) -> None:
     parent, name = os.path.split(path)
     loaded = sys.modules.get(name)
     if loaded is not None:
-        where = list(getattr(loaded, "__path__", []))
+        where: list[str] = list(getattr(loaded, "__path__", []))
         if path in map(os.path.abspath, where):
             return
         raise ImportError(
@@ -177,7 +177,7 @@ def import_user_module(args: Any) -> None:
 def _let_fairseq_mean_us() -> None:
     from ctrainer.fairseq.aliases import install_fairseq_aliases
 
-    if "fairseq" not in sys.modules and importlib.util.find_spec("fairseq") is None:
+    if "fairseq" not in sys.modules and find_spec("fairseq") is None:
         install_fairseq_aliases()
 
 

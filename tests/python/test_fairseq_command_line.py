@@ -179,7 +179,7 @@ class TestErrors:
             ("d --seed x", "argument --seed: seed must be a whole number, not 'x'"),
             ("d --ddp-backend nccl", "invalid choice: 'nccl' (choose from 'c10d'"),
             ("d --optimizer adm", "argument --optimizer: invalid choice: 'adm'"),
-            ("d --arch none", "invalid choice: 'none' (choose from 'lm', 'lm_big')"),
+            ("d --arch none", "invalid choice: 'none' (choose from 'lm', 'lm_big'"),
             ("", "the following arguments are required: DATA"),
             ("d --lr-scheduler triangular", "arguments are required: --max-lr"),
             ("d --block-lr 1", "unrecognized arguments: --block-lr"),

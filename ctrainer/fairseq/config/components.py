@@ -43,7 +43,9 @@ def register_component(component: str, name: str, dataclass: type) -> None:
         raise ValueError(f"{component} {name!r} is registered already")
 
 
-def register_legacy_options(component: str, name: str, add_args: AddArgs | None) -> None:
+def register_legacy_options(
+    component: str, name: str, add_args: AddArgs | None
+) -> None:
     """Let `name` be a component without a dataclass: its config holds the options of
     all groups, and those that add_args(parser) declares.
 
@@ -52,6 +54,11 @@ def register_legacy_options(component: str, name: str, add_args: AddArgs | None)
     if name in _classes[component] or name in _legacy[component]:
         raise ValueError(f"{component} {name!r} is registered already")
     _legacy[component][name] = add_args
+
+
+def is_legacy(component: str, name: str | None) -> bool:
+    """Whether it is registered without a dataclass."""
+    return _model_of(component, name) in _legacy[component]
 
 
 def legacy_options(component: str, name: str | None) -> AddArgs | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrainer.fairseq.config.base import MISSING
-from ctrainer.fairseq.config.components import component_class
+from ctrainer.fairseq.config.components import component_class, is_legacy
 from ctrainer.fairseq.config.root import COMPONENTS
 from ctrainer.fairseq.config.trees import (
     Tree,
@@ -22,8 +22,8 @@ def tree_of_flat(options: Mapping[str, Any]) -> tuple[Tree, list[str]]:
     """(the tree of groups, the options that belong nowhere, sorted).
 
     An option goes to each group that has it. A component without a dataclass takes all
-    options, as in fairseq, those that are not given by their defaults, so that then
-    nothing is left.
+    options, as in fairseq, so that then nothing is left; one that is registered also
+    those that are not given, by their defaults.
     """
     taken: set[str] = {"arch"}
     tree: Tree = {name: _picked(cls, options, taken) for name, cls in groups().items()}
@@ -35,8 +35,8 @@ def tree_of_flat(options: Mapping[str, Any]) -> tuple[Tree, list[str]]:
         cls = component_class(component, name)
         if cls is None:
             taken.update(options)
-            tree[component] = {**_flat_defaults(), **tree_of(dict(options))}
-            tree[component]["_name"] = name
+            others = _flat_defaults() if is_legacy(component, name) else {}
+            tree[component] = {**others, **tree_of(dict(options)), "_name": name}
         else:
             tree[component] = {**_picked(cls, options, taken), "_name": name}
     empty = {key for key in COMPONENTS if options.get(key) is None}

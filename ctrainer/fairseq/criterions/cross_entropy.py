@@ -17,7 +17,11 @@ from ctrainer.fairseq.utils import get_perplexity
 
 def log_perplexity(of: str) -> None:
     """Log 2 to the loss `of`, which is in bits."""
-    metrics.log_derived("ppl", lambda meters: get_perplexity(meters[of].avg))
+
+    def perplexity(meters: Any) -> float:
+        return get_perplexity(meters[of].avg)
+
+    metrics.log_derived("ppl", perplexity)
 
 
 @register_criterion("cross_entropy", dataclass=CrossEntropyCriterionConfig)
@@ -81,9 +85,8 @@ def log_accuracy(logging_outputs: list[dict[str, Any]]) -> None:
     correct = sum(log.get("n_correct", 0) for log in logging_outputs)
     metrics.log_scalar("total", total)
     metrics.log_scalar("n_correct", correct)
-    metrics.log_derived(
-        "accuracy",
-        lambda meters: safe_round(
-            meters["n_correct"].sum * 100.0 / meters["total"].sum, 3
-        ),
-    )
+    metrics.log_derived("accuracy", _accuracy)
+
+
+def _accuracy(meters: Any) -> Any:
+    return safe_round(meters["n_correct"].sum * 100.0 / meters["total"].sum, 3)

@@ -52,8 +52,8 @@ class FairseqCriterion(_Loss):
                 arguments[name] = getattr(cfg, name)
             elif parameter.default is parameter.empty:
                 raise ValueError(
-                    f"{cls.__name__}.__init__ needs {name!r}, which is no option of the "
-                    "criterion; override build_criterion() to give it"
+                    f"{cls.__name__}.__init__ needs {name!r}, which is no option of "
+                    "the criterion; override build_criterion() to give it"
                 )
         return cls(**arguments)
 

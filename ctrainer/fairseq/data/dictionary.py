@@ -98,7 +98,9 @@ class Dictionary:
         """
         if torch.is_tensor(tensor) and tensor.dim() == 2:
             options = (bpe_symbol, escape_unk, extra_symbols_to_ignore, unk_string)
-            rows = (self.string(row, *options, include_eos, separator) for row in tensor)
+            rows = (
+                self.string(row, *options, include_eos, separator) for row in tensor
+            )
             return "\n".join(rows)
         ignored = {*(extra_symbols_to_ignore or ()), self.bos()}
         if not include_eos:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -49,8 +50,9 @@ def in_processes(
     """job(*chunk) of each chunk, in that many processes; with one, in this one."""
     if workers <= 1:
         return [job(*chunk) for chunk in chunks]
-    # Not forked: threads of torch may run here, and would hang there.
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    # Forking is quick, and safe while nothing else runs that could hold a lock.
+    how = "fork" if threading.active_count() == 1 else "spawn"
+    with multiprocessing.get_context(how).Pool(workers) as pool:
         return pool.starmap(job, chunks)
 
 

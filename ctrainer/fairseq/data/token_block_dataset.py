@@ -1,4 +1,4 @@
-"""A stream of tokens as blocks, by the name of fairseq's data/token_block_dataset.py."""
+"""A stream of tokens as blocks, by the name of data/token_block_dataset.py."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def register_model_architecture(model_name: str, arch_name: str) -> Callable[[A]
 def build_model(cfg: Any, task: Any, from_checkpoint: bool = False) -> Any:
     """The model that a config names, by its own name or an architecture's, made by its
     class's build_model()."""
-    name = _registry.name_in(cfg) or getattr(cfg, "arch", None)
+    name: Any = _registry.name_in(cfg) or getattr(cfg, "arch", None)
     cls: Any = ARCH_MODEL_REGISTRY.get(name) or _registry.find(name)
     return cls.build_model(_registry.complete(cfg), task)
 

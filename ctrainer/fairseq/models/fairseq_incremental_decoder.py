@@ -33,8 +33,9 @@ class FairseqIncrementalDecoder(FairseqDecoder):
     ) -> None:
         """Tell every module within that has reorder_incremental_state()."""
         for module in self.modules():
-            if module is not self and hasattr(module, "reorder_incremental_state"):
-                module.reorder_incremental_state(incremental_state, new_order)
+            reorder: Any = getattr(module, "reorder_incremental_state", None)
+            if module is not self and reorder is not None:
+                reorder(incremental_state, new_order)
 
     def set_beam_size(self, beam_size: int) -> None:
         """Is told the width of a beam search."""

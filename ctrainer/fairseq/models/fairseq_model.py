@@ -79,14 +79,16 @@ class BaseFairseqModel(nn.Module):
         """The same for keys that begin with `name`: asks the modules within."""
         prefix = f"{name}." if name else ""
         for path, module in self.named_modules():
-            if path and hasattr(module, "upgrade_state_dict_named"):
-                module.upgrade_state_dict_named(state_dict, prefix + path)
+            upgrade: Any = getattr(module, "upgrade_state_dict_named", None)
+            if path and upgrade is not None:
+                upgrade(state_dict, prefix + path)
 
     def set_num_updates(self, num_updates: int) -> None:
         """Tell the modules within that have a set_num_updates()."""
         for module in self.modules():
-            if module is not self and hasattr(module, "set_num_updates"):
-                module.set_num_updates(num_updates)
+            told: Any = getattr(module, "set_num_updates", None)
+            if module is not self and told is not None:
+                told(num_updates)
 
     @classmethod
     def hub_models(cls) -> dict[str, Any]:
@@ -122,7 +124,7 @@ class FairseqEncoderDecoderModel(BaseFairseqModel):
     def forward_decoder(self, prev_output_tokens: torch.Tensor, **kwargs: Any) -> Any:
         return self.decoder(prev_output_tokens, **kwargs)
 
-    def extract_features(  # type: ignore[override]
+    def extract_features(
         self,
         src_tokens: torch.Tensor,
         src_lengths: torch.Tensor,
@@ -170,9 +172,7 @@ class FairseqLanguageModel(BaseFairseqModel):
     def forward_decoder(self, prev_output_tokens: torch.Tensor, **kwargs: Any) -> Any:
         return self.decoder(prev_output_tokens, **kwargs)
 
-    def extract_features(  # type: ignore[override]
-        self, src_tokens: torch.Tensor, **kwargs: Any
-    ) -> Any:
+    def extract_features(self, src_tokens: torch.Tensor, **kwargs: Any) -> Any:
         return self.decoder.extract_features(src_tokens, **kwargs)
 
     def output_layer(self, features: torch.Tensor, **kwargs: Any) -> Any:

@@ -116,12 +116,17 @@ class MultiheadAttention(nn.Module):
         incremental_state: dict[str, Saved] | None,
         static_kv: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        saved = {} if incremental_state is None else incremental_state.get(self._key, {})
+        saved = (
+            {} if incremental_state is None else incremental_state.get(self._key, {})
+        )
         k, v = saved.get("prev_key"), saved.get("prev_value")
         if not (static_kv and k is not None and v is not None):
             if key is None or value is None:
                 raise ValueError("attention without keys and values, and none are kept")
-            new_k, new_v = self._heads(self.k_proj(key)), self._heads(self.v_proj(value))
+            new_k, new_v = (
+                self._heads(self.k_proj(key)),
+                self._heads(self.v_proj(value)),
+            )
             if static_kv or k is None or v is None:
                 k, v = new_k, new_v
             else:

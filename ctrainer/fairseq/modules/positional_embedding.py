@@ -23,7 +23,7 @@ class LearnedPositionalEmbedding(nn.Embedding):
         unused = 0 if padding_idx is None else padding_idx + 1
         self.max_positions = num_embeddings - unused
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input: torch.Tensor,
         incremental_state: dict[str, Any] | None = None,

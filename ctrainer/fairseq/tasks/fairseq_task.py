@@ -312,10 +312,6 @@ class LegacyFairseqTask(FairseqTask):
         super().__init__(None)
         self.args = args
 
-    @classmethod
-    def setup_task(cls, args: Any, **kwargs: Any) -> Any:
-        return cls(args, **kwargs)
-
     def _options(self) -> Any:
         return self.args
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from ctrainer.fairseq.config.tasks import LanguageModelingConfig
 from ctrainer.fairseq.data import (
-    Dictionary,
     MonolingualDataset,
     TokenBlockDataset,
     TruncatedDictionary,
@@ -47,25 +46,23 @@ class LanguageModelingTask(FairseqTask):
         """(dictionary, the one of the output), of the first folder."""
         if not args.data:
             raise ValueError("language_modeling needs the folder of the data")
-        dictionary = cls._load(os.path.join(split_paths(args.data)[0], "dict.txt"))
+        dictionary = cls.load_dictionary(
+            os.path.join(split_paths(args.data)[0], "dict.txt")
+        )
         logger.info("dictionary: %s types", len(dictionary))
         if args.output_dictionary_size < 0:
             return dictionary, dictionary
         return dictionary, TruncatedDictionary(dictionary, args.output_dictionary_size)
 
     @classmethod
-    def _load(cls, path: str) -> Dictionary:
-        return cls.load_dictionary(path)
-
-    @classmethod
-    def setup_task(cls, args: Any, **kwargs: Any) -> Any:
-        dictionary, output_dictionary = cls.setup_dictionary(args, **kwargs)
+    def setup_task(cls, cfg: Any, **kwargs: Any) -> Any:
+        dictionary, output_dictionary = cls.setup_dictionary(cfg, **kwargs)
         targets = [
             name
             for name in ("self", "future", "past")
-            if getattr(args, f"{name}_target", False)
+            if getattr(cfg, f"{name}_target", False)
         ]
-        return cls(args, dictionary, output_dictionary, targets=targets)
+        return cls(cfg, dictionary, output_dictionary, targets=targets)
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
         """Raises ValueError where the model does not learn what the task targets."""

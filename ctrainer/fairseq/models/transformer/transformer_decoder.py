@@ -37,7 +37,7 @@ class TransformerDecoder(FairseqIncrementalDecoder):
         self.share_input_output_embed = args.share_decoder_input_output_embed
         dim, inputs = args.decoder_embed_dim, embed_tokens.embedding_dim
         self.embed_dim, self.output_embed_dim = dim, args.decoder_output_dim
-        self.padding_idx = embed_tokens.padding_idx
+        self.padding_idx: Any = embed_tokens.padding_idx
         self.max_target_positions = args.max_target_positions
         self.embed_tokens = embed_tokens
         self.embed_scale = 1.0 if args.no_scale_embedding else math.sqrt(dim)
@@ -82,7 +82,7 @@ class TransformerDecoder(FairseqIncrementalDecoder):
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> Any:
         return TransformerDecoderLayer(args, no_encoder_attn)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         prev_output_tokens: torch.Tensor,
         encoder_out: Any = None,

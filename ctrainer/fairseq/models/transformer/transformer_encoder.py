@@ -27,7 +27,7 @@ class TransformerEncoder(FairseqEncoder):
         self.register_buffer("version", torch.tensor([3.0]))
         self.dropout_module = FairseqDropout(args.dropout, type(self).__name__)
         dim = embed_tokens.embedding_dim
-        self.padding_idx = embed_tokens.padding_idx
+        self.padding_idx: Any = embed_tokens.padding_idx
         self.max_source_positions = args.max_source_positions
         self.embed_tokens = embed_tokens
         self.embed_scale = 1.0 if args.no_scale_embedding else math.sqrt(dim)
