@@ -40,9 +40,9 @@ cut(const ct_block_rule *rule, const int64_t *sizes, size_t n)
     PyObject *rows =
         PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(ct_block)));
     if (rows != NULL) {
-        ct_block *blocks = (ct_block *)(void *)PyByteArray_AS_STRING(rows);
-        Py_BEGIN_ALLOW_THREADS
-        (void)ct_blocks_cut(rule, sizes, n, blocks, count);
+        void *blocks = PyByteArray_AS_STRING(rows);
+        Py_BEGIN_ALLOW_THREADS(void)
+        ct_blocks_cut(rule, sizes, n, blocks, count);
         Py_END_ALLOW_THREADS
     }
     return rows;
@@ -69,11 +69,14 @@ const char ctpy_token_blocks_doc[] =
     "token_blocks($module, sizes, break_mode, block_size, document_sep_len, /)\n--\n\n"
     "Return the blocks of a stream of items as a bytearray: rows of five int64.\n\n"
     "sizes: the items' tokens, int64, of shape (n,). break_mode: none fills blocks of\n"
-    "block_size tokens, complete puts whole items into them, complete_doc too and ends\n"
-    "one at an item of document_sep_len tokens, which is left out; eos makes a block of\n"
+    "block_size tokens, complete puts whole items into them, complete_doc too and "
+    "ends\n"
+    "one at an item of document_sep_len tokens, which is left out; eos makes a block "
+    "of\n"
     "each item. A row is start and end in the stream, the first item and the position\n"
     "in it, the last item.\n\n"
-    "Raises ValueError for another mode, for sizes below 0, and for a block_size below\n"
+    "Raises ValueError for another mode, for sizes below 0, and for a block_size "
+    "below\n"
     "1 where the mode has one.";
 
 PyObject *

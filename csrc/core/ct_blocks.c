@@ -88,8 +88,10 @@ cut_none(writer *w, int64_t block_tokens)
     }
     for (int64_t start = 0; start < total; start += tokens) {
         tokens = total - start < block_tokens ? total - start : block_tokens;
-        ct_block block = {
-            .start = start, .end = start + tokens, .first = (int64_t)item, .offset = offset};
+        ct_block block = {.start = start,
+                          .end = start + tokens,
+                          .first = (int64_t)item,
+                          .offset = offset};
         advance(w, &item, &offset, tokens - 1);
         block.last = (int64_t)item;
         put(w, block);
