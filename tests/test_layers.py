@@ -48,7 +48,7 @@ FLOORS = (
     | {"ct_exchange"},
     set[str](),
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
-    {"ct_step", "ct_probe"},
+    {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_config", "ct_step", "ct_probe"},
 )
 POLICIES = FLOORS.index(set())
 

@@ -73,6 +73,10 @@ typedef struct ct_comm_ops {
     /* Waits for it and frees the work, on failure too. NULL where start is. */
     ct_status (*wait)(ct_comm *comm, ct_work *work, ct_error *err);
     void (*free)(ct_comm *comm);
+    /* Work that ends in a collective may be cut into pieces of so many bytes, which
+     * are then still in the cache; 0: each collective costs much, the fewer the better.
+     */
+    size_t batch_bytes;
 } ct_comm_ops;
 
 struct ct_comm {

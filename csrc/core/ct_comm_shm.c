@@ -142,6 +142,7 @@ static const ct_comm_ops shm_ops = {
     .broadcast = shm_broadcast,
     .barrier = shm_barrier,
     .free = shm_free,
+    .batch_bytes = 512 << 10,
 };
 
 /* ---- making a group ----------------------------------------------------------------

@@ -8,6 +8,7 @@
 #include "math/ct_adamax_math.h"
 #include "math/ct_adamw_math.h"
 #include "math/ct_ademamix_math.h"
+#include "math/ct_block_math.h"
 #include "math/ct_descend_math.h"
 #include "math/ct_lamb_math.h"
 #include "math/ct_lars_math.h"

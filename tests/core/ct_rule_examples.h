@@ -283,6 +283,21 @@ ct_descend_example(size_t variant)
     return coef;
 }
 
+static inline ct_rule_coef
+ct_block_example(ct_rule rule, size_t variant)
+{
+    ct_rule_coef coef;
+    if (rule == CT_RULE_block_momentum) {
+        coef.block_momentum.momentum = 0.9;
+        coef.block_momentum.lr = 0.7;
+        coef.block_momentum.look = (int)variant; /* one of each ct_block_look */
+    }
+    else {
+        coef.block_share.world_size = 2.0 + (double)variant;
+    }
+    return coef;
+}
+
 /* variant < CT_RULE_VARIANTS: other options of the same rule. */
 static inline ct_rule_coef
 ct_rule_example(ct_rule rule, size_t variant)
@@ -317,6 +332,10 @@ ct_rule_example(ct_rule rule, size_t variant)
     case CT_RULE_adafactor:
     case CT_RULE_adafactor_momentum:
         return ct_settled_example(rule, ct_adafactor_example(variant));
+    case CT_RULE_block_delta:
+    case CT_RULE_block_momentum:
+    case CT_RULE_block_share:
+        return ct_block_example(rule, variant);
     case CT_RULE_descend:
         return ct_descend_example(variant);
     case CT_RULE_lamb:

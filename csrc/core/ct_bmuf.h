@@ -1,0 +1,99 @@
+/* Blockwise model-update filtering: workers train apart for a block of updates, then
+ * average how far they have come, and move the global model with a momentum of blocks.
+ *
+ * The sources are those of math/ct_block_math.h. What a block needs of every parameter
+ * lies in flat buffers, one for each dtype: a block is one pass that fills a buffer,
+ * one collective over it, and one pass that moves the model; batch by batch while what
+ * was filled is still in the cache, where a collective costs little. */
+#ifndef CT_BMUF_H
+#define CT_BMUF_H
+
+#include "core/ct_comm.h"
+#include "core/ct_device.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+
+typedef struct ct_bmuf_config {
+    int64_t sync_iter; /* updates in a block; >= 1 */
+    int64_t warmup;    /* updates before the workers first meet; >= 0 */
+    double momentum;   /* finite, >= 0; 0: the models are averaged, nothing else */
+    double lr;         /* of blocks; finite, >= 0 */
+    ct_block_look look;
+} ct_bmuf_config;
+
+/* CT_EINVAL names the field at fault. */
+CT_NODISCARD ct_status ct_bmuf_check(const ct_bmuf_config *config, ct_error *err);
+
+/* What follows an update. */
+typedef enum ct_bmuf_event {
+    CT_BMUF_NOTHING,
+    CT_BMUF_WARMUP_END, /* all take over the model of rank 0: never with warmup 0 */
+    CT_BMUF_BLOCK_END
+} ct_bmuf_event;
+ct_bmuf_event ct_bmuf_after(const ct_bmuf_config *config, int64_t num_updates);
+
+/* A parameter as it is stored with the most bits, and its copy that the model computes
+ * with; copy.data is NULL where there is none. */
+typedef struct ct_bmuf_tensor {
+    ct_span span, copy;
+} ct_bmuf_tensor;
+
+typedef struct ct_bmuf_list {
+    const ct_bmuf_tensor *tensors;
+    size_t n;
+} ct_bmuf_list;
+
+enum {
+    CT_BMUF_DTYPES = 4 /* CT_F32 to CT_F16 */
+};
+
+/* A value for every element of every parameter: those of one dtype side by side. */
+typedef struct ct_bmuf_flat {
+    ct_scratch memory[CT_BMUF_DTYPES];
+} ct_bmuf_flat;
+
+typedef struct ct_bmuf {
+    const ct_device *device;
+    void *stream;
+    ct_bmuf_flat global, momentum; /* nothing in them while momentum is 0 */
+    size_t n[CT_BMUF_DTYPES];      /* elements in each of them */
+    ct_scratch shares;             /* of a batch: what is reduced */
+    struct ct_bmuf_piece *pieces;  /* of a batch, with room for a list */
+    ct_update_span *spans;
+    ct_span *to, *from;
+    size_t room;
+} ct_bmuf;
+
+/* For tensors in that device's memory. Nothing is allocated yet. */
+void ct_bmuf_init(ct_bmuf *bmuf, const ct_device *device, void *stream);
+void ct_bmuf_fini(ct_bmuf *bmuf);
+
+/* The global model becomes the parameters and the momentum 0. Where the list is other
+ * than at the last start, everything is laid out anew. */
+CT_NODISCARD ct_status ct_bmuf_start(ct_bmuf *bmuf, const ct_bmuf_config *config,
+                                     const ct_bmuf_list *list, ct_error *err);
+
+/* The end of the warm-up: every rank's parameters become those of rank 0, then as
+ * ct_bmuf_start. */
+CT_NODISCARD ct_status ct_bmuf_take_over(ct_bmuf *bmuf, const ct_bmuf_config *config,
+                                         ct_comm *comm, const ct_bmuf_list *list,
+                                         ct_error *err);
+
+/* The end of a block. After CT_ECOMM some parameters may have moved and others not. */
+CT_NODISCARD ct_status ct_bmuf_meet(ct_bmuf *bmuf, const ct_bmuf_config *config,
+                                    ct_comm *comm, const ct_bmuf_list *list,
+                                    ct_error *err);
+
+/* Every tensor becomes its average over the ranks: shares, summed. */
+CT_NODISCARD ct_status ct_bmuf_average(ct_bmuf *bmuf, ct_comm *comm,
+                                       const ct_bmuf_list *list, ct_error *err);
+
+/* The global model, or the momentum, of each parameter: to or from the spans of
+ * a list like theirs. ct_bmuf_start comes before. */
+CT_NODISCARD ct_status ct_bmuf_save(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
+                                    const ct_bmuf_list *to, ct_error *err);
+CT_NODISCARD ct_status ct_bmuf_load(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
+                                    const ct_bmuf_list *from, ct_error *err);
+
+#endif

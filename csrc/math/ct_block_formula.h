@@ -1,0 +1,40 @@
+/* A block's update for one element of type ct_real: the only place that states the
+ * formulas. */
+
+CT_ROUNDED(ct_block_share, CT_BLOCK_SHARE_COEF)
+CT_ROUNDED(ct_block_momentum, CT_BLOCK_MOMENTUM_COEF)
+
+/* What a worker adds to the sum of all: *share becomes its part of the average. */
+CT_HD static inline void
+CT_REAL(ct_block_share_apply)(const CT_REAL(ct_block_share_coef) * c, ct_real value,
+                              ct_real *share, ct_real *state)
+{
+    (void)state;
+    *share = value / c->world_size;
+}
+
+/* The same of how far it has come from the global model, state[0]. */
+CT_HD static inline void
+CT_REAL(ct_block_delta_apply)(const CT_REAL(ct_block_share_coef) * c, ct_real value,
+                              ct_real *share, ct_real *state)
+{
+    *share = (state[0] - value) / c->world_size;
+}
+
+/* state is the global model and the momentum of blocks; delta the average that the
+ * workers have come. */
+CT_HD static inline void
+CT_REAL(ct_block_momentum_apply)(const CT_REAL(ct_block_momentum_coef) * c,
+                                 ct_real delta, ct_real *param, ct_real *state)
+{
+    const ct_real step = c->lr * delta;
+    const ct_real smoothed = c->momentum * state[1] + step;
+    const ct_real again = c->momentum * smoothed;
+    const ct_real plain = state[0] - smoothed;
+    const ct_real ahead = c->look == CT_BLOCK_NBM ? plain - again : plain;
+    const ct_real nesterov = state[0] - (step + again);
+
+    state[1] = smoothed;
+    state[0] = c->look == CT_BLOCK_NESTEROV ? nesterov : ahead;
+    *param = state[0];
+}

@@ -1,0 +1,33 @@
+/* The update of a block of steps for one element, in float and in double: what workers
+ * that trained apart do when they meet.
+ *
+ * Source: Chen and Huo, "Scalable training of deep learning machines by incremental
+ * block training with intra-block parallel optimization and blockwise model-update
+ * filtering", 2016, in the order of operations of fairseq's optim/bmuf.py; with
+ * CT_BLOCK_NESTEROV the outer step of Douillard et al., "DiLoCo: Distributed
+ * Low-Communication Training of Language Models", 2023. */
+#ifndef CT_BLOCK_MATH_H
+#define CT_BLOCK_MATH_H
+
+#include "math/ct_coef.h"
+
+/* Where the model goes from the global model and its momentum. */
+typedef enum ct_block_look {
+    CT_BLOCK_PLAIN,
+    CT_BLOCK_NBM,     /* the momentum again, times `momentum`: fairseq's use_nbm */
+    CT_BLOCK_NESTEROV /* as torch.optim.SGD with nesterov */
+} ct_block_look;
+
+#define CT_BLOCK_SHARE_COEF(REAL, FLAG) REAL(world_size)
+CT_COEF(ct_block_share, CT_BLOCK_SHARE_COEF)
+
+#define CT_BLOCK_MOMENTUM_COEF(REAL, FLAG)                                             \
+    REAL(momentum)                                                                     \
+    REAL(lr)                                                                           \
+    FLAG(look) /* a ct_block_look */
+CT_COEF(ct_block_momentum, CT_BLOCK_MOMENTUM_COEF)
+
+#define CT_FORMULA "math/ct_block_formula.h"
+#include "math/ct_each_real.h"
+
+#endif
