@@ -49,7 +49,14 @@ _HOMES = {
     "plot": "plotting",
     "set_seed": "trainer_utils",
 }
-_MODULES = {"optim", "trainer_utils", "training_args", "callbacks", "adapters"}
+_MODULES = {
+    "optim",
+    "trainer_utils",
+    "training_args",
+    "callbacks",
+    "adapters",
+    "comm",
+}
 
 __all__ = [
     "EMA",

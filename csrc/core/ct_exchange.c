@@ -276,8 +276,8 @@ finish(ct_exchange *self, const ct_transfer *t, uint32_t pieces, ct_error *err)
                         ct_collective_name(t->request->what), err);
 }
 
-ct_status
-ct_exchange_run(ct_exchange *self, const ct_transfer *wanted, ct_error *err)
+static ct_status
+transfer(ct_exchange *self, const ct_transfer *wanted, ct_error *err)
 {
     ct_transfer fitting = *wanted;
     const ct_transfer *t = &fitting;
@@ -310,6 +310,20 @@ ct_exchange_run(ct_exchange *self, const ct_transfer *wanted, ct_error *err)
         }
     }
     return status == CT_OK ? finish(self, t, pieces, err) : status;
+}
+
+ct_status
+ct_exchange_run(ct_exchange *self, const ct_transfer *wanted, ct_error *err)
+{
+    if (__atomic_exchange_n(&self->busy, true, __ATOMIC_ACQUIRE)) {
+        return ct_fail(err, CT_EINVAL,
+                       "%s while another thread of rank %d is in a collective of the "
+                       "same group",
+                       ct_collective_name(wanted->request->what), self->rank);
+    }
+    const ct_status status = transfer(self, wanted, err);
+    __atomic_store_n(&self->busy, false, __ATOMIC_RELEASE);
+    return status;
 }
 
 /* ---- beginning and end -------------------------------------------------------------

@@ -22,6 +22,7 @@ typedef struct ct_exchange {
     const ct_segment *segment; /* the caller's; begins with the crew */
     ct_crew *crew;
     int rank, world_size;
+    bool busy;           /* a thread is in a transfer */
     uint32_t done;       /* pieces of all transfers before */
     const void **rows;   /* of a reduction, by rank */
     const char **direct; /* by rank: what it gives, if it lies in lanes */

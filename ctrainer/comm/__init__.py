@@ -1,1 +1,5 @@
-"""Groups of processes: torch's process groups as backends of a Communicator."""
+"""Groups of processes: joined from the environment, or over torch's process groups."""
+
+from ctrainer.comm.environment import from_environment
+
+__all__ = ["from_environment"]

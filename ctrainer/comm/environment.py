@@ -1,0 +1,176 @@
+"""The group of processes that a launcher started: torchrun, accelerate, SLURM, mpirun.
+
+Processes of one machine talk through shared memory; those of several through
+torch.distributed, which is imported only then.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+
+from ctrainer import _C
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+
+_LOCAL_ADDRESSES = ("localhost", "127.0.0.1", "::1")
+_numbers = count()  # of the groups that this process has joined, alike on all ranks
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """What a launcher calls the rank, the ranks, those of this machine, and the job."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_size: str
+    job: tuple[str, ...]
+
+
+_LAUNCHERS = (
+    _Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        (
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "TORCHELASTIC_RUN_ID",
+            "TORCHELASTIC_RESTART_COUNT",
+        ),
+    ),
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+    ),
+    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ("PMI_PORT",)),
+    _Launcher(
+        "SLURM",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among those that a launcher started."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    on_one_machine: bool
+    key: str  # of the job: the same on all ranks, and on no other job's
+
+
+def place_of(environ: Mapping[str, str]) -> Place | None:
+    """What the launcher says in its variables; None where there is none.
+
+    Raises ValueError for variables that are no numbers or out of range.
+    """
+    for launcher in _LAUNCHERS:
+        if launcher.rank in environ and launcher.world_size in environ:
+            return _read(launcher, environ)
+    return None
+
+
+def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Place:
+    rank = _number(environ, launcher.rank)
+    world_size = _number(environ, launcher.world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"{launcher.name} says {launcher.rank}={rank} and "
+            f"{launcher.world_size}={world_size}; the rank must be in [0, {world_size})"
+        )
+    told = [f"{name}={environ[name]}" for name in launcher.job if name in environ]
+    # Launchers that say nothing of the job are the parent of all ranks.
+    key = " ".join(told or [f"parent={os.getppid()}"])
+    return Place(
+        launcher.name, rank, world_size, _is_local(launcher, environ, world_size), key
+    )
+
+
+def _is_local(launcher: _Launcher, environ: Mapping[str, str], world_size: int) -> bool:
+    if launcher.local_size in environ:
+        return _number(environ, launcher.local_size) == world_size
+    if launcher.name == "SLURM":
+        nodes = "SLURM_STEP_NUM_NODES"
+        return _number(environ, nodes if nodes in environ else "SLURM_NNODES") == 1
+    return environ.get("MASTER_ADDR", "") in _LOCAL_ADDRESSES
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except KeyError:
+        raise ValueError(f"{name} is not set, and the launcher should") from None
+    except ValueError:
+        raise ValueError(
+            f"{name} must be a whole number, got {environ[name]!r}"
+        ) from None
+
+
+def from_environment(
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    environ: Mapping[str, str] | None = None,
+) -> _C.Communicator:
+    """Join the processes that the launcher of this one has started.
+
+    All ranks call it equally often; each call makes a new group. Without a launcher it
+    is a group of this process alone. Ranks of one machine share memory; else, or where
+    torch.distributed is initialised without a launcher, its default group is used, and
+    initialised with gloo if need be. timeout_seconds: how long a rank waits for others,
+    here and in each collective.
+
+    Raises RuntimeError naming the rank that does not come, ValueError where the
+    launcher's variables make no sense or do not say where the ranks meet.
+    """
+    place = place_of(os.environ if environ is None else environ)
+    if place is None:
+        return _torch_group() or _C.Communicator()
+    if place.world_size == 1:
+        return _C.Communicator()
+    if place.on_one_machine:
+        key = f"{place.launcher} group {next(_numbers)} {place.key}"
+        return _C.shared_memory_communicator(
+            key, place.rank, place.world_size, timeout_seconds
+        )
+    return _across_machines(place, timeout_seconds)
+
+
+def _torch_group() -> _C.Communicator | None:
+    """The default group of torch.distributed, if somebody has made one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available():
+        return None
+    if not torch.distributed.is_initialized():
+        return None
+    from ctrainer.comm import process_group
+
+    return process_group.communicator()
+
+
+def _across_machines(place: Place, timeout_seconds: float) -> _C.Communicator:
+    from ctrainer.comm import process_group, processes
+
+    if not processes.is_initialized():
+        address, port = (os.environ.get(n) for n in ("MASTER_ADDR", "MASTER_PORT"))
+        if not address or not port:
+            raise ValueError(
+                f"{place.launcher} started {place.world_size} ranks on several "
+                "machines: set MASTER_ADDR and MASTER_PORT to where rank 0 can be "
+                "reached, on every rank"
+            )
+        where = f"tcp://{address}:{port}"
+        processes.join("gloo", where, place.rank, place.world_size, timeout_seconds)
+    return process_group.communicator()

@@ -1,0 +1,224 @@
+"""Groups of the processes of one machine, from what launchers say and by key."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from ctrainer import _C
+from ctrainer.comm import from_environment
+from ctrainer.comm.environment import place_of
+
+TIMEOUT = 60
+
+
+def start_ranks(code: str, environs: list[Mapping[str, str]]) -> list[subprocess.Popen]:
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **environ},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environs
+    ]
+
+
+def outputs(ranks: list[subprocess.Popen]) -> list[str]:
+    try:
+        return [rank.communicate(timeout=TIMEOUT)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def torchrun(rank: int, world_size: int, run: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": run,
+    }
+
+
+WORK = """
+import sys, numpy as np
+from ctrainer.comm import from_environment
+for _ in range(2):
+    group = from_environment(30.0)
+    values = np.arange(100001.0) * (group.rank + 1)
+    group.all_reduce(values, "mean")
+    assert (values == np.arange(100001.0) * 1.5).all()
+    parts = np.zeros(2, np.int64)
+    group.all_gather(parts, np.array([group.rank * 7]))
+    assert "torch" not in sys.modules
+print(group.backend, group.rank, group.world_size, parts.tolist())
+"""
+
+
+def test_ranks_of_a_launcher_meet_in_shared_memory_without_torch() -> None:
+    run = uuid.uuid4().hex
+    ranks = start_ranks(WORK, [torchrun(0, 2, run), torchrun(1, 2, run)])
+    assert outputs(ranks) == ["shm 0 2 [0, 7]", "shm 1 2 [0, 7]"]
+
+
+DIE = """
+import os, signal, numpy as np
+from ctrainer.comm import from_environment
+group = from_environment(30.0)
+group.barrier()
+print("ready", flush=True)
+try:
+    while True:
+        group.all_reduce(np.ones(1000))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
+    before = set(os.listdir("/dev/shm"))
+    run = uuid.uuid4().hex
+    ranks = start_ranks(DIE, [torchrun(0, 2, run), torchrun(1, 2, run)])
+    assert ranks[1].stdout is not None
+    assert ranks[1].stdout.readline() == "ready\n"
+    began = time.monotonic()
+    ranks[1].send_signal(signal.SIGKILL)
+    text = outputs(ranks)[0]
+    assert time.monotonic() - began < 20  # of a time-out of 30 seconds
+    assert text.startswith("ready\nall_reduce on rank 0 of 2: rank 1 (process ")
+    assert text.endswith(") died")
+    assert set(os.listdir("/dev/shm")) <= before
+    with open("/proc/net/unix") as sockets:
+        assert f"ctrainer-{os.geteuid()}-" not in sockets.read()
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    group = from_environment(environ={})
+    assert (group.rank, group.world_size, group.backend) == (0, 1, "self")
+    group = from_environment(environ=torchrun(0, 1, "alone"))
+    assert (group.rank, group.world_size, group.backend) == (0, 1, "self")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+            ("torchrun", 1, 4, False),
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"},
+            ("torchrun", 1, 4, True),
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.7"},
+            ("torchrun", 1, 4, False),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "0",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            ("Open MPI", 0, 2, True),
+        ),
+        (
+            {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"},
+            ("MPICH", 2, 3, True),
+        ),
+        (
+            {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"},
+            ("SLURM", 5, 8, False),
+        ),
+        (
+            {
+                "SLURM_PROCID": "5",
+                "SLURM_NTASKS": "8",
+                "SLURM_NNODES": "2",
+                "SLURM_STEP_NUM_NODES": "1",
+            },
+            ("SLURM", 5, 8, True),
+        ),
+    ],
+)
+def test_each_launcher_says_who_we_are(
+    environ: dict[str, str], expected: tuple[str, int, int, bool]
+) -> None:
+    place = place_of(environ)
+    assert place is not None
+    assert (
+        place.launcher,
+        place.rank,
+        place.world_size,
+        place.on_one_machine,
+    ) == expected
+
+
+def test_jobs_and_their_restarts_have_keys_of_their_own() -> None:
+    first = place_of(torchrun(0, 2, "a"))
+    other = place_of(torchrun(0, 2, "b"))
+    again = place_of({**torchrun(1, 2, "a"), "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert first is not None
+    assert other is not None
+    assert again is not None
+    assert len({first.key, other.key, again.key}) == 3
+    same = place_of(torchrun(1, 2, "a"))
+    assert same is not None
+    assert same.key == first.key
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK must be a whole number, got 'x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"the rank must be in \[0, 2\)"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_NNODES is not set"),
+    ],
+)
+def test_variables_that_make_no_sense_are_named(
+    environ: dict[str, str], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        place_of(environ)
+
+
+def test_ranks_on_several_machines_need_an_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="set MASTER_ADDR and MASTER_PORT"):
+        from_environment(
+            environ={"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}
+        )
+
+
+def test_bad_arguments_and_absent_ranks_are_named() -> None:
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
+        _C.shared_memory_communicator("test", 2, 2, 1.0)
+    with pytest.raises(ValueError, match="timeout_seconds must be above 0"):
+        _C.shared_memory_communicator("test", 0, 2, 0.0)
+    key = uuid.uuid4().hex
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 .* within 0.1 seconds"):
+        _C.shared_memory_communicator(key, 0, 2, 0.1)
+
+
+def test_one_rank_shares_memory_with_itself() -> None:
+    group = _C.shared_memory_communicator(uuid.uuid4().hex, 0, 1, 1.0)
+    values = np.arange(3.0)
+    group.all_reduce(values, "mean")
+    assert values.tolist() == [0.0, 1.0, 2.0]
+    assert group.gather_bytes(b"abc") == [b"abc"]
+    group.close()
+    with pytest.raises(ValueError, match="closed"):
+        group.barrier()
