@@ -144,8 +144,34 @@ recover(PyObject *op, fairseq_update *u)
                : 0;
 }
 
+static bool
+is_last(const fairseq_update *u)
+{
+    return u->place == PyList_GET_SIZE(u->samples) - 1;
+}
+
+/* task.train_step() of a sample, where ranks exchange gradients with the last one. */
+static PyObject *
+step_in_turn(PyObject *op, fairseq_update *u, PyObject *prepared, PyObject *dummy)
+{
+    PyObject *context = NULL, *result;
+    if (((FairseqTrainer *)op)->settings.world_size == 1 || is_last(u)) {
+        return fairseq_task_step(op, u, prepared, dummy);
+    }
+    if (fairseq_no_sync(op, &context) < 0) {
+        return NULL;
+    }
+    result = fairseq_task_step(op, u, prepared, dummy);
+    if (context != NULL && fairseq_leave(op, context) < 0) {
+        Py_CLEAR(result);
+    }
+    Py_XDECREF(context);
+    return result;
+}
+
+/* Prepares a sample, runs it and adds it up. */
 static int
-run_sample(PyObject *op, fairseq_update *u, PyObject *sample)
+run_prepared(PyObject *op, fairseq_update *u, PyObject *sample)
 {
     PyObject *prepared;
     int dummy;
@@ -153,14 +179,45 @@ run_sample(PyObject *op, fairseq_update *u, PyObject *sample)
         return -1;
     }
     u->last_is_dummy = dummy;
-    PyObject *result = fairseq_task_step(op, u, prepared, dummy ? Py_True : Py_False);
+    PyObject *result = step_in_turn(op, u, prepared, dummy ? Py_True : Py_False);
+    int failed = result == NULL ? -1 : book(op, u, result);
+    Py_XDECREF(result);
     Py_DECREF(prepared);
-    if (result == NULL) {
-        return !u->raise_oom && fairseq_is_oom() ? recover(op, u) : -1;
-    }
-    int failed = book(op, u, result);
-    Py_DECREF(result);
     return failed;
+}
+
+/* May the update go on without the sample that ran out of memory? Not once its
+ * backward pass has begun an exchange that other ranks are in. */
+static int
+recoverable(PyObject *op, const fairseq_update *u)
+{
+    PyObject *type, *value, *trace;
+    if (u->raise_oom || !fairseq_is_oom()) {
+        return false;
+    }
+    if (!is_last(u)) {
+        return true;
+    }
+    PyErr_Fetch(&type, &value, &trace);
+    int early = fairseq_exchanges_early(op);
+    int spoilt = early == 1 ? spoiled(op) : early;
+    PyErr_Restore(type, value, trace);
+    return spoilt == 0;
+}
+
+/* A sample; where it runs out of memory the others go on, and a dummy takes its place
+ * in the exchange of gradients that other ranks wait in. */
+static int
+run_sample(PyObject *op, fairseq_update *u, PyObject *sample)
+{
+    if (run_prepared(op, u, sample) == 0) {
+        return 0;
+    }
+    if (!recoverable(op, u) || recover(op, u) < 0) {
+        return -1;
+    }
+    int early = is_last(u) ? fairseq_exchanges_early(op) : 0;
+    return early == 1 ? run_prepared(op, u, Py_None) : early;
 }
 
 /* The sum of sample sizes as a float, or a tensor of floats. */
@@ -201,12 +258,10 @@ fairseq_run_samples(PyObject *op, fairseq_update *u)
         }
     }
     u->place = -1;
-    if (u->ooms > 0 && fairseq_metric(op, "log_scalar_sum", "(sLi)", "oom",
-                                      (long long)u->ooms, 600) < 0) {
+    if (finish_sample_size(op, u) < 0 || fairseq_sync_update(op, u) < 0 ||
+        (u->ooms > 0 && fairseq_metric(op, "log_scalar_sum", "(sLi)", "oom",
+                                       (long long)u->ooms, 600) < 0)) {
         return -1;
     }
-    if (u->ooms > 0 && PyList_GET_SIZE(u->outputs) == 0) {
-        return 0;
-    }
-    return finish_sample_size(op, u) < 0 ? -1 : 1;
+    return u->ooms == 0 || u->real > 0;
 }

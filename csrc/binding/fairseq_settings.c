@@ -121,10 +121,12 @@ FairseqTrainer__read_config(PyObject *op, PyObject *Py_UNUSED(unused))
     fairseq_settings made = {0};
     int cuda, original, trains, failed;
     PyObject *cfg = PyObject_GetAttr(op, names->str_cfg);
-    failed = cfg == NULL || ctpy_get_bool(op, names->str_cuda, &cuda) < 0 ||
-             ctpy_get_bool(op, names->str_original_dummies, &original) < 0 ||
-             ctpy_get_bool(op, names->str__criterion_trains, &trains) < 0 ||
-             read_backend(cfg, &made) < 0;
+    failed =
+        cfg == NULL || ctpy_get_bool(op, names->str_cuda, &cuda) < 0 ||
+        ctpy_get_bool(op, names->str_original_dummies, &original) < 0 ||
+        ctpy_get_bool(op, names->str__criterion_trains, &trains) < 0 ||
+        ctpy_get_int64(op, names->str_data_parallel_world_size, &made.world_size) < 0 ||
+        read_backend(cfg, &made) < 0;
     for (size_t i = 0; !failed && i < sizeof(SETTINGS) / sizeof(SETTINGS[0]); i++) {
         failed = read_setting(cfg, &SETTINGS[i], &made) < 0;
     }

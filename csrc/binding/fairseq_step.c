@@ -145,7 +145,7 @@ FairseqTrainer_train_step(PyObject *op, PyObject *args, PyObject *kwargs)
     return output;
 }
 
-/* Forward and backward alone, of every sample. */
+/* Forward and backward alone, of every sample, of this rank: others may not repeat. */
 static int
 repeat(PyObject *op, fairseq_update *u)
 {
@@ -163,6 +163,24 @@ repeat(PyObject *op, fairseq_update *u)
     return 0;
 }
 
+static int
+repeat_alone(PyObject *op, fairseq_update *u)
+{
+    PyObject *context = NULL;
+    if (((FairseqTrainer *)op)->settings.world_size == 1) {
+        return repeat(op, u);
+    }
+    if (fairseq_no_sync(op, &context) < 0) {
+        return -1;
+    }
+    int failed = repeat(op, u) < 0;
+    if (context != NULL && fairseq_leave(op, context) < 0) {
+        failed = true;
+    }
+    Py_XDECREF(context);
+    return failed ? -1 : 0;
+}
+
 const char FairseqTrainer__repeat_step_doc[] =
     "_repeat_step($self, samples, /)\n--\n\n"
     "Do forward and backward of samples as train_step() does, and no update: what\n"
@@ -177,7 +195,7 @@ FairseqTrainer__repeat_step(PyObject *op, PyObject *samples)
                  fairseq_do(op, names->str__set_seed) < 0 ||
                  train_mode(op, names->str_model) < 0 ||
                  train_mode(op, names->str_criterion) < 0 ||
-                 fairseq_do(op, names->str_zero_grad) < 0 || repeat(op, &u) < 0;
+                 fairseq_do(op, names->str_zero_grad) < 0 || repeat_alone(op, &u) < 0;
     fairseq_update_release(&u);
     return failed ? NULL : Py_NewRef(Py_None);
 }

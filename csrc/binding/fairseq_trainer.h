@@ -16,6 +16,7 @@ typedef struct fairseq_settings {
     double clip_norm;         /* optimization.clip_norm; 0: no clipping */
     int64_t empty_cache_freq; /* common.empty_cache_freq; 0: never */
     int64_t amp_batch_retries;
+    int64_t world_size; /* of the data-parallel group */
     int64_t fp16, bf16, amp, converts_on_cpu, store_ema; /* truth values */
     bool cuda;
     bool slowmo;           /* distributed_training.ddp_backend is "slowmo" */
@@ -41,7 +42,8 @@ typedef struct fairseq_update {
     PyObject *sample_size; /* a number or a tensor */
     PyObject *grad_norm;   /* what clip_grad_norm() returned, or NULL */
     Py_ssize_t place;      /* of the sample under way; -1 outside the samples */
-    int64_t ooms;          /* samples dropped for lack of memory */
+    int64_t ooms;          /* samples dropped for lack of memory; then of all ranks */
+    int64_t real;          /* samples that counted, of all ranks */
     bool last_is_dummy, overflow, raise_oom;
 } fairseq_update;
 
@@ -95,6 +97,23 @@ int fairseq_ema_model(PyObject *op, PyObject **model);
 
 /* op._prepare_sample(sample) as its two parts; 0 or -1. */
 int fairseq_prepare(PyObject *op, PyObject *sample, PyObject **prepared, int *dummy);
+
+/* ---- several ranks: fairseq_ranks.c ----------------------------------------------
+ */
+
+/* Replaces sums and logs of the update by those of all ranks. 0 or -1. */
+int fairseq_sync_update(PyObject *op, fairseq_update *u);
+
+/* The same of a sample of validation; 0 or -1, and then both are still the caller's. */
+int
+fairseq_sync_valid(PyObject *op, PyObject **logs, PyObject **sample_size, bool dummy);
+
+/* Enters model.no_sync(), for fairseq_leave; *context is NULL where it has none. */
+int fairseq_no_sync(PyObject *op, PyObject **context);
+
+/* 1: other ranks wait for this one's gradients during the backward pass of the last
+ * sample; 0: not; -1. */
+int fairseq_exchanges_early(PyObject *op);
 
 /* {0} is fine. */
 void fairseq_update_release(fairseq_update *u);

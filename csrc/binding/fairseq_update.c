@@ -20,16 +20,6 @@ FairseqTrainer_clip_grad_norm(PyObject *op, PyObject *clip_norm)
     return norm;
 }
 
-const char FairseqTrainer__check_grad_norms_doc[] =
-    "_check_grad_norms($self, grad_norm, /)\n--\n\n"
-    "Compare the norm with that of other workers: with one worker there is none.";
-
-PyObject *
-FairseqTrainer__check_grad_norms(PyObject *Py_UNUSED(op), PyObject *Py_UNUSED(norm))
-{
-    Py_RETURN_NONE;
-}
-
 /* Adds up what workers hold, where a wrapper has left that to us. */
 static int
 all_reduce(PyObject *op, PyObject *optimizer, PyObject *owner)
@@ -45,21 +35,24 @@ all_reduce(PyObject *op, PyObject *optimizer, PyObject *owner)
     return answer == NULL ? -1 : 0;
 }
 
-/* Gradients times workers / sample_size; a sample_size of 0 counts as 1. */
+/* Gradients, which are means over the workers, times workers / sample_size; a
+ * sample_size of 0 counts as 1. */
 static int
 normalise(PyObject *op, PyObject *optimizer, PyObject *sample_size)
 {
-    PyObject *one = PyFloat_FromDouble(1.0), *factor = NULL, *answer = NULL;
-    int nonzero = one == NULL ? -1 : PyObject_IsTrue(sample_size);
+    const double workers = (double)((FairseqTrainer *)op)->settings.world_size;
+    PyObject *numerator = PyFloat_FromDouble(workers), *factor = NULL, *answer = NULL;
+    int nonzero = numerator == NULL ? -1 : PyObject_IsTrue(sample_size);
     if (nonzero >= 0) {
-        factor = PyNumber_TrueDivide(one, nonzero ? sample_size : one);
+        factor = nonzero ? PyNumber_TrueDivide(numerator, sample_size)
+                         : Py_NewRef(numerator);
     }
     if (factor != NULL) {
         answer = PyObject_CallMethodOneArg(
             optimizer, ctpy_state_borrow(op)->str_multiply_grads, factor);
     }
     Py_XDECREF(factor);
-    Py_XDECREF(one);
+    Py_XDECREF(numerator);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
 }

@@ -78,7 +78,8 @@ reduce(PyObject *op, PyObject *result, int dummy)
         Py_XDECREF(zero);
     }
     PyObject *outputs = Py_BuildValue("[O]", PyTuple_GET_ITEM(result, 2));
-    if (size != NULL && outputs != NULL) {
+    if (size != NULL && outputs != NULL &&
+        fairseq_sync_valid(op, &outputs, &size, dummy) == 0) {
         PyObject *stack[] = {outputs, size};
         made = ctpy_call_hook(op, ctpy_state_borrow(op)->str__reduce_and_log_stats,
                               stack, 2);

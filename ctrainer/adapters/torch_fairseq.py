@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import io
+import os
 import pickle
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,15 +174,43 @@ def load_file(path: str) -> Any:
 
     Raises ValueError where it holds objects that are no plain data.
     """
+    return _load(path, path)
+
+
+def _load(source: Any, name: str) -> Any:
     safe = [argparse.Namespace, *numpy_names()]
     try:
         with torch.serialization.safe_globals(safe):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} holds objects that are no plain data, which could run code when "
+            f"{name} holds objects that are no plain data, which could run code when "
             f"they are loaded: {error}"
         ) from error
+
+
+def read_bytes(path: str) -> tuple[bytes, str]:
+    """The bytes of a file, none where it is missing, and what kept it from being
+    read."""
+    try:
+        return Path(path).read_bytes() if os.path.isfile(path) else b"", ""
+    except OSError as error:
+        return b"", str(error)
+
+
+def to_bytes(value: Any) -> bytes:
+    """Plain data, tensors and arrays included, as from_bytes reads it."""
+    buffer = io.BytesIO()
+    torch.save(to_host(value), buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes, name: str) -> Any:
+    """The value of to_bytes() or of a checkpoint's file; runs nothing it may contain.
+
+    Raises ValueError, with the name, where it holds objects that are no plain data.
+    """
+    return _load(io.BytesIO(data), name)
 
 
 def allow_namespaces() -> None:

@@ -19,6 +19,7 @@ def check_config(cfg: Any) -> None:
         AssertionError: fp16 together with amp, as in fairseq.
     """
     _check_sharding(cfg)
+    _check_slowmo(cfg)
     if setting(cfg, "common", "fp16", False):
         assert not setting(cfg, "common", "amp", False), (
             "Cannot use fp16 and AMP together"
@@ -46,18 +47,27 @@ def _check_sharding(cfg: Any) -> None:
             "(it's already built in)"
         )
     raise ValueError(
-        "distributed_training.ddp_backend is 'fully_sharded': this trainer runs one "
-        "process, which has nobody to share its parameters with"
+        "distributed_training.ddp_backend is 'fully_sharded': every worker of this "
+        "trainer holds all parameters; use pytorch_ddp or legacy_ddp"
     )
 
 
-_ONE = "this trainer runs one process, and has no collectives for more"
+def _check_slowmo(cfg: Any) -> None:
+    where = "distributed_training"
+    several = setting(cfg, where, "distributed_world_size", 1) > 1
+    if several and setting(cfg, where, "ddp_backend", None) == "slowmo":
+        raise ValueError(
+            "distributed_training.ddp_backend is 'slowmo': its wrapper is part of "
+            "fairscale, and there is none here; use pytorch_ddp or legacy_ddp"
+        )
+
+
+_WHOLE = "every worker of this trainer holds the whole model and its optimizer"
 _REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("common", "tpu", (False,), "there is no support for TPUs here"),
-    ("common", "model_parallel_size", (1,), _ONE),
-    ("distributed_training", "distributed_world_size", (1,), _ONE),
-    ("distributed_training", "pipeline_model_parallel", (False,), _ONE),
-    ("distributed_training", "zero_sharding", ("none",), _ONE),
-    ("optimization", "use_bmuf", (False,), f"BMUF averages over workers; {_ONE}"),
-    ("model", "base_layers", (0,), f"BASE layers are spread over workers; {_ONE}"),
+    ("common", "model_parallel_size", (1,), _WHOLE),
+    ("distributed_training", "pipeline_model_parallel", (False,), _WHOLE),
+    ("distributed_training", "zero_sharding", ("none",), _WHOLE),
+    ("optimization", "use_bmuf", (False,), "there is no BMUF for this trainer"),
+    ("model", "base_layers", (0,), f"BASE layers are spread over workers; {_WHOLE}"),
 ]

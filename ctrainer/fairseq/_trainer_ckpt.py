@@ -34,15 +34,15 @@ class Checkpoints(Core):
     """state_dict(), save_checkpoint() and load_checkpoint()."""
 
     def consolidate_optimizer(self) -> None:
-        """Gather the optimizer's state from all processes, of which there is one."""
+        """Nothing: every process holds the whole state of the optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in fairseq's layout; tensors are not copied."""
         state: dict[str, Any] = {
             "args": None,
             "cfg": plain_config(self.cfg),
-            "model": self.model.state_dict(),
-            "criterion": self.criterion.state_dict() or None,
+            "model": self.get_model().state_dict(),
+            "criterion": self.get_criterion().state_dict() or None,
             "optimizer_history": [*(self._optim_history or []), self._history()],
             "task_state": self.task.state_dict() if self.task is not None else {},
             "extra_state": {
@@ -93,7 +93,7 @@ class Checkpoints(Core):
 
         reset_optimizer leaves optimizer, schedule and number of updates as they are;
         optimizer_overrides replaces options of its groups. Returns extra_state, or
-        None where there is no such file.
+        None where there is no such file. Of several processes all call this.
 
         Raises:
             Exception: the weights do not fit; the message says which.
@@ -101,10 +101,11 @@ class Checkpoints(Core):
         """
         self._optim_history = []
         logger.info("Preparing to load checkpoint %s", filename)
-        if not os.path.isfile(filename):
+        state = self._read_checkpoint(filename)
+        if state is None:
             logger.info("No existing checkpoint found %s", filename)
             return None
-        state = upgrade_state_dict(tools.load_file(filename))
+        state = upgrade_state_dict(state)
         self._load_weights(filename, state)
         extra_state: dict[str, Any] | None = state.get("extra_state")
         self._optim_history = state.get("optimizer_history") or []
@@ -122,11 +123,29 @@ class Checkpoints(Core):
             )
         return extra_state
 
+    def _read_checkpoint(self, filename: str) -> dict[str, Any] | None:
+        """The file's content, None where there is none. Of several processes the first
+        reads it and sends it to the others, unless load_checkpoint_on_all_dp_ranks."""
+        alone = self.data_parallel_world_size == 1 or setting(
+            self.cfg, "checkpoint", "load_checkpoint_on_all_dp_ranks", False
+        )
+        if alone:
+            found = os.path.isfile(filename)
+            return tools.load_file(filename) if found else None
+        data, problem = b"", ""
+        if self.is_data_parallel_master:
+            data, problem = tools.read_bytes(filename)
+        problem = self._communicator.broadcast_bytes(problem.encode()).decode()
+        data = self._communicator.broadcast_bytes(data)
+        if problem:
+            raise OSError(f"rank 0 could not read {filename}: {problem}")
+        return tools.from_bytes(data, filename) if data else None
+
     def _load_weights(self, filename: str, state: dict[str, Any]) -> None:
         try:
-            tools.load_weights(self.model, state["model"], self.cfg.model)
+            tools.load_weights(self.get_model(), state["model"], self.cfg.model)
             if tools.has_parameters(self.get_criterion()):
-                self.criterion.load_state_dict(state["criterion"], strict=True)
+                self.get_criterion().load_state_dict(state["criterion"], strict=True)
         except Exception as error:
             raise Exception(
                 f"Cannot load model parameters from checkpoint {filename}; please "

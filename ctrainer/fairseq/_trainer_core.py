@@ -1,4 +1,4 @@
-"""What the parts of fairseq's Trainer share: its attributes, and one process."""
+"""What the parts of fairseq's Trainer share: attributes, processes, lazy parts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger("ctrainer.fairseq.trainer")
 
 
 class Core(_C.FairseqTrainer):
-    """Attributes by fairseq's names, properties of one process, and what is made on
-    first use."""
+    """Attributes by fairseq's names, the group of processes, and what is made on first
+    use."""
 
     cfg: Any
     task: Any
@@ -30,6 +30,8 @@ class Core(_C.FairseqTrainer):
     _dummy_batch: Any
     _ema: Any
     _epoch_itr: Any
+    _criterion_trains: bool
+    _group: _C.Communicator | None
     _gathered_optim_state: Any
     _lr_scheduler: Any
     _optimizer: Any
@@ -41,23 +43,42 @@ class Core(_C.FairseqTrainer):
     _previous_training_time: float
     _cumulative_training_time: float | None
 
-    # One process: what a group of them would be asked for
+    # The group of processes that train on different batches
 
     @property
     def data_parallel_world_size(self) -> int:
-        return 1
+        """How many processes share the batches; 1 without a group."""
+        where = "distributed_training"
+        if setting(self.cfg, where, "distributed_world_size", 1) == 1:
+            return 1
+        return self._communicator.world_size
 
     @property
-    def data_parallel_process_group(self) -> None:
-        return None
+    def data_parallel_process_group(self) -> Any:
+        """torch's process group, or None in a single process."""
+        if self.data_parallel_world_size == 1:
+            return None
+        from ctrainer.comm import processes
+
+        return processes.default_group()
 
     @property
     def data_parallel_rank(self) -> int:
-        return 0
+        """The place of this process in the group, from 0."""
+        return self._communicator.rank if self.data_parallel_world_size > 1 else 0
 
     @property
     def is_data_parallel_master(self) -> bool:
+        """Is this the process that saves and reports?"""
         return self.data_parallel_rank == 0
+
+    @property
+    def _communicator(self) -> _C.Communicator:
+        if self._group is None:
+            from ctrainer.comm.process_group import communicator
+
+            self._group = communicator()
+        return self._group
 
     @property
     def is_fsdp(self) -> bool:
@@ -65,7 +86,8 @@ class Core(_C.FairseqTrainer):
 
     @property
     def use_distributed_wrapper(self) -> bool:
-        return False
+        """Does a wrapper around the model average its gradients?"""
+        return self.data_parallel_world_size > 1
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
@@ -81,18 +103,44 @@ class Core(_C.FairseqTrainer):
         return setting(self.cfg, "checkpoint", "checkpoint_suffix", "") or ""
 
     def _sync_stats(self) -> bool:
-        return False
+        """Are sums and logs of this update exchanged?"""
+        return self.data_parallel_world_size > 1
 
     # Made on first use
 
     def _wrap_model(self) -> None:
-        self._wrapped_model = self._model
+        self._wrapped_model = self._wrap(self._model)
 
     def _wrap_criterion(self) -> None:
-        self._wrapped_criterion = self._criterion
+        trains = self._criterion_trains
+        self._wrapped_criterion = (
+            self._wrap(self._criterion) if trains else self._criterion
+        )
+
+    def _wrap(self, module: Any) -> Any:
+        """The module as all processes train it together; a collective."""
+        if not self.use_distributed_wrapper:
+            return module
+        from ctrainer.comm import wrappers
+
+        return wrappers.wrap(
+            self.cfg.distributed_training,
+            module,
+            self.data_parallel_process_group,
+            self.device,
+        )
+
+    def _gather_logs(self, logs: list[Any] | None) -> list[Any]:
+        """The logs of all processes in one list; None: none of this one."""
+        mine = tools.to_bytes(logs or [])
+        return [
+            log
+            for data in self._communicator.gather_bytes(mine)
+            for log in tools.from_bytes(data, "what another process logged")
+        ]
 
     def _build_optimizer(self) -> None:
-        params = tools.trainable(self.model, self.criterion)
+        params = tools.trainable(self._model, self._criterion)
         self._optimizer = build_precise_optimizer(self.cfg, params)
         schedule = self.cfg.lr_scheduler
         name = schedule if isinstance(schedule, str) else schedule._name

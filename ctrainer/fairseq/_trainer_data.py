@@ -52,7 +52,7 @@ class Iterators(Core):
         """The EpochBatchIterator of the training subset at `epoch`, from 1.
 
         load_dataset: have the task load the subset first. shard_batch_itr: this
-        worker's share of the batches; of one worker that is all of them.
+        worker's share of the batches, else all of them.
         """
         data, limit = self.cfg.dataset, self._option("max_tokens", None)
         if load_dataset:
@@ -77,7 +77,7 @@ class Iterators(Core):
             ),
             grouped_shuffling=self._option("grouped_shuffling", False),
             update_epoch_batch_itr=self._option("update_epoch_batch_itr", False),
-            **self._common_options(),
+            **self._common_options(shard_batch_itr),
         )
         self.reset_dummy_batch(batch_iterator.first_batch)
         self._epoch_itr = batch_iterator
@@ -103,7 +103,7 @@ class Iterators(Core):
             epoch=1,
             disable_iterator_cache=disable_iterator_cache,
             skip_remainder_batch=False,
-            **self._common_options(),
+            **self._common_options(True),
         )
         self.reset_dummy_batch(batch_iterator.first_batch)
         return batch_iterator
@@ -111,18 +111,18 @@ class Iterators(Core):
     def _option(self, name: str, default: Any) -> Any:
         return setting(self.cfg, "dataset", name, default)
 
-    def _common_options(self) -> dict[str, Any]:
+    def _common_options(self, shard: bool) -> dict[str, Any]:
         return {
             "required_batch_size_multiple": self._option(
                 "required_batch_size_multiple", 8
             ),
-            "num_shards": 1,
-            "shard_id": 0,
+            "num_shards": self.data_parallel_world_size if shard else 1,
+            "shard_id": self.data_parallel_rank if shard else 0,
             "num_workers": self._option("num_workers", 1),
             "data_buffer_size": self._option("data_buffer_size", 10),
         }
 
     def _max_positions(self, *more: int | None) -> Any:
-        of_model = getattr(self.model, "max_positions", None)
+        of_model = getattr(self.get_model(), "max_positions", None)
         limit = None if of_model is None else of_model()
         return resolve_max_positions(self.task.max_positions(), limit, *more)

@@ -40,7 +40,8 @@ class Failures(Checkpoints):
         if self._optimizer is None:
             return
         folder = setting(self.cfg, "checkpoint", "save_dir", "checkpoints")
-        path = os.path.join(folder, "crash.pt")
+        rank = self.data_parallel_rank
+        path = os.path.join(folder, f"crash.rank{rank}.pt" if rank else "crash.pt")
         try:
             os.makedirs(folder, exist_ok=True)
             tools.save_file(path, self._crash_state(error, samples, place, rng))

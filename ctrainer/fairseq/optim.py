@@ -50,7 +50,7 @@ class FairseqOptimizer(_C.FairseqOptimizer):
         if any(hasattr(p, "expert") for p in _all(groups)):
             raise ValueError(
                 "a parameter is marked as an expert's: mixtures of experts need "
-                "several processes, and this trainer runs one"
+                "several processes that hold different ones, and here all are alike"
             )
 
     @property
@@ -77,10 +77,10 @@ class FairseqOptimizer(_C.FairseqOptimizer):
             group.update(optimizer_overrides or {})
 
     def average_params(self) -> None:
-        """Average the state over processes; of one process it is the average."""
+        """Average the state over processes, which all have the same."""
 
     def broadcast_global_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Send the state to all processes, of which there is one."""
+        """Send the state to all processes, which have all loaded it."""
         return state_dict
 
     _scalar = staticmethod(tools.scalar)
@@ -316,7 +316,10 @@ def _scaler(cfg: Any) -> _C.LossScaler:
                 "--fp16-scale-window must be given explicitly when using a custom "
                 "--update-freq schedule"
             )
-        window = int(2**14 / update_freq[0])
+        workers = getattr(
+            getattr(cfg, "distributed_training", None), "distributed_world_size", 1
+        )
+        window = int(2**14 / workers / update_freq[0])
     return _C.LossScaler.fairseq(
         init_scale=getattr(common, "fp16_init_scale", 128),
         scale_window=window,

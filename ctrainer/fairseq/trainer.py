@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer(Iterators, Failures):
-    """Trains a fairseq task, model and criterion in one process.
+    """Trains a fairseq task, model and criterion, in one process or several.
 
     cfg: fairseq's config: groups common, optimization, optimizer, lr_scheduler,
         checkpoint, dataset, distributed_training, ema, model as attributes. What every
@@ -38,7 +38,11 @@ class Trainer(Iterators, Failures):
 
     An argparse.Namespace as cfg is converted, with fairseq's warning.
 
-    Raises ValueError for a setting that needs several processes or another device.
+    With distributed_world_size above 1 every process of torch.distributed's default
+    group makes its own, on its own batches (ctrainer.fairseq.distributed joins it).
+
+    Raises ValueError for a setting that is not supported, or where several processes
+    are asked for and torch.distributed is not initialised.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Trainer(Iterators, Failures):
         self._dummy_batch = None
         self._ema = None
         self._epoch_itr = None
+        self._group = None
         self._gathered_optim_state = None
         self._grad_norm_buf = None
         self._lr_scheduler = None

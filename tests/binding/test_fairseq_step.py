@@ -83,6 +83,7 @@ class Module:
 class Trainer(_C.FairseqTrainer):
     cuda = original_dummies = _criterion_trains = False
     quantizer = _dummy_batch = _wrapped_model = _wrapped_criterion = None
+    data_parallel_world_size = 1
 
     def __init__(self) -> None:
         self.cfg = SimpleNamespace(optimization=SimpleNamespace(clip_norm=1.0))
@@ -101,6 +102,9 @@ class Trainer(_C.FairseqTrainer):
 
     def _wrap_criterion(self) -> None:
         self._wrapped_criterion = self._criterion
+
+    def _sync_stats(self) -> bool:
+        return False
 
     def _rng_state(self) -> str:
         return "rng"

@@ -313,7 +313,18 @@ def test_shared_parameters_stay_shared() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"distributed_training__distributed_world_size": 2}, "runs one process"),
+        (
+            {"distributed_training__distributed_world_size": 2},
+            r"torch\.distributed is not initialised",
+        ),
+        (
+            {
+                "distributed_training__distributed_world_size": 2,
+                "distributed_training__ddp_backend": "slowmo",
+            },
+            "its wrapper is part of fairscale",
+        ),
+        ({"common__model_parallel_size": 2}, "holds the whole model"),
         ({"distributed_training__cpu_offload": True}, "requires --ddp-backend=fully"),
         ({"distributed_training__ddp_backend": "fully_sharded"}, "fully_sharded"),
         ({"optimization__use_bmuf": True}, "BMUF"),

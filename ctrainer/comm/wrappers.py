@@ -1,0 +1,155 @@
+"""Modules whose gradients are averaged over a process group, by fairseq's names.
+
+Source: fairseq, fairseq/models/distributed_fairseq_model.py and
+fairseq/distributed/legacy_distributed_data_parallel.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+# Elements of a bucket of the legacy exchange
+_BUCKET_ELEMENTS = 2**28
+
+# Newer releases call it so, and warn about the older name.
+_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+def wrap(options: Any, module: nn.Module, group: Any, device: Any) -> nn.Module:
+    """The module in the wrapper that options.ddp_backend names.
+
+    options: fairseq's group distributed_training; group: the process group; device:
+    where the module is. Every rank of the group calls this: parameters and buffers
+    become those of rank 0.
+
+    Raises:
+        ValueError: there is no such backend, or the hook does not go with it.
+    """
+    backend = getattr(options, "ddp_backend", "pytorch_ddp")
+    hook = getattr(options, "ddp_comm_hook", "none")
+    if backend in ("c10d", "pytorch_ddp"):
+        return _parallel(options, module, group, device, hook)
+    if backend not in ("no_c10d", "legacy_ddp"):
+        raise ValueError(f"Unknown --ddp-backend: {backend}")
+    if hook != "none":
+        raise ValueError(
+            f"distributed_training.ddp_comm_hook is {hook!r}: hooks are for "
+            f"--ddp-backend=pytorch_ddp, and it is {backend}"
+        )
+    return LegacyDistributed(module, group)
+
+
+def _parallel(
+    options: Any, module: nn.Module, group: Any, device: Any, hook: str
+) -> nn.Module:
+    on_gpu = device.type == "cuda"
+    buffers: dict[str, Any] = {_BUFFERS: getattr(options, "broadcast_buffers", False)}
+    made = Distributed(
+        module,
+        device_ids=[device.index or 0] if on_gpu else None,
+        bucket_cap_mb=getattr(options, "bucket_cap_mb", 25),
+        process_group=group,
+        find_unused_parameters=getattr(options, "find_unused_parameters", False),
+        gradient_as_bucket_view=getattr(options, "gradient_as_bucket_view", False),
+        **buffers,
+    )
+    if hook == "fp16":
+        made.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif hook != "none":
+        raise ValueError(f"Unknown --ddp-comm-hook: {hook}")
+    return made
+
+
+class _Transparent(nn.Module):
+    """A wrapper that shows the attributes and the state of the module within."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+            return getattr(self.module, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+class Distributed(_Transparent, DistributedDataParallel):
+    """torch's wrapper: gradients are averaged while the backward pass runs."""
+
+
+class LegacyDistributed(_Transparent):
+    """Averages gradients when all_reduce_grads() is called, after the backward pass.
+
+    Parameters without a gradient count as zeros, and those marked as an expert's stay
+    each rank's own. Nothing is exchanged within a step, so a rank that has to give up a
+    sample leaves nobody waiting.
+    """
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        with torch.no_grad():
+            for value in module.state_dict(keep_vars=True).values():
+                dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: gradients wait for all_reduce_grads() anyway."""
+        yield
+
+    @torch.no_grad()
+    def all_reduce_grads(self) -> None:
+        """Replace every gradient by its mean over the group."""
+        for bucket in self._buckets():
+            flat = torch.cat([_grad(p).flatten() for p in bucket])
+            flat.div_(self._world_size)
+            dist.all_reduce(flat, group=self._group)
+            parts = torch.split(flat, [p.numel() for p in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                _grad(parameter).copy_(part.view_as(parameter))
+
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+        """Parameters by dtype, in pieces that fit a bucket."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and not hasattr(parameter, "expert"):
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            bucket: list[nn.Parameter] = []
+            elements = 0
+            for parameter in parameters:
+                if bucket and elements + parameter.numel() > _BUCKET_ELEMENTS:
+                    yield bucket
+                    bucket, elements = [], 0
+                bucket.append(parameter)
+                elements += parameter.numel()
+            yield bucket
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

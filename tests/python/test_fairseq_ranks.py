@@ -1,0 +1,232 @@
+"""fairseq's Trainer on two processes: its numbers, and what one rank's trouble does.
+
+All scenarios run in one pair of processes, one after the other; each test looks at what
+both ranks told of one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import fairseq_tiny as tiny
+import numpy as np
+import pytest
+from fairseq_ranks import Rank, run_ranks
+from fairseq_scenarios import SCENARIOS
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
+    made = run_ranks(tmp_path_factory.mktemp("ranks"), SCENARIOS)
+    for rank in made:
+        assert rank.told is not None, rank.output
+        assert rank.code == 0, rank.output
+    return made
+
+
+@pytest.fixture(scope="module")
+def both(ranks: list[Rank]) -> list[dict[str, Any]]:
+    return [rank.told for rank in ranks]
+
+
+def alone(updates: list[list[Any]], **changes: Any) -> dict[str, Any]:
+    """The same in this process, on all batches."""
+    ours = tiny.trainer(**changes)
+    outputs = [ours.train_step(u) for u in updates]
+    parameters = ours.get_model().parameters()
+    return {
+        "weights": [v for p in parameters for v in p.flatten().tolist()],
+        "losses": [o and o["loss"] for o in outputs],
+        "sizes": [o and o["sample_size"] for o in outputs],
+        "updates": ours.get_num_updates(),
+    }
+
+
+def assert_like(found: list[Any], name: str, expected: dict[str, Any]) -> None:
+    """Both ranks have the expected numbers, and each other's weights to the bit.
+
+    Gradients are sums of float32 taken in another order: their relative error is at
+    most a few 1e-7, and Adam's updates of 0.02 follow it; losses are averaged alike.
+    """
+    assert found[0][name]["weights"] == found[1][name]["weights"]
+    for rank in found:
+        assert rank[name]["updates"] == expected["updates"]
+        np.testing.assert_allclose(rank[name]["sizes"], expected["sizes"])
+        np.testing.assert_allclose(rank[name]["losses"], expected["losses"], rtol=1e-5)
+        np.testing.assert_allclose(
+            rank[name]["weights"], expected["weights"], rtol=0, atol=2e-5
+        )
+
+
+def test_each_rank_knows_its_place(both: list[Any]) -> None:
+    assert both[0]["who"] == [2, 0, True, True, True]
+    assert both[1]["who"] == [2, 1, False, False, True]
+    for rank in both:
+        assert rank["wrapper"] == ["Distributed", ["embed.weight", "out.bias",
+                                                   "out.weight"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["c10d", "legacy"])
+def test_two_ranks_have_the_numbers_of_one_with_twice_the_update_freq(
+    both: list[Any], backend: str
+) -> None:
+    expected = alone(tiny.groups(tiny.batches(8), 2), optimization__clip_norm=0.5)
+    assert_like(both, backend, expected)
+    assert_like(both, f"other weights {backend}", expected)
+
+
+def test_a_delayed_update_on_two_ranks_too(both: list[Any]) -> None:
+    assert_like(both, "delayed", alone(tiny.groups(tiny.batches(8), 4)))
+
+
+def test_ranks_stay_alike_in_16_bits(both: list[Any]) -> None:
+    assert both[0]["bf16"]["weights"] == both[1]["bf16"]["weights"]
+    expected = alone(tiny.groups(tiny.batches(8), 2), common__bf16=True)
+    # bfloat16 has 8 bits: a gradient of its rounding error moves Adam's first steps
+    np.testing.assert_allclose(both[0]["bf16"]["losses"], expected["losses"], rtol=0.02)
+
+
+def test_a_dummy_batch_counts_for_nothing_on_several_ranks(both: list[Any]) -> None:
+    """Fault P10 of the original: a dummy in the last place voids its rank's update."""
+    batches = tiny.batches(5)
+    assert_like(both, "dummy", alone([*tiny.groups(batches[:4], 2), [batches[4]]]))
+    assert_like(both, "part dummy", alone([batches[:3]]))
+
+
+def test_logs_that_cannot_be_summed_are_gathered_on_the_cpu(both: list[Any]) -> None:
+    """Fault P15 of the original: a buffer on a GPU, and 16 KiB a worker at most."""
+    expected = alone(tiny.groups(tiny.batches(8), 2), optimization__clip_norm=0.5)
+    assert_like(both, "gathered", expected)
+    for rank in both:
+        assert rank["gathered"]["more"] == [40000, 1]  # of two ranks, 0 and 1
+
+
+def test_ranks_that_log_different_keys_exchange_the_logs(both: list[Any]) -> None:
+    expected = alone(tiny.groups(tiny.batches(8), 2), optimization__clip_norm=0.5)
+    assert_like(both, "uneven", expected)
+
+
+def test_more_logs_than_a_block_are_summed_too(both: list[Any]) -> None:
+    assert [rank["many"] for rank in both] == [2 * sum(range(100))] * 2
+
+
+def test_a_log_that_is_no_number_is_named(both: list[Any]) -> None:
+    for rank in both:
+        assert "logs a str as 'text'" in rank["words"]
+
+
+@pytest.mark.parametrize("backend", ["c10d", "legacy"])
+def test_a_rank_out_of_memory_drops_its_sample_and_nobody_hangs(
+    both: list[Any], backend: str
+) -> None:
+    """Fault P16 of the original: the others wait for ever, or get other buffers."""
+    batches = tiny.batches(6)
+    expected = alone([batches[:2], batches[2:3], batches[4:]])
+    assert_like(both, f"oom {backend}", expected)
+    assert [rank[f"oom {backend}"]["oom"] for rank in both] == [1, 1]
+
+
+@pytest.mark.parametrize("backend", ["c10d", "legacy"])
+def test_an_update_without_any_sample_is_skipped_by_all(
+    both: list[Any], backend: str
+) -> None:
+    batches = tiny.batches(6)
+    for rank in both:
+        # the task has run out of memory once, at update 1: the third group is used
+        found = rank[f"oom all {backend}"]
+        assert found["losses"][1] is None
+        assert found["updates"] == 2
+        assert found["oom"] == 2
+    expected = alone([batches[:2], batches[4:]])
+    np.testing.assert_allclose(
+        both[0][f"oom all {backend}"]["weights"], expected["weights"], atol=2e-5
+    )
+
+
+def test_out_of_memory_within_the_backward_pass_is_survived_by_the_legacy_exchange(
+    both: list[Any],
+) -> None:
+    batches = tiny.batches(6)
+    expected = alone([batches[:2], batches[2:3], batches[4:]])
+    assert_like(both, "oom backward", expected)
+
+
+def test_out_of_memory_before_the_exchange_drops_one_sample_of_a_delayed_update(
+    both: list[Any],
+) -> None:
+    batches = tiny.batches(8)
+    # rank 1's first sample of the second update is batch 5
+    expected = alone([batches[:4], [batches[4], batches[6], batches[7]]])
+    assert_like(both, "oom unsynced", expected)
+
+
+def test_a_rank_that_has_never_logged_may_run_out_of_memory(both: list[Any]) -> None:
+    for rank in both:
+        assert rank["oom first"]["updates"] == 2
+        assert rank["oom first"]["sizes"] == [tiny.batches(1)[0]["target"].numel()]
+
+
+def test_an_overflow_on_one_rank_skips_the_update_on_all(both: list[Any]) -> None:
+    for rank in both:
+        found = rank["overflow"]
+        assert found["updates"] == 2
+        assert found["losses"][1] is None
+        assert found["scale"] == both[0]["overflow"]["scale"] < 128
+    assert both[0]["overflow"]["weights"] == both[1]["overflow"]["weights"]
+
+
+def test_nan_on_one_rank_raises_on_all(both: list[Any]) -> None:
+    for rank in both:
+        assert "gradients are Nan/Inf" in rank["nan"]
+    assert both[0]["crash"] == ["crash.pt", "crash.rank1.pt"]
+
+
+def test_norms_that_differ_are_shown_in_a_table(both: list[Any]) -> None:
+    """On the CPU too; the original looks on GPUs alone."""
+    for rank in both:
+        lines = rank["drift"].split("\n")
+        assert lines[0].startswith(
+            "Fatal error: gradients are inconsistent between workers. "
+            "Try --ddp-backend=legacy_ddp."
+        )
+        assert lines[1] == lines[-1] == "-" * 80
+        assert lines[2] == "grad_norm across the workers:"
+        norms = [float(line.split(" = ")[1]) for line in lines[3:5]]
+        assert [line.split(" = ")[0] for line in lines[3:5]] == [
+            "rank   0", "rank   1"
+        ]  # fmt: skip
+        assert norms[1] == pytest.approx(2 * norms[0], abs=2e-8)
+
+
+def test_validation_is_averaged_over_the_ranks(both: list[Any]) -> None:
+    ours = tiny.trainer()
+    losses, sizes = [], []
+    for batch in tiny.batches(2):
+        loss, size, _ = tiny.Criterion()(ours.get_model(), batch)
+        losses.append(loss.item())
+        sizes.append(size)
+    expected = sum(losses) / sum(sizes) / math.log(2)
+    for rank in both:
+        assert rank["valid"] == pytest.approx(expected, abs=1e-3)  # 3 digits are kept
+        first = losses[0] / sizes[0] / math.log(2)
+        assert rank["valid dummy"] == pytest.approx(first, abs=1e-3)
+
+
+def test_the_first_rank_saves_and_all_load(both: list[Any]) -> None:
+    """Fault P14 of the original: loading on several workers dies on today's torch."""
+    assert both[0]["saved"].endswith("half.pt")
+    assert both[1]["saved"] is None
+    for rank in both:
+        assert "train_iterator" in rank["extra"]
+        assert rank["none"] is None
+        assert rank["resumed"]["weights"] == both[0]["whole"]["weights"]
+        assert rank["resumed"]["updates"] == 4
+    assert both[0]["rubbish"] == both[1]["rubbish"]
+
+
+def test_a_rank_that_dies_makes_the_other_raise_in_time(both: list[Any]) -> None:
+    dead, alive = both[1]["last"], both[0]["last"]
+    assert "out of memory" in dead[1]
+    assert alive[0] == "RuntimeError"
+    assert alive[2] < 30  # the group would wait a minute
