@@ -1,71 +1,81 @@
-"""fairseq's module names for our modules: where fairseq is not installed, tasks and
-criterions written for it then log into our metrics and use our configuration."""
+"""fairseq's names for our modules: where fairseq is not installed, what was written for
+it, such as a --user-dir, imports ours."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-_OURS = {
-    "fairseq.dataclass": "ctrainer.fairseq.config",
-    "fairseq.dataclass.configs": "ctrainer.fairseq.config",
-    "fairseq.logging.meters": "ctrainer.fairseq.meters",
-    "fairseq.logging.metrics": "ctrainer.fairseq.metrics",
-    "fairseq.logging.progress_bar": "ctrainer.fairseq.progress_bar",
-    # The older names, which fairseq keeps up too:
-    "fairseq.meters": "ctrainer.fairseq.meters",
-    "fairseq.metrics": "ctrainer.fairseq.metrics",
-    "fairseq.progress_bar": "ctrainer.fairseq.progress_bar",
-}
+
+class _Loader:
+    """Gives a module that is loaded already, and leaves it as it is."""
+
+    def __init__(self, ours: str) -> None:
+        self._module = import_module(ours)
+        self._spec = self._module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # which importing has just replaced
+
+
+class _Finder:
+    """Finds fairseq.X where there is a ctrainer.fairseq.X."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "fairseq":
+            return None
+        ours = f"ctrainer.{fullname}"
+        if find_spec(ours) is None:
+            return None
+        spec = ModuleSpec(fullname, _Loader(ours))
+        _name_children(ours)
+        return spec
+
+
+_finder = _Finder()
+
+
+def _name_children(ours: str) -> None:
+    """Give fairseq's names to the modules below, as far as they are loaded: not all of
+    them are files."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{ours}."):
+            sys.modules.setdefault(name.partition(".")[2], module)
 
 
 def install_fairseq_aliases() -> None:
-    """Make `fairseq.logging.metrics`, `.meters` and `.progress_bar` name our modules,
-    and `fairseq.dataclass` our configuration.
+    """Make `fairseq` name our modules: fairseq.tasks, fairseq.logging.metrics and so on
+    are ctrainer.fairseq.tasks, ctrainer.fairseq.metrics and so on.
 
-    Installs nothing but these, under their older names too, and the empty packages
-    above them; a second call changes nothing. Raises RuntimeError where fairseq is
-    installed or loaded: two sets of metrics under one name would each miss half of
-    what is logged.
+    A module is loaded when it is imported; a second call changes nothing. Raises
+    RuntimeError where fairseq is installed or loaded: two sets of metrics under one
+    name would each miss half of what is logged.
     """
-    if sys.modules.get("fairseq") is _package("fairseq"):
+    if _finder in sys.meta_path:
         return
     if "fairseq" in sys.modules or find_spec("fairseq") is not None:
         raise RuntimeError(
             "fairseq is installed, so its modules keep their names; uninstall it, or "
             "import ctrainer.fairseq.metrics under its own name"
         )
-    for name in ("fairseq", "fairseq.logging"):
-        sys.modules[name] = _package(name)
-    for name, ours in _OURS.items():
-        sys.modules[name] = import_module(ours)
-    _link()
+    sys.meta_path.append(_finder)
 
 
 def remove_fairseq_aliases() -> None:
     """Undo `install_fairseq_aliases`; what was imported meanwhile goes on working."""
-    if sys.modules.get("fairseq") is _package("fairseq"):
-        for name in ("fairseq", "fairseq.logging", *_OURS):
-            sys.modules.pop(name, None)
-
-
-_packages: dict[str, ModuleType] = {}
-
-
-def _package(name: str) -> ModuleType:
-    """The empty package of that name, the same at each call."""
-    if name not in _packages:
-        package = ModuleType(name, "Names for modules of ctrainer.fairseq.")
-        package.__path__ = []
-        _packages[name] = package
-    return _packages[name]
-
-
-def _link() -> None:
-    """Make the modules attributes of the packages above them, as importing does."""
-    for name in ("fairseq.logging", *_OURS):
-        parent, _, child = name.rpartition(".")
-        if parent in _packages:
-            setattr(_packages[parent], child, sys.modules[name])
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+        for name in [n for n in sys.modules if n.partition(".")[0] == "fairseq"]:
+            del sys.modules[name]

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -188,3 +189,7 @@ def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
         min(count, group.distributed_world_size),
     )
     return None
+
+
+# fairseq has a package of this name, and all of this in its module `utils`.
+sys.modules[f"{__name__}.utils"] = sys.modules[__name__]
