@@ -6,12 +6,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
 
-class _Loader:
+class _Loader(Loader):
     """Gives a module that is loaded already, and leaves it as it is."""
 
     def __init__(self, ours: str) -> None:
@@ -25,7 +26,7 @@ class _Loader:
         module.__spec__ = self._spec  # which importing has just replaced
 
 
-class _Finder:
+class _Finder(MetaPathFinder):
     """Finds fairseq.X where there is a ctrainer.fairseq.X."""
 
     def find_spec(
