@@ -1,18 +1,23 @@
 #include "cpu/quant.h"
 
+#include "cpu/quant_gather.h"
 #include "math/ct_quant_math.h"
 
-#include <math.h>
+enum {
+    LEAST = (127 - 23) << 23, /* 2^-23 */
+    MOST = 23 << 23,          /* what a key of 1 is */
+    NO_LIMIT = 0xffff         /* no key's second half is above it */
+};
 
-/* In the order of the numbers: the negative ones backwards, then the others. */
+/* A number's bits as an integer that has its order: the negative ones below 0. Numbers
+ * below 2^-23 are as one. */
 static inline int32_t
-bucket_of(float unit)
+key_of(float unit)
 {
-    const int32_t top = (int32_t)(ct_quant_magnitude(unit) >> 16) - CT_QUANT_LOWEST;
-    const int32_t low = top > 0 ? top : 0;
-    const int32_t size = low < CT_QUANT_BUCKETS ? low : CT_QUANT_BUCKETS - 1;
-    const int32_t negative = (int32_t)(ct_bits_from_f32(unit) >> 31);
-    return CT_QUANT_BUCKETS + (size ^ -negative);
+    const int32_t sign = -(int32_t)(ct_bits_from_f32(unit) >> 31);
+    const int32_t size = (int32_t)ct_quant_magnitude(unit);
+    const int32_t above = size > LEAST ? size - LEAST : 0;
+    return (above < MOST ? above : MOST) ^ sign;
 }
 
 #define CT_ONLY_F32_F64
@@ -20,8 +25,8 @@ bucket_of(float unit)
 #include "cpu/expand.h"
 
 typedef void dequantise_body(const uint8_t *restrict codes, const float *restrict map,
-                             float absmax, void *to, size_t n);
-typedef float quantise_body(const void *from, const ct_quant_search *search,
+                             float absmax, void *to, size_t from, size_t n);
+typedef float quantise_body(ct_isa isa, const void *from, const ct_quant_search *search,
                             uint8_t *restrict codes, size_t n);
 
 static dequantise_body *const dequantisers[CT_ISA_COUNT][CT_F64 + 1] =
@@ -34,42 +39,45 @@ _Static_assert(CT_TILE % CT_QUANT_BLOCK == 0, "a tile is made of whole blocks");
 /* ---- the search -------------------------------------------------------------------
  */
 
-/* The lowest number of a bucket. */
-static float
-lowest_of(int32_t bucket)
+/* Fills in entries up to that of `key`, from the bucket *next on. False where the
+ * bucket has a limit already. */
+static bool
+fill(ct_quant_search *search, int32_t *next, int32_t key, uint32_t code, uint32_t limit)
 {
-    const int32_t size = bucket - CT_QUANT_BUCKETS;
-    if (size >= 0) {
-        return size == 0 ? 0.0f
-                         : ct_f32_from_bits((uint32_t)(size + CT_QUANT_LOWEST) << 16);
+    const int32_t bucket = (key >> 16) + CT_QUANT_BUCKETS;
+    if (bucket < *next) {
+        return false;
     }
-    if (bucket == 0) {
-        return -INFINITY;
+    while (*next < bucket) {
+        search->entries[(*next)++] = code | (uint32_t)NO_LIMIT << 8;
     }
-    return -ct_f32_from_bits(((uint32_t)(-size + CT_QUANT_LOWEST) << 16) - 1);
+    search->entries[(*next)++] = code | limit << 8;
+    return true;
+}
+
+/* A middle so near to 0 that its key is not its own cannot be a limit. */
+static bool
+has_key(float middle)
+{
+    return ct_quant_magnitude(middle) > LEAST &&
+           ct_quant_magnitude(middle) < LEAST + MOST;
 }
 
 static void
 make(ct_quant_search *search, const float *map)
 {
+    int32_t next = 0;
     search->map = map;
-    for (size_t i = 0; i + 1 < CT_QUANT_CODES; i++) {
-        search->middles[i] = ct_quant_middle(map[i], map[i + 1]);
+    search->direct = true;
+    for (uint32_t i = 0; i + 1 < CT_QUANT_CODES; i++) {
+        const float middle = ct_quant_middle(map[i], map[i + 1]);
+        const int32_t key = key_of(middle);
+        search->middles[i] = middle;
+        search->direct = search->direct && has_key(middle) &&
+                         fill(search, &next, key, i, (uint32_t)key & 0xffff);
     }
-    search->middles[CT_QUANT_CODES - 1] = INFINITY;
-    uint32_t code = 0;
-    search->most = 1;
-    for (int32_t b = 0; b < 2 * CT_QUANT_BUCKETS; b++) {
-        const uint32_t before = code;
-        while (code < CT_QUANT_CODES - 1 && lowest_of(b) > search->middles[code]) {
-            code++;
-        }
-        const int passed = (int)(code - before);
-        search->most = b != 0 && passed > search->most ? passed : search->most;
-        search->first[b] = (uint8_t)code;
-    }
-    const int left = (int)(CT_QUANT_CODES - 1 - code);
-    search->most = left > search->most ? left : search->most;
+    search->direct =
+        search->direct && fill(search, &next, MOST, CT_QUANT_CODES - 1, NO_LIMIT);
 }
 
 /* Mostly all parameters share one; those of a checkpoint may have one each. */
@@ -134,7 +142,12 @@ ct_quant_load(ct_isa isa, ct_dtype real, ct_tile *tile, const ct_update_span *sp
     for (size_t done = 0; done < n; done += CT_QUANT_BLOCK) {
         const float absmax = quant.absmax[(from + done) / CT_QUANT_BLOCK];
         void *to = real == CT_F64 ? (void *)&tile->f64[done] : (void *)&tile->f32[done];
-        dequantisers[isa][real](codes + done, quant.map, absmax, to, block_at(done, n));
+        const size_t size = block_at(done, n);
+        const size_t part = real == CT_F64
+                                ? 0
+                                : ct_quant_gather_numbers(isa, codes + done, quant.map,
+                                                          absmax, to, size);
+        dequantisers[isa][real](codes + done, quant.map, absmax, to, part, size);
     }
 }
 
@@ -148,6 +161,7 @@ ct_quant_store(ct_isa isa, ct_dtype real, const ct_tile *tile,
     for (size_t done = 0; done < n; done += CT_QUANT_BLOCK) {
         const void *x = real == CT_F64 ? (const void *)&tile->f64[done]
                                        : (const void *)&tile->f32[done];
-        *absmax++ = quantisers[isa][real](x, search, codes + done, block_at(done, n));
+        *absmax++ =
+            quantisers[isa][real](isa, x, search, codes + done, block_at(done, n));
     }
 }

@@ -6,19 +6,19 @@
 #include "cpu/tile.h"
 
 /* Buckets are what numbers have in common whose sign, exponent and first seven bits
- * are the same, between 2^-21 and 1; all that is smaller is in one of them, and all
- * that is larger. */
+ * are the same, from 2^-23 to 1. */
 enum {
-    CT_QUANT_LOWEST = (127 - 21) << 7,
-    CT_QUANT_BUCKETS = (21 << 7) + 1 /* of either sign */
+    CT_QUANT_BUCKETS = (23 << 7) + 1 /* of either sign */
 };
 
-/* A map, and what finds the nearest of its numbers without going through them. */
+/* What finds the nearest number of a map. */
 typedef struct ct_quant_search {
-    const float *map;              /* borrowed for one update; NULL: not made yet */
-    float middles[CT_QUANT_CODES]; /* the last one is Inf */
-    uint8_t first[2 * CT_QUANT_BUCKETS]; /* the lowest code that a bucket may have */
-    int most;                            /* middles in one bucket */
+    const float *map; /* borrowed for one update; NULL: not made yet */
+    bool direct;      /* no bucket has two middles, and there are entries: */
+    /* For each bucket its lowest code and, eight bits up, above which second half of a
+     * key the code is one more. */
+    uint32_t entries[2 * CT_QUANT_BUCKETS];
+    float middles[CT_QUANT_CODES - 1];
 } ct_quant_search;
 
 /* One for each state of a rule. */

@@ -1,6 +1,7 @@
 /* State of 8 bits: an update of it leaves the parameters and, once they are quantised
  * by plain loops, the state of the same update of floats. */
 #include "core/ct_alloc.h"
+#include "cpu/quant.h"
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_rule_examples.h"
@@ -296,6 +297,23 @@ test_the_nearest_number_is_found(const fixture *f)
     }
 }
 
+/* The quick search is for maps without two middles in a bucket; the others' updates are
+ * tested all the same. */
+static void
+test_dynamic_maps_are_searched_directly(const fixture *f)
+{
+    static ct_quant_searches searches;
+    ct_update_span span = {.n = 1};
+    for (size_t m = 0; m < MAPS; m++) {
+        span.quant[m].map = f->maps[m];
+    }
+    ct_quant_searches_init(&searches);
+    CHECK(!ct_quant_fits(&searches, &span, MAPS));
+    ct_quant_prepare(&searches, &span, MAPS);
+    CHECK(ct_quant_fits(&searches, &span, MAPS));
+    CHECK(searches.of[0].direct && searches.of[1].direct && !searches.of[2].direct);
+}
+
 static ct_status
 refused(const fixture *f, ct_rule rule, ct_update_span span, ct_error *err)
 {
@@ -332,6 +350,7 @@ main(void)
     test_updates_of_codes_equal_those_of_floats(&f);
     test_a_bad_gradient_makes_its_block_nan(&f);
     test_the_nearest_number_is_found(&f);
+    test_dynamic_maps_are_searched_directly(&f);
     test_what_cannot_have_codes_is_refused(&f);
     ct_free(f.start);
     ct_free(f.expected);
