@@ -142,6 +142,14 @@ def schedule_free(name: str, **options: Any) -> Callable[[Params], Step] | None:
     return training(getattr(schedulefree, name), **options)
 
 
+def of_bitsandbytes(name: str) -> Callable[[Params], Step] | None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return None
+    import bitsandbytes
+
+    return step_of(getattr(bitsandbytes.optim, name))
+
+
 def training(cls: Any, **options: Any) -> Callable[[Params], Step]:
     def make(params: Params) -> Step:
         optimizer = cls(params, **options)
@@ -204,6 +212,9 @@ def cases() -> dict[str, Case]:
             muon(optim.Muon), "torch", muon(torch.optim.Muon), None
         ),
     }  # fmt: skip
+    coded = of_bitsandbytes("AdamW8bit")
+    if coded is not None:
+        made["AdamW8bit"] = Case(step_of(optim.AdamW8bit), "bitsandbytes", coded, None)
     for name, floats in (
         ("AdamWScheduleFree", 7),
         ("RAdamScheduleFree", 7),
