@@ -8,11 +8,26 @@ clipped and used without being written. Parameters have to be in host memory.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from ctrainer import _C, optim
 from ctrainer.adapters import torch_fairseq as tools
-from ctrainer.fairseq._optim_options import OPTIMIZERS, options_of
+from ctrainer.fairseq._composite import groups_of, is_composite, schedules_of
+from ctrainer.fairseq._optim_options import OPTIMIZERS, name_of, options_of
+from ctrainer.fairseq._optimizers import (
+    CLASSES,
+    SGD,
+    Adadelta,
+    Adagrad,
+    FairseqAdafactor,
+    FairseqAdam,
+    FairseqAdamax,
+    FairseqCompositeOptimizer,
+    FairseqCPUAdam,
+    FairseqLAMB,
+    FairseqNAG,
+    FairseqOptimizer,
+)
 
 __all__ = [
     "SGD",
@@ -22,8 +37,12 @@ __all__ = [
     "AmpScaler",
     "DynamicLossScaler",
     "FP16Optimizer",
+    "FairseqAdafactor",
     "FairseqAdam",
     "FairseqAdamax",
+    "FairseqCPUAdam",
+    "FairseqCompositeOptimizer",
+    "FairseqLAMB",
     "FairseqNAG",
     "FairseqOptimizer",
     "MemoryEfficientFP16Optimizer",
@@ -32,137 +51,56 @@ __all__ = [
 ]
 
 
-class FairseqOptimizer(_C.FairseqOptimizer):
-    """fairseq's interface over a torch.optim.Optimizer or the like.
-
-    optimizer: what updates. cfg: its config group, kept for those who read it.
-    """
-
-    supports_memory_efficient_fp16: ClassVar[bool] = False
-    supports_step_with_scale: ClassVar[bool] = True
-    supports_groups: ClassVar[bool] = False
-    supports_flat_params: ClassVar[bool] = False
-
-    def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
-        groups = optimizer.param_groups
-        super().__init__(optimizer, on_host=tools.on_host(_all(groups)), **options)
-        self.cfg = cfg
-        if any(hasattr(p, "expert") for p in _all(groups)):
-            raise ValueError(
-                "a parameter is marked as an expert's: mixtures of experts need "
-                "several processes that hold different ones, and here all are alike"
-            )
-
-    @property
-    def params(self) -> list[Any]:
-        """Every parameter, group by group."""
-        return list(_all(self.param_groups))
-
-    @property
-    def optimizer_config(self) -> dict[str, Any]:
-        """The options of the first group, without its parameters."""
-        return {k: v for k, v in self.param_groups[0].items() if k != "params"}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, in torch's layout."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
-
-    def load_state_dict(
-        self, state_dict: dict[str, Any], optimizer_overrides: Any = None
-    ) -> None:
-        """Load a state; optimizer_overrides then replace options of every group."""
-        self.optimizer.load_state_dict(state_dict)
-        for group in self.param_groups:
-            group.update(optimizer_overrides or {})
-
-    def average_params(self) -> None:
-        """Average the state over processes, which all have the same."""
-
-    def broadcast_global_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Send the state to all processes, which have all loaded it."""
-        return state_dict
-
-    _scalar = staticmethod(tools.scalar)
-
-    def _device_norm(self) -> Any:
-        return tools.grad_norm(self.param_groups)
-
-    def _device_divide(self, by: float) -> None:
-        tools.divide_grads(self.param_groups, by)
-
-
-def _all(groups: list[dict[str, Any]]) -> Iterable[Any]:
-    return (p for group in groups for p in group["params"])
-
-
-class FairseqAdam(FairseqOptimizer):
-    """Adam with decoupled weight decay and eps outside of the bias correction."""
-
-    supports_memory_efficient_fp16 = True
-    supports_flat_params = True
-
-
-class FairseqAdamax(FairseqOptimizer):
-    """Adamax with decoupled weight decay."""
-
-    supports_memory_efficient_fp16 = True
-    supports_flat_params = True
-
-
-class FairseqNAG(FairseqOptimizer):
-    """Nesterov's accelerated gradient, whose momentum follows the learning rate."""
-
-    supports_memory_efficient_fp16 = True
-    supports_flat_params = True
-
-
-class SGD(FairseqOptimizer):
-    """torch's SGD."""
-
-    supports_flat_params = True
-
-
-class Adadelta(FairseqOptimizer):
-    """torch's Adadelta."""
-
-    supports_flat_params = True
-
-
-class Adagrad(FairseqOptimizer):
-    """torch's Adagrad."""
-
-
-_CLASSES: dict[str, type[FairseqOptimizer]] = {
-    "adam": FairseqAdam,
-    "adamax": FairseqAdamax,
-    "nag": FairseqNAG,
-    "sgd": SGD,
-    "adadelta": Adadelta,
-    "adagrad": Adagrad,
-}
-
-
-def _inner(cfg: Any, params: Iterable[Any], **precision: Any) -> tuple[str, Any]:
-    """The name of the optimizer that the config group asks for, and our engine's."""
-    params = list(params)
+def _face(cfg: Any, params: list[Any]) -> tuple[Any, dict[str, Any]]:
+    """The class in ctrainer.optim for a config group, and its arguments."""
     name, options = options_of(cfg)
+    return getattr(optim, OPTIMIZERS[name]), {"params": params, **options}
+
+
+def _composite(cfg: Any, params: list[Any], **precision: Any) -> Any:
+    groups = []
+    for group in groups_of(cfg, params):
+        cls, options = _face(group.optimizer, group.params)
+        groups.append({"optimizer": cls, **options})
+    return optim.Composite(groups, **precision)
+
+
+def _inner(cfg: Any, params: Iterable[Any], **precision: Any) -> Any:
+    """Our engine's optimizer for a config group."""
+    params = list(params)
     if not tools.on_host(params):
         raise ValueError(
-            f"optimizer {name!r} of ctrainer updates parameters in host memory, and "
-            "these are on a GPU: set common.cpu"
+            f"optimizer {name_of(cfg)!r} of ctrainer updates parameters in host "
+            "memory, and these are on a GPU: set common.cpu"
         )
-    return name, getattr(optim, OPTIMIZERS[name])(params, **options, **precision)
+    if is_composite(cfg):
+        return _composite(cfg, params, **precision)
+    cls, options = _face(cfg, params)
+    return cls(**options, **precision)
+
+
+def _with_schedules(cfg: Any, made: FairseqOptimizer) -> FairseqOptimizer:
+    """Give a composite, wrapped or not, the schedules that its groups have."""
+    if is_composite(cfg):
+        made.lr_scheduler = schedules_of(cfg, made)
+    return made
 
 
 def build_optimizer(cfg: Any, params: Iterable[Any]) -> FairseqOptimizer:
     """The optimizer of a config group, as --optimizer names it.
 
-    Raises ValueError for one that fairseq has and this package has not, and for an
-    option that is out of range.
+    Raises ValueError for a name that fairseq has not, and for an option that is out of
+    range or that this package does not have.
     """
-    name, inner = _inner(cfg, params)
-    return _CLASSES[name](cfg, inner)
+    return _with_schedules(cfg, CLASSES[name_of(cfg)](cfg, _inner(cfg, params)))
+
+
+def _supports(cfg: Any, params: list[Any], what: str) -> bool:
+    """Whether the class of the optimizer does, or those of all groups."""
+    if what == "supports_flat_params" or not is_composite(cfg):
+        return bool(getattr(CLASSES[name_of(cfg)], what))
+    groups = groups_of(cfg, params)
+    return all(getattr(CLASSES[name_of(g.optimizer)], what) for g in groups)
 
 
 class DynamicLossScaler:
@@ -280,30 +218,34 @@ def build_precise_optimizer(cfg: Any, params: Iterable[Any]) -> FairseqOptimizer
     precision excludes.
     """
     common = cfg.common
+    params = list(params)
     fp16, bf16 = getattr(common, "fp16", False), getattr(common, "bf16", False)
     if not (fp16 or bf16 or getattr(common, "amp", False)):
         return build_optimizer(cfg.optimizer, params)
-    name, _ = options_of(cfg.optimizer)
-    kind = _CLASSES[name]
+    return _with_schedules(cfg.optimizer, _wrapped(cfg, params, fp16, bf16))
+
+
+def _wrapped(cfg: Any, params: list[Any], fp16: bool, bf16: bool) -> FairseqOptimizer:
+    common, kind = cfg.common, CLASSES[name_of(cfg.optimizer)]
     if getattr(common, "memory_efficient_fp16", False) or getattr(
         common, "memory_efficient_bf16", False
     ):
-        if not kind.supports_memory_efficient_fp16:
+        if not _supports(cfg.optimizer, params, "supports_memory_efficient_fp16"):
             raise ValueError(f"Unsupported optimizer: {kind.__name__}")
         core = _scaler(cfg) if fp16 else None
-        _, inner = _inner(cfg.optimizer, params, fp32_state=True)
+        inner = _inner(cfg.optimizer, params, fp32_state=True)
         return MemoryEfficientFP16Optimizer(cfg.optimizer, inner, core, "fp16")
     if not (fp16 or bf16):
-        _, inner = _inner(cfg.optimizer, params)
+        inner = _inner(cfg.optimizer, params)
         return AMPOptimizer(cfg.optimizer, inner, _amp_scaler(common), "amp")
     flat = fp16 and not getattr(common, "fp16_no_flatten_grads", False)
-    if flat and not kind.supports_flat_params:
+    if flat and not _supports(cfg.optimizer, params, "supports_flat_params"):
         raise RuntimeError(
             f"chosen optimizer {kind.__name__} does not support flat params, please "
             "set --fp16-no-flatten-grads"
         )
     core = _scaler(cfg) if fp16 else None
-    _, inner = _inner(cfg.optimizer, params, master_weights=True)
+    inner = _inner(cfg.optimizer, params, master_weights=True)
     return FP16Optimizer(cfg.optimizer, inner, core, flat)
 
 

@@ -365,25 +365,6 @@ def test_a_quantizer_follows_the_updates() -> None:
     assert quantizer.steps == [-1, 1]
 
 
-@pytest.mark.parametrize(
-    "name", ["adam", "adamax", "nag", "sgd", "adadelta", "adagrad"]
-)
-def test_each_optimizer_learns(name: str) -> None:
-    ours = tiny.trainer(optimizer___name=name, optimizer__momentum=0.5)
-    sample = tiny.batches(1)
-    losses = [ours.train_step(sample) for _ in range(8)]
-    assert losses[-1] is not None
-    assert losses[0] is not None
-    assert losses[-1]["loss"] < losses[0]["loss"]
-
-
-def test_an_optimizer_that_is_not_here_is_refused_with_the_reason() -> None:
-    ours = tiny.trainer()
-    ours.cfg.optimizer._name = "lamb"
-    with pytest.raises(ValueError, match="'lamb' is not here"):
-        ours.train_step(tiny.batches(1))
-
-
 FLAT = {
     "optimizer": "adam", "adam_betas": "(0.9, 0.98)", "lr": [0.02],
     "lr_scheduler": "inverse_sqrt", "warmup_updates": 4, "cpu": True, "seed": 7,
