@@ -111,6 +111,20 @@ ctpy_comm_run(ctpy_state *state, PyObject *op, const ct_request *request)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
+/* Waits for work that nobody can be given, and leaves the exception that says so. */
+static void
+abandon(PyObject *op, ct_comm *comm, ct_work *work)
+{
+    PyObject *type, *value, *trace;
+    ct_error err;
+    PyErr_Fetch(&type, &value, &trace);
+    if (ct_comm_wait(comm, work, &err) != CT_OK) {
+        (void)ctpy_raise(&err);
+        PyErr_WriteUnraisable(op);
+    }
+    PyErr_Restore(type, value, trace);
+}
+
 static PyObject *
 start(ctpy_state *state, PyObject *op, const ct_request *request, PyObject *tensors)
 {
@@ -130,8 +144,8 @@ start(ctpy_state *state, PyObject *op, const ct_request *request, PyObject *tens
         return ctpy_raise(&err);
     }
     PyObject *made = ctpy_work_new(state, op, tensors, work);
-    if (made == NULL && ct_comm_wait(comm, work, &err) != CT_OK) {
-        (void)ctpy_raise(&err);
+    if (made == NULL) {
+        abandon(op, comm, work);
     }
     return made;
 }

@@ -81,8 +81,8 @@ fairseq_sync_update(PyObject *op, fairseq_update *u)
     const bool original = ((FairseqTrainer *)op)->settings.original_dummies;
     const Py_ssize_t own = PyList_GET_SIZE(u->outputs);
     PyObject *logs = NULL, *sums = NULL;
-    int syncs = should_sync(op);
     u->real = own;
+    int syncs = ((FairseqTrainer *)op)->settings.world_size > 1 ? should_sync(op) : 0;
     if (syncs < 1) {
         return syncs;
     }

@@ -43,8 +43,15 @@ def main(arguments: list[str]) -> int:
     """The command; 0."""
     log_to_stdout()
     cfg = parse_args(arguments)
-    distributed.call_main(cfg, train)
+    distributed.call_main(cfg, _work)
     return 0
+
+
+def _work(cfg: Any) -> None:
+    """What each process of the program runs; the first one logs."""
+    if distributed.is_master(cfg.distributed_training):
+        log_to_stdout()
+    train(cfg)
 
 
 def parse_args(

@@ -184,3 +184,28 @@ def test_a_closed_group_says_so() -> None:
     for use in (group.barrier, lambda: group.rank, lambda: group.gather_bytes(b"")):
         with pytest.raises(ValueError, match="has been closed"):
             use()
+
+
+def test_survives_every_failed_allocation() -> None:
+    testcapi = pytest.importorskip("_testcapi")
+    values = np.zeros(2)
+
+    def use() -> list[bytes]:
+        group = _C.Communicator(Backend())
+        group.all_reduce(values, "mean")
+        work = group.all_reduce(values, async_op=True)
+        assert work is not None
+        work.wait()
+        return _C.Communicator().gather_bytes(b"all of it")
+
+    for start in range(1, 500):
+        testcapi.set_nomemory(start, start + 1)
+        try:
+            done = use() == [b"all of it"]
+        except MemoryError:
+            done = False
+        finally:
+            testcapi.remove_mem_hooks()
+        if done and start > 100:
+            break
+    assert done

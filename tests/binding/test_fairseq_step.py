@@ -103,9 +103,6 @@ class Trainer(_C.FairseqTrainer):
     def _wrap_criterion(self) -> None:
         self._wrapped_criterion = self._criterion
 
-    def _sync_stats(self) -> bool:
-        return False
-
     def _rng_state(self) -> str:
         return "rng"
 

@@ -1,5 +1,6 @@
 #define _POSIX_C_SOURCE 200809L
 #include "core/ct_alloc.h"
+#include "core/ct_comm_bytes.h"
 #include "core/ct_comm_local.h"
 #include "ct_random.h"
 #include "ct_ranks.h"
@@ -213,6 +214,48 @@ test_requests_are_the_collectives_they_name(void)
     run_ranks(2, 60.0, start_each, NULL);
 }
 
+/* Rank r gives r letters, rank 0 nothing. */
+static void
+gather_letters(ct_comm *comm, void *arg)
+{
+    static const char letters[] = "abc";
+    ct_gathered all;
+    (void)arg;
+    CHECK(ct_comm_gather_bytes(comm, letters, (size_t)comm->rank, &all, NULL) == CT_OK);
+    for (int rank = 0; rank < 4; rank++) {
+        CHECK(all.n[rank] == rank);
+        CHECK(memcmp(all.data + (size_t)rank * all.stride, letters, (size_t)rank) == 0);
+    }
+    ct_gathered_fini(&all);
+    CHECK(ct_comm_gather_bytes(comm, NULL, 0, &all, NULL) == CT_OK);
+    CHECK(all.n[3] == 0 && all.data == NULL);
+    ct_gathered_fini(&all);
+}
+
+static void
+test_bytes_of_different_lengths_are_gathered(void)
+{
+    run_ranks(4, 60.0, gather_letters, NULL);
+}
+
+static void
+test_gathering_bytes_survives_a_lack_of_memory(void)
+{
+    ct_comm *comm = ct_comm_self_new();
+    ct_gathered all;
+    ct_error err;
+    for (size_t n = 1; n <= 2; n++) {
+        ct_alloc_fail_after(n);
+        CHECK(ct_comm_gather_bytes(comm, "abc", 3, &all, &err) == CT_ENOMEM);
+        ct_alloc_fail_after(0);
+        CHECK(all.data == NULL && all.n == NULL);
+    }
+    CHECK(ct_comm_gather_bytes(comm, "abc", 3, &all, &err) == CT_OK);
+    CHECK(all.n[0] == 3 && memcmp(all.data, "abc", 3) == 0);
+    ct_gathered_fini(&all);
+    comm->ops->free(comm);
+}
+
 static void
 broadcast_from_each(ct_comm *comm, void *arg)
 {
@@ -388,6 +431,8 @@ main(void)
     test_gather_and_scatter_are_in_rank_order();
     test_a_part_goes_to_every_rank();
     test_requests_are_the_collectives_they_name();
+    test_bytes_of_different_lengths_are_gathered();
+    test_gathering_bytes_survives_a_lack_of_memory();
     test_a_broadcast_is_the_roots();
     test_many_collectives_in_a_row();
     test_ranks_that_disagree_are_all_refused_and_may_go_on();
