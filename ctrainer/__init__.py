@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ctrainer._C import Communicator, LossScaler
     from ctrainer.average import EMA, SWA
+    from ctrainer.bmuf import BMUF
     from ctrainer.callbacks import (
         DefaultFlowCallback,
         EarlyStoppingCallback,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments
 
 _HOMES = {
+    "BMUF": "bmuf",
     "EMA": "average",
     "SWA": "average",
     "Communicator": "_C",
@@ -59,6 +61,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "BMUF",
     "EMA",
     "SWA",
     "Communicator",

@@ -77,7 +77,7 @@ count_elements(const ct_bmuf_list *list, size_t *n, ct_error *err)
                            "parameter %zu is %s; only float dtypes can be averaged", i,
                            ct_dtype_name(span->dtype));
         }
-        n[span->dtype] += span->n;
+        n[ct_bmuf_dtype(span->dtype)] += span->n;
     }
     return CT_OK;
 }
@@ -119,7 +119,8 @@ static void *
 share_at(const ct_bmuf *b, const ct_bmuf_piece *piece)
 {
     const size_t at = piece->at - b->pieces[0].at;
-    return (char *)b->shares.data + at * ct_dtype_size(piece->span.dtype);
+    return (char *)b->shares.data +
+           at * ct_dtype_size(ct_bmuf_dtype(piece->span.dtype));
 }
 
 static ct_span
@@ -158,7 +159,7 @@ fill_shares(ct_bmuf *b, ct_rule rule, int world_size, const batch *s, ct_error *
             .grad = piece->span.data,
             .param = share_at(b, piece),
             .dtype = s->dtype,
-            .grad_dtype = s->dtype,
+            .grad_dtype = piece->span.dtype,
             .state_dtype = s->dtype,
         };
         if (rule == CT_RULE_block_delta) {
@@ -183,7 +184,7 @@ move_model(ct_bmuf *b, const ct_bmuf_config *config, const batch *s, ct_error *e
             .state = {flat_at(&b->global, s->dtype, piece->at),
                       flat_at(&b->momentum, s->dtype, piece->at)},
             .copy = piece->copy.data,
-            .dtype = s->dtype,
+            .dtype = piece->span.dtype,
             .grad_dtype = s->dtype,
             .state_dtype = s->dtype,
             .copy_dtype = piece->copy.dtype,
@@ -208,6 +209,7 @@ copy_params(ct_bmuf *b, const batch *s, bool from_shares, ct_error *err)
     for (size_t i = 0; i < s->n_pieces; i++) {
         ct_span share = b->pieces[i].span;
         share.data = share_at(b, &b->pieces[i]);
+        share.dtype = s->dtype;
         b->to[i] = from_shares ? b->pieces[i].span : share;
         b->from[i] = from_shares ? share : b->pieces[i].span;
     }
@@ -253,6 +255,7 @@ copy_flat(ct_bmuf *b, const ct_bmuf_flat *flat, const batch *s, bool from_flat,
     for (size_t i = 0; i < s->n_pieces; i++) {
         ct_span stored = b->pieces[i].span;
         stored.data = flat_at(flat, s->dtype, b->pieces[i].at);
+        stored.dtype = s->dtype;
         b->to[i] = from_flat ? b->pieces[i].span : stored;
         b->from[i] = from_flat ? stored : b->pieces[i].span;
     }

@@ -45,8 +45,16 @@ typedef struct ct_bmuf_list {
 } ct_bmuf_list;
 
 enum {
-    CT_BMUF_DTYPES = 4 /* CT_F32 to CT_F16 */
+    CT_BMUF_DTYPES = 2 /* CT_F32 and CT_F64 */
 };
+
+/* The dtype in which blocks of parameters are computed and kept: F64, or F32 for all
+ * that is narrower, so that their rounding is made up for in the next block. */
+static inline ct_dtype
+ct_bmuf_dtype(ct_dtype of_parameter)
+{
+    return of_parameter == CT_F64 ? CT_F64 : CT_F32;
+}
 
 /* A value for every element of every parameter: those of one dtype side by side. */
 typedef struct ct_bmuf_flat {
@@ -90,7 +98,8 @@ CT_NODISCARD ct_status ct_bmuf_average(ct_bmuf *bmuf, ct_comm *comm,
                                        const ct_bmuf_list *list, ct_error *err);
 
 /* The global model, or the momentum, of each parameter: to or from the spans of
- * a list like theirs. ct_bmuf_start comes before. */
+ * a list like theirs, of any float dtypes that are as wide or wider. ct_bmuf_start
+ * comes before. */
 CT_NODISCARD ct_status ct_bmuf_save(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
                                     const ct_bmuf_list *to, ct_error *err);
 CT_NODISCARD ct_status ct_bmuf_load(ct_bmuf *bmuf, const ct_bmuf_flat *flat,

@@ -42,7 +42,7 @@ ct_bmuf_next_batch(ct_bmuf_batch *s, ct_bmuf_piece *pieces)
     s->n = s->n_pieces = 0;
     while (s->tensor < s->list->n && s->n < s->most) {
         const ct_bmuf_tensor *t = &s->list->tensors[s->tensor];
-        const bool fits = t->span.dtype == s->dtype;
+        const bool fits = ct_bmuf_dtype(t->span.dtype) == s->dtype;
         if (fits && s->offset < t->span.n) {
             add_piece(s, pieces, t);
         }

@@ -10,7 +10,8 @@ typedef struct ct_bmuf_piece {
     size_t at;
 } ct_bmuf_piece;
 
-/* Pieces of one dtype, one behind the other, and where the next batch starts. */
+/* Pieces that are computed in one dtype, one behind the other, and where the next batch
+ * starts. */
 typedef struct ct_bmuf_batch {
     const ct_bmuf_list *list;
     ct_dtype dtype;

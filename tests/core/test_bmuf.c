@@ -182,7 +182,14 @@ mix_dtypes(ct_comm *comm, void *arg)
         {{&bf16, 1, CT_BF16}, {NULL, 0, CT_F32}},
         {{&f64, 1, CT_F64},   {NULL, 0, CT_F32}},
     };
-    const ct_bmuf_list list = {tensors, 3};
+    float wide[3];
+    double wider;
+    const ct_bmuf_tensor to[] = {
+        {.span = {wide, 2, CT_F32}},
+        {.span = {wide + 2, 1, CT_F32}},
+        {.span = {&wider, 1, CT_F64}},
+    };
+    const ct_bmuf_list list = {tensors, 3}, saved = {to, 3};
     ct_bmuf b;
     (void)arg;
     ct_bmuf_init(&b, &ct_device_cpu, NULL);
@@ -191,9 +198,12 @@ mix_dtypes(ct_comm *comm, void *arg)
     CHECK(ct_load(CT_F16, copy, 0) == 1.0 && ct_load(CT_F16, copy, 1) == 8.0);
     f32[0] += (float)comm->rank; /* 1 and 2: the average is 1.5 */
     f64 += 2.0 * comm->rank;
+    ct_store(CT_BF16, &bf16, 0, 2.0 + 0x1p-6 * comm->rank); /* neighbours */
     CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK);
     CHECK(f64 == 5.0 && f32[0] == 1.5f && ct_load(CT_BF16, &bf16, 0) == 2.0);
     CHECK(ct_load(CT_F16, copy, 0) == 1.5 && ct_load(CT_F16, copy, 1) == 8.0);
+    CHECK(ct_bmuf_save(&b, &b.global, &saved, NULL) == CT_OK);
+    CHECK(wide[0] == 1.5f && wide[2] == 2.0f + 0x1p-7f && wider == 5.0);
     CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK);
     CHECK(f64 == 5.5 && f32[0] == 1.75f); /* the momentum goes on */
     ct_bmuf_fini(&b);

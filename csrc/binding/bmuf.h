@@ -1,0 +1,47 @@
+/* The insides of BMUF, for the files that implement it. */
+#ifndef CTPY_BMUF_H
+#define CTPY_BMUF_H
+
+#include "binding/communicator.h"
+#include "core/ct_bmuf.h"
+
+typedef struct BMUF {
+    PyObject_HEAD
+    PyObject *inner;        /* the optimizer; NULL before __init__ */
+    PyObject *communicator; /* a Communicator */
+    ct_bmuf core;
+    ct_bmuf_config config;
+    int64_t num_updates;
+    bool average_sync;
+    bool started; /* the global model is one of these parameters */
+    bool busy;    /* a pass is under way without the GIL */
+} BMUF;
+
+/* Tensors of Python as the core's list; owns what it borrows from. Zeros is empty. */
+typedef struct bmuf_tensors {
+    PyObject *sources, *copies; /* sequences of PySequence_Fast */
+    ct_bmuf_tensor *tensors;
+    ct_bmuf_list list;
+} bmuf_tensors;
+
+/* bmuf_tensors.c: `sources`, and one by one the copies of lower precision, None or a
+ * tensor; copies may be NULL. 0, or -1 with an exception that names the one at fault
+ * and nothing to release. */
+int bmuf_tensors_read(ctpy_state *state, PyObject *sources, PyObject *copies,
+                      bmuf_tensors *t);
+void bmuf_tensors_free(bmuf_tensors *t);
+
+/* bmuf_sync.c: a RuntimeError, "what" in it, while a pass is under way; what follows an
+ * update; and what the face calls. */
+int bmuf_check_idle(const BMUF *self, const char *what);
+int bmuf_after_update(BMUF *self);
+PyObject *BMUF_average_moments(PyObject *op, PyObject *unused);
+PyObject *BMUF_start(PyObject *op, PyObject *unused);
+extern const char BMUF_average_moments_doc[], BMUF_start_doc[];
+
+/* bmuf_state.c: what is saved besides the inner optimizer's state. */
+PyObject *BMUF_save_blocks(PyObject *op, PyObject *args);
+PyObject *BMUF_load_blocks(PyObject *op, PyObject *args);
+extern const char BMUF_save_blocks_doc[], BMUF_load_blocks_doc[];
+
+#endif

@@ -1,0 +1,180 @@
+/* What happens at the ends of blocks. */
+#include "binding/bmuf.h"
+
+int
+bmuf_check_idle(const BMUF *self, const char *what)
+{
+    if (self->inner == NULL || self->busy) {
+        PyErr_Format(PyExc_RuntimeError,
+                     self->busy ? "%s while another thread synchronises a block"
+                                : "%s before BMUF.__init__() was called",
+                     what);
+        return -1;
+    }
+    return 0;
+}
+
+/* What works on a list without the GIL. */
+typedef ct_status
+bmuf_pass(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err);
+
+/* ---- passes ------------------------------------------------------------------------
+ */
+
+static int
+run_over(BMUF *self, const bmuf_tensors *t, bmuf_pass *pass)
+{
+    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
+    ct_status status;
+    ct_error err;
+    if (comm == NULL) {
+        return -1;
+    }
+    Communicator *group = (Communicator *)Py_NewRef(self->communicator);
+    group->busy++;
+    self->busy = true;
+    Py_BEGIN_ALLOW_THREADS
+    status = pass(self, comm, &t->list, &err);
+    Py_END_ALLOW_THREADS
+    self->busy = false;
+    group->busy--;
+    Py_DECREF(group);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+/* The hook gives a pair: tensors, and copies of theirs or None. */
+static int
+run(BMUF *self, PyObject *name, bmuf_pass *pass)
+{
+    PyObject *found = PyObject_CallMethodNoArgs((PyObject *)self, name);
+    PyObject *sources, *copies;
+    bmuf_tensors t;
+    int result = -1;
+    if (found == NULL) {
+        return -1;
+    }
+    if (!PyArg_ParseTuple(found, "OO", &sources, &copies) ||
+        bmuf_tensors_read(ctpy_state_borrow((PyObject *)self), sources,
+                          copies == Py_None ? NULL : copies, &t) < 0) {
+        Py_DECREF(found);
+        return -1;
+    }
+    result = run_over(self, &t, pass);
+    bmuf_tensors_free(&t);
+    Py_DECREF(found);
+    return result;
+}
+
+static ct_status
+pass_start(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    (void)comm;
+    return ct_bmuf_start(&self->core, &self->config, list, err);
+}
+
+static ct_status
+pass_take_over(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    return ct_bmuf_take_over(&self->core, &self->config, comm, list, err);
+}
+
+static ct_status
+pass_meet(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    return ct_bmuf_meet(&self->core, &self->config, comm, list, err);
+}
+
+static ct_status
+pass_average(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    return ct_bmuf_average(&self->core, comm, list, err);
+}
+
+/* ---- the ends of blocks ------------------------------------------------------------
+ */
+
+static int
+call_hook(BMUF *self, PyObject *name)
+{
+    PyObject *answer = PyObject_CallMethodNoArgs((PyObject *)self, name);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+const char BMUF_average_moments_doc[] =
+    "_average_moments($self, /)\n--\n\n"
+    "Replace the tensors that _moments() gives by their averages over all "
+    "ranks.";
+
+PyObject *
+BMUF_average_moments(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    ctpy_state *state = ctpy_state_borrow(op);
+    return bmuf_check_idle((BMUF *)op, "_average_moments()") < 0 ||
+                   run((BMUF *)op, state->str__moments, pass_average) < 0
+               ? NULL
+               : Py_NewRef(Py_None);
+}
+
+const char BMUF_start_doc[] =
+    "_start($self, /)\n--\n\n"
+    "Take the parameters for the global model and begin a block.";
+
+PyObject *
+BMUF_start(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    BMUF *self = (BMUF *)op;
+    ctpy_state *state = ctpy_state_borrow(op);
+    if (bmuf_check_idle(self, "_start()") < 0 ||
+        run(self, state->str__synced_tensors, pass_start) < 0) {
+        return NULL;
+    }
+    self->started = true;
+    Py_RETURN_NONE;
+}
+
+static int
+end_warmup(BMUF *self, ctpy_state *state)
+{
+    if (run(self, state->str__synced_tensors, pass_take_over) < 0) {
+        return -1;
+    }
+    self->started = true;
+    return call_hook(self, self->average_sync ? state->str_average_params
+                                              : state->str__reset_optimizer) < 0
+               ? -1
+               : call_hook(self, state->str__after_sync);
+}
+
+static int
+end_block(BMUF *self, ctpy_state *state)
+{
+    if (run(self, state->str__synced_tensors, pass_meet) < 0 ||
+        (self->average_sync && call_hook(self, state->str_average_params) < 0)) {
+        return -1;
+    }
+    return call_hook(self, state->str__after_sync);
+}
+
+int
+bmuf_after_update(BMUF *self)
+{
+    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    const ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
+    if (comm == NULL) {
+        return -1;
+    }
+    if (comm->world_size < 2) {
+        return 0;
+    }
+    switch (ct_bmuf_after(&self->config, self->num_updates)) {
+    case CT_BMUF_WARMUP_END:
+        return end_warmup(self, state);
+    case CT_BMUF_BLOCK_END:
+        return end_block(self, state);
+    case CT_BMUF_NOTHING:
+        break;
+    }
+    return 0;
+}

@@ -1,0 +1,59 @@
+"""The tensors of an optimizer that workers synchronise, and room for copies of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+def synced_tensors(optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """Parameters in the highest precision there is, and the model's copies or None.
+
+    optimizer: has param_groups and perhaps state, where "master_param" is a float32
+    copy that is updated; or fp32_params, tensors or a dict of them.
+    """
+    masters = getattr(optimizer, "fp32_params", None)
+    if masters is not None:
+        found = list(masters.values() if isinstance(masters, dict) else masters)
+        return found, [None] * len(found)
+    sources, copies = [], []
+    state = getattr(optimizer, "state", {})
+    for param in parameters(optimizer):
+        master = state.get(param, {}).get("master_param") if param in state else None
+        sources.append(param if master is None else master)
+        copies.append(None if master is None else param)
+    return [_values(p) for p in sources], copies
+
+
+def parameters(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def moments(optimizer: Any) -> list[Any]:
+    """exp_avg and exp_avg_sq of the parameters that have both, in their order."""
+    state: Mapping[Any, Mapping[str, Any]] = optimizer.state
+    found = [state[p] for p in parameters(optimizer) if p in state]
+    names = ("exp_avg", "exp_avg_sq")
+    return [s[name] for s in found if all(n in s for n in names) for name in names]
+
+
+def blanks_like(tensors: Iterable[Any]) -> list[Any]:
+    """A tensor for each: float64 for one of float64, else float32."""
+    return [_blank(tensor) for tensor in tensors]
+
+
+def _values(param: Any) -> Any:
+    return param if isinstance(param, np.ndarray) else getattr(param, "data", param)
+
+
+def _blank(tensor: Any) -> Any:
+    if isinstance(tensor, np.ndarray):
+        wide = tensor.dtype == np.float64
+        return np.empty(tensor.shape, np.float64 if wide else np.float32)
+    torch = sys.modules["torch"]
+    wide = tensor.dtype == torch.float64
+    dtype = torch.float64 if wide else torch.float32
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.preserve_format)

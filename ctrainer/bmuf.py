@@ -1,0 +1,197 @@
+"""Workers that train apart and meet at the ends of blocks: BMUF, and DiLoCo."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+from ctrainer import _C
+from ctrainer.adapters import blocks
+from ctrainer.comm import from_environment
+
+__all__ = ["BMUF"]
+
+_KEY = "bmuf"  # in a state_dict, beside those of the inner optimizer
+_OPTIONS = {
+    "global_sync_iter": 50,
+    "block_lr": 1.0,
+    "block_momentum": 0.875,
+    "warmup_iterations": 500,
+    "average_sync": False,
+}
+
+
+class BMUF(_C.BMUF):
+    """An optimizer whose ranks average how far they have come, block by block.
+
+    Every rank updates its own model with `optimizer`. At the end of the warm-up all
+    take over the model of rank 0. From then on they meet at each update that
+    global_sync_iter divides: the average of the distances from the global model, times
+    block_lr, goes into a momentum of blocks, and that moves the global model, which all
+    go on from. With block_momentum 0 the models are averaged and nothing else.
+
+    cfg: anything with FairseqBMUFConfig's fields, each of which may be missing:
+    global_sync_iter=50, block_lr=1, block_momentum=0.875, warmup_iterations=500,
+    use_nbm=False, average_sync=False (average Adam's moments where workers meet, rather
+    than start them anew at the end of the warm-up), distributed_world_size. optimizer:
+    one of ctrainer.optim or torch.optim, or an object with fairseq's interface of an
+    optimizer. communicator: who meets; by default the group of from_environment()
+    where distributed_world_size is above 1. look: "nesterov" takes the outer step of
+    DiLoCo in place of BMUF's.
+
+    Parameters are in host memory, of any float dtype. The global model and the momentum
+    are float64 for float64 ones and float32 for all others; where the optimizer updates
+    float32 copies of 16-bit parameters, those are what is averaged. What is not here,
+    like backward() and scaler, is the optimizer's.
+
+    Raises ValueError for options out of range, RuntimeError in step() when another rank
+    fails or stays away.
+
+    Source: Chen and Huo, "Scalable training of deep learning machines by incremental
+    block training with intra-block parallel optimization and blockwise model-update
+    filtering", 2016; fairseq's optim/bmuf.py. With 2 ranks the parameters are the
+    latter's, bit for bit.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        optimizer: Any,
+        communicator: _C.Communicator | None = None,
+        *,
+        look: str | None = None,
+    ) -> None:
+        options: dict[str, Any] = {
+            name: getattr(cfg, name, old) for name, old in _OPTIONS.items()
+        }
+        nbm = "nbm" if getattr(cfg, "use_nbm", False) else "plain"
+        group = _group(cfg, communicator)
+        super().__init__(
+            _with_interface(cfg, optimizer), group, look=look or nbm, **options
+        )
+        self.cfg = cfg
+        self.initial_state = copy.deepcopy(self._optimizer.state_dict())
+        self._start()
+
+    @classmethod
+    def diloco(
+        cls,
+        optimizer: Any,
+        communicator: _C.Communicator | None = None,
+        *,
+        every: int = 500,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+    ) -> Self:
+        """DiLoCo: AdamW within, SGD with Nesterov momentum between blocks.
+
+        Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of
+        Language Models", 2023; every=500, lr=0.7 and momentum=0.9 are theirs. All ranks
+        have to start from the same parameters.
+        """
+        cfg = _Options(
+            global_sync_iter=every,
+            block_lr=lr,
+            block_momentum=momentum,
+            warmup_iterations=0,
+        )
+        group = from_environment() if communicator is None else communicator
+        return cls(cfg, optimizer, group, look="nesterov")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_optimizer", "communicator"):
+            raise AttributeError(f"{name}: BMUF.__init__() was not called")
+        return getattr(self._optimizer, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, and under "bmuf" the updates, model and momentum."""
+        state: dict[str, Any] = {**self._optimizer.state_dict()}
+        state[_KEY] = {"num_updates": self.get_num_updates()}
+        if self.block_momentum != 0:
+            model, momentum = self._blanks(), self._blanks()
+            self._save_blocks(model, momentum)
+            state[_KEY].update(model=model, momentum=momentum)
+        return state
+
+    def load_state_dict(
+        self, state_dict: dict[str, Any], optimizer_overrides: Any = None
+    ) -> None:
+        """Go on from a state; parameters are expected to be loaded already.
+
+        From the state of an optimizer alone, as fairseq saves it, a block begins with
+        the parameters as they are.
+        """
+        inner = {k: v for k, v in state_dict.items() if k != _KEY}
+        if optimizer_overrides is None:
+            self._optimizer.load_state_dict(inner)
+        else:
+            self._optimizer.load_state_dict(inner, optimizer_overrides)
+        self._start()
+        own = state_dict.get(_KEY, {})
+        self.set_num_updates(own.get("num_updates", self.get_num_updates()))
+        if "model" in own and self.block_momentum != 0:
+            self._load_blocks(own["model"], own["momentum"])
+
+    def average_params(self) -> None:
+        """Average the optimizer's moments over the ranks: Adam's, and no others."""
+        if _is_foreign(self._optimizer):
+            self._optimizer.average_params()
+        else:
+            self._average_moments()
+
+    # ---- hooks that C calls ----
+
+    def _synced_tensors(self) -> tuple[list[Any], list[Any]]:
+        inner = self._optimizer
+        return blocks.synced_tensors(inner if _is_foreign(inner) else inner.optimizer)
+
+    def _moments(self) -> tuple[list[Any], None]:
+        return blocks.moments(self._optimizer.optimizer), None
+
+    def _reset_optimizer(self) -> None:
+        self._optimizer.load_state_dict(self.initial_state)
+
+    def _after_sync(self) -> None:
+        """Have a foreign optimizer bring its float32 parameters to the model."""
+        sync = getattr(self._optimizer, "_sync_fp32_params_to_fp16", None)
+        if sync is not None and _is_foreign(self._optimizer):
+            sync()
+
+    def _blanks(self) -> list[Any]:
+        return blocks.blanks_like(self._synced_tensors()[0])
+
+
+class _Options:
+    """A configuration from keywords."""
+
+    def __init__(self, **options: Any) -> None:
+        self.__dict__.update(options)
+
+
+def _is_foreign(optimizer: Any) -> bool:
+    return not isinstance(optimizer, _C.FairseqOptimizer)
+
+
+def _with_interface(cfg: Any, optimizer: Any) -> Any:
+    """The optimizer if it has fairseq's interface, or one over it that has."""
+    if hasattr(optimizer, "get_lr") and hasattr(optimizer, "optimizer"):
+        return optimizer
+    from ctrainer.fairseq.optim import FairseqOptimizer
+
+    return FairseqOptimizer(cfg, optimizer)
+
+
+def _group(cfg: Any, communicator: _C.Communicator | None) -> _C.Communicator:
+    wanted = getattr(cfg, "distributed_world_size", None)
+    if communicator is None:
+        communicator = (
+            from_environment()
+            if wanted is not None and wanted > 1
+            else _C.Communicator()
+        )
+    if wanted is not None and wanted != communicator.world_size:
+        raise ValueError(
+            f"distributed_world_size is {wanted}, and the group has "
+            f"{communicator.world_size} ranks; they must be the same"
+        )
+    return communicator

@@ -1,0 +1,382 @@
+"""BMUF on 2 processes against the original's formulas, written out with NumPy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ctrainer
+from ctrainer import optim
+
+TIMEOUT = 100
+
+# What every rank's program begins with: `group`, `rank`, and the model's tensors.
+COMMON = """
+import itertools, json, os, sys
+from types import SimpleNamespace
+import numpy as np, torch
+import ctrainer
+from ctrainer import optim
+from ctrainer.comm import from_environment
+torch.set_num_threads(1)
+group = from_environment(30.0)
+rank, world = group.rank, group.world_size
+
+def model(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
+    shapes = ((3, 4), (0,), (7,), ())
+    made = [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+    return [torch.nn.Parameter(p) for p in made]
+
+def set_grads(params, update):
+    generator = torch.Generator().manual_seed(1000 * update + rank)
+    for p in params:
+        noise = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = noise + 0.1 * p.detach()
+
+def config(**more):
+    return SimpleNamespace(distributed_world_size=world, **more)
+
+told = {}
+
+def bits(tensors):
+    return [t.detach().contiguous().view(-1).view(torch.uint8).tolist()
+            if t.numel() else [] for t in tensors]
+"""
+
+ORACLE = """
+class Original:
+    '''The original, an operation at a time, in the parameter's dtype.'''
+    def __init__(self, cfg, optimizer, params):
+        self.cfg, self.inner, self.params, self.n = cfg, optimizer, params, 0
+        self.initial = optimizer.state_dict()
+        self.reset()
+
+    def reset(self):
+        self.model = [p.detach().numpy().copy() for p in self.params]
+        self.smoothed = [np.zeros_like(m) for m in self.model]
+
+    def sum(self, values):
+        '''Over ranks, of arrays: gathered as bytes, added in rank order.'''
+        rows = group.gather_bytes(b"".join(v.tobytes() for v in values))
+        flat = [np.frombuffer(row, np.float32) for row in rows]
+        total = flat[0]
+        for row in flat[1:]:
+            total = total + row
+        cuts = np.cumsum([v.size for v in values])[:-1]
+        return [t.reshape(v.shape) for t, v in zip(np.split(total, cuts), values)]
+
+    def write(self, values):
+        with torch.no_grad():
+            for p, v in zip(self.params, values):
+                p.copy_(torch.from_numpy(np.array(v, np.float32)))
+
+    def average_moments(self):
+        state = self.inner.state
+        found = [state[p][k] for p in self.params for k in ("exp_avg", "exp_avg_sq")
+                 if "exp_avg_sq" in state[p]]
+        f = np.float32
+        shares = [t.numpy() / f(world) for t in found]
+        for t, v in zip(found, self.sum(shares)):
+            t.copy_(torch.from_numpy(np.array(v, np.float32)))
+
+    def step(self):
+        self.inner.step()
+        self.n += 1
+        cfg, f = self.cfg, np.float32
+        if self.n == cfg.warmup_iterations:
+            first = group.broadcast_bytes(
+                b"".join(p.detach().numpy().tobytes() for p in self.params)
+                if rank == 0 else None, 0)
+            flat = np.frombuffer(first, np.float32)
+            cuts = np.cumsum([p.numel() for p in self.params])[:-1]
+            self.write([v.reshape(p.shape)
+                        for v, p in zip(np.split(flat, cuts), self.params)])
+            if cfg.average_sync:
+                self.average_moments()
+            else:
+                self.inner.load_state_dict(self.initial)
+            self.reset()
+        elif self.n > cfg.warmup_iterations and self.n % cfg.global_sync_iter == 0:
+            self.block()
+
+    def block(self):
+        cfg, f = self.cfg, np.float32
+        bm, blr = f(cfg.block_momentum), f(cfg.block_lr)
+        values = [p.detach().numpy() for p in self.params]
+        if cfg.block_momentum == 0:
+            self.write(self.sum([v / f(world) for v in values]))
+        else:
+            deltas = self.sum([(m - v) / f(world) for m, v in zip(self.model, values)])
+            for i, g in enumerate(deltas):
+                s = bm * self.smoothed[i] + blr * g
+                moved = self.model[i] - s
+                if cfg.use_nbm:
+                    moved = moved - bm * s
+                self.smoothed[i] = s
+                self.model[i] = moved
+            self.write(self.model)
+        if cfg.average_sync:
+            self.average_moments()
+
+makers = {
+    "torch SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "torch Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "our AdamW": lambda p: optim.AdamW(p, lr=0.01),
+    "our Lion": lambda p: optim.Lion(p, lr=0.01),
+}
+found = {}
+for (name, make), bm, nbm, average, warmup, every in itertools.product(
+    makers.items(), (0.0, 0.875), (False, True), (False, True), (0, 2), (1, 3)
+):
+    cfg = config(block_momentum=bm, block_lr=0.7, use_nbm=nbm, average_sync=average,
+                 warmup_iterations=warmup, global_sync_iter=every)
+    ours, theirs = model(), model()
+    bmuf = ctrainer.BMUF(cfg, make(ours), group)
+    original = Original(cfg, make(theirs), theirs)
+    same = True
+    for update in range(7):
+        set_grads(ours, update)
+        set_grads(theirs, update)
+        bmuf.step()
+        original.step()
+        same = same and bits(ours) == bits(theirs)
+    found[f"{name} {bm} {nbm} {average} {warmup} {every}"] = same
+told["oracle"] = found
+"""
+
+SIXTEEN = """
+found = {}
+for name, make, dtype in (
+    ("masters", lambda p: optim.AdamW(p, lr=0.01, master_weights=True), torch.bfloat16),
+    ("half", lambda p: optim.SGD(p, lr=0.1), torch.float16),
+    ("double", lambda p: torch.optim.SGD(p, lr=0.1), torch.float64),
+):
+    params = model(dtype)
+    inner = make(params)
+    bmuf = ctrainer.BMUF(config(warmup_iterations=1, global_sync_iter=2), inner, group)
+    for update in range(4):
+        set_grads(params, update)
+        bmuf.step()
+    masters = [inner.state[p]["master_param"] for p in params if "master" in name]
+    close = all(torch.equal(m.to(dtype), p) for m, p in zip(masters, params))
+    found[name] = {
+        "alike": len(set(group.gather_bytes(json.dumps(bits(params)).encode()))) == 1,
+        "masters": sorted({str(m.dtype) for m in masters}),
+        "copies": close,
+        "state": sorted({str(t.dtype) for t in bmuf.state_dict()["bmuf"]["model"]}),
+    }
+told["sixteen"] = found
+"""
+
+RESUME = """
+import copy, io
+def run(bmuf, params, updates):
+    for update in updates:
+        set_grads(params, update)
+        bmuf.step()
+found = {}
+for look, bm, warmup in (("plain", 0.875, 2), ("nbm", 0.5, 0), ("plain", 0.0, 4),
+                         ("nesterov", 0.9, 0)):
+    cfg = config(block_momentum=bm, warmup_iterations=warmup, global_sync_iter=2)
+    params = model()
+    whole = ctrainer.BMUF(cfg, optim.AdamW(params, lr=0.01), group, look=look)
+    run(whole, params, range(3))
+    file = io.BytesIO()
+    torch.save({"optimizer": whole.state_dict(), "model": params}, file)
+    run(whole, params, range(3, 9))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = [torch.nn.Parameter(p.detach().clone()) for p in saved["model"]]
+    resumed = ctrainer.BMUF(cfg, optim.AdamW(again, lr=0.01), group, look=look)
+    resumed.load_state_dict(saved["optimizer"])
+    run(resumed, again, range(3, 9))
+    found[f"{look} {bm} {warmup}"] = bits(params) == bits(again)
+told["resume"] = found
+"""
+
+DILOCO = """
+params = [torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))]
+outer = [params[0].detach().clone().requires_grad_()]
+sgd = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
+bmuf = ctrainer.BMUF.diloco(torch.optim.SGD(params, lr=0.1), group, every=2)
+worst = 0.0
+for block in range(4):
+    for update in range(2):
+        set_grads(params, 2 * block + update)
+        if update == 1:  # what the others have by the end of the block
+            mine = params[0].detach() - 0.1 * params[0].grad
+            rows = group.gather_bytes(mine.numpy().tobytes())
+        bmuf.step()
+    mean = np.mean([np.frombuffer(row, np.float32) for row in rows], axis=0)
+    outer[0].grad = outer[0].detach() - torch.from_numpy(mean)
+    sgd.step()
+    worst = max(worst, (params[0] - outer[0]).abs().max().item())
+told["diloco"] = worst
+"""
+
+DEATH = """
+params = model()
+bmuf = ctrainer.BMUF(config(warmup_iterations=1, global_sync_iter=1),
+                     torch.optim.SGD(params, lr=0.1), group)
+set_grads(params, 0)
+bmuf.step()
+if rank == 1:
+    print(json.dumps(told), flush=True)
+    os._exit(0)
+try:
+    bmuf.step()
+except RuntimeError as error:
+    told["death"] = str(error)
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, Any]]:
+    """What each of 2 ranks found: importing torch takes longer than all of it."""
+    code = COMMON + ORACLE + SIXTEEN + RESUME + DILOCO + DEATH
+    run = uuid.uuid4().hex
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "TORCHELASTIC_RUN_ID": run,
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        texts = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [json.loads(text.splitlines()[-1]) for text in texts]
+
+
+Told = list[dict[str, Any]]
+
+
+def test_every_combination_gives_the_originals_parameters_bit_for_bit(
+    told: Told,
+) -> None:
+    for found in (rank["oracle"] for rank in told):
+        assert len(found) == 4 * 2**5
+        assert [name for name, same in found.items() if not same] == []
+
+
+def test_16_bit_parameters_are_averaged_with_more_bits(told: Told) -> None:
+    for found in (rank["sixteen"] for rank in told):
+        assert all(f["alike"] and f["copies"] for f in found.values())
+        assert found["masters"]["masters"] == ["torch.float32"]
+        assert [found[n]["state"] for n in ("masters", "half", "double")] == [
+            ["torch.float32"],
+            ["torch.float32"],
+            ["torch.float64"],
+        ]
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(told: Told) -> None:
+    for found in (rank["resume"] for rank in told):
+        assert found == dict.fromkeys(found, True)
+        assert len(found) == 4
+
+
+def test_diloco_is_sgd_with_nesterov_momentum_between_blocks(told: Told) -> None:
+    # numbers up to 8: a few roundings a block, of half an ulp of 4.8e-7 each
+    assert max(rank["diloco"] for rank in told) < 1e-5
+
+
+def test_a_rank_that_dies_is_named_by_step(told: Told) -> None:
+    error = told[0]["death"]
+    assert "rank 1 (process " in error
+    assert "died" in error
+
+
+def alone(**options: Any) -> tuple[ctrainer.BMUF, list[torch.nn.Parameter]]:
+    params = [torch.nn.Parameter(torch.ones(3))]
+    inner = torch.optim.SGD(params, lr=0.5)
+    return ctrainer.BMUF(SimpleNamespace(**options), inner), params
+
+
+def test_one_rank_trains_as_without() -> None:
+    bmuf, params = alone(warmup_iterations=1, global_sync_iter=1)
+    params[0].grad = torch.ones(3)
+    bmuf.step()
+    assert params[0].tolist() == [0.5] * 3
+    assert bmuf.get_num_updates() == 1
+    bmuf.set_num_updates(7)
+    assert bmuf.get_num_updates() == 7
+
+
+def test_what_is_not_here_is_the_optimizers() -> None:
+    bmuf, params = alone()
+    assert isinstance(bmuf.optimizer, torch.optim.SGD)
+    assert bmuf.params[0] is params[0]
+    assert bmuf.get_lr() == 0.5
+    bmuf.set_lr(0.25)
+    assert bmuf.optimizer.param_groups[0]["lr"] == 0.25
+    bmuf.backward((params[0] * 2).sum())
+    assert params[0].grad is not None
+    assert params[0].grad.tolist() == [2.0] * 3
+    bmuf.zero_grad()
+    assert params[0].grad is None
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = bmuf.nothing_of_the_kind
+
+
+def test_options_are_the_originals_and_out_of_range_ones_are_named() -> None:
+    bmuf, _ = alone()
+    assert (bmuf.sync_iter, bmuf.warmup_iteration) == (50, 500)
+    assert (bmuf.block_momentum, bmuf.block_lr) == (0.875, 1.0)
+    assert (bmuf.use_nbm, bmuf.average_sync, bmuf.world_size) == (False, False, 1)
+    assert alone(use_nbm=True)[0].use_nbm
+    for options, text in (
+        ({"global_sync_iter": 0}, "global_sync_iter must be at least 1, got 0"),
+        ({"warmup_iterations": -1}, "warmup_iterations must be at least 0"),
+        ({"block_momentum": float("nan")}, "block_momentum"),
+        ({"block_lr": float("inf")}, "block_lr must be finite"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            alone(**options)
+
+
+def test_a_group_of_another_size_is_refused() -> None:
+    params = [torch.nn.Parameter(torch.ones(3))]
+    cfg = SimpleNamespace(distributed_world_size=2)
+    with pytest.raises(ValueError, match="distributed_world_size is 2, and the group"):
+        ctrainer.BMUF(cfg, optim.SGD(params, lr=0.1), ctrainer.Communicator())
+
+
+def test_the_state_of_an_optimizer_alone_can_be_loaded() -> None:
+    bmuf, params = alone()
+    params[0].grad = torch.ones(3)
+    bmuf.step()
+    plain = bmuf.optimizer.state_dict()
+    bmuf.load_state_dict(plain)
+    assert bmuf.get_num_updates() == 1
+    state = bmuf.state_dict()
+    assert state["bmuf"]["num_updates"] == 1
+    assert state["bmuf"]["model"][0].tolist() == [0.5] * 3
+    assert state["bmuf"]["momentum"][0].tolist() == [0.0] * 3
+
+
+def test_parameters_that_change_within_a_block_are_an_error() -> None:
+    bmuf, _ = alone()
+    bmuf.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ValueError, match="5 elements of float32 and had 3"):
+        bmuf.state_dict()
