@@ -154,7 +154,9 @@ try:
     train(mine(spoilt), checkpoint__save_dir=f"{folder}/nan")
 except FloatingPointError as error:
     found["nan"] = str(error)
-found["crash"] = sorted(os.listdir(f"{folder}/nan")) if rank == 0 else None
+dist.barrier()
+found["crash"] = sorted(os.listdir(f"{folder}/nan"))
+found["folder"] = folder
 
 # Norms that differ between ranks
 class Drifting(type(tiny.trainer(**TWO))):

@@ -25,7 +25,8 @@ def main(arguments: list[str]) -> int:
         "--setup",
         required=True,
         metavar="MODULE:FUNCTION",
-        help="called with the run's config, as nested dicts; returns its Trainer",
+        help="called with the run's config, as nested dicts, for one worker; returns "
+        "its Trainer",
     )
     return _run(parser.parse_args(arguments))
 
@@ -67,6 +68,9 @@ def _run(options: argparse.Namespace) -> int:
         raise SystemExit(f"there is no file {options.crash}")
     sys.path.insert(0, os.getcwd())
     setup = getattr(import_module(module), function)
-    verdict = replay(options.crash, setup(tools.load_file(options.crash)["cfg"]))
+    cfg = tools.load_file(options.crash)["cfg"]
+    if "distributed_training" in cfg:  # what one worker did is repeated by itself
+        cfg["distributed_training"]["distributed_world_size"] = 1
+    verdict = replay(options.crash, setup(cfg))
     print(verdict)
     return 1 if verdict.startswith("nothing") else 0

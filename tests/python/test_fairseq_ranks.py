@@ -15,6 +15,8 @@ import pytest
 from fairseq_ranks import Rank, run_ranks
 from fairseq_scenarios import SCENARIOS
 
+from ctrainer.fairseq.replay import replay
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
@@ -180,6 +182,13 @@ def test_nan_on_one_rank_raises_on_all(both: list[Any]) -> None:
     for rank in both:
         assert "gradients are Nan/Inf" in rank["nan"]
     assert both[0]["crash"] == ["crash.pt", "crash.rank1.pt"]
+
+
+def test_what_a_rank_has_left_is_replayed_by_one_process(both: list[Any]) -> None:
+    """Rank 1 had the NaN, and rank 0 got it in the sum of the gradients."""
+    crashes = [f"{both[0]['folder']}/nan/{name}" for name in both[0]["crash"]]
+    assert replay(crashes[0], tiny.trainer()).startswith("nothing failed this time")
+    assert replay(crashes[1], tiny.trainer()).startswith("not finite: ")
 
 
 def test_norms_that_differ_are_shown_in_a_table(both: list[Any]) -> None:
