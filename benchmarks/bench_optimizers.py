@@ -194,6 +194,9 @@ def cases() -> dict[str, Case]:
         "RAdam": Case(
             step_of(optim.RAdam), "torch foreach", of_torch("RAdam", foreach=True), 7
         ),
+        "NAdam": Case(
+            step_of(optim.NAdam), "torch foreach", of_torch("NAdam", foreach=True), 7
+        ),
         "RMSprop, centered, momentum": Case(
             step_of(optim.RMSprop, centered=True, momentum=0.9), "torch foreach",
             of_torch("RMSprop", centered=True, momentum=0.9, foreach=True), 9,

@@ -56,6 +56,7 @@ PAIRED(ct_adamax_config);
 PAIRED(ct_adamw_config);
 PAIRED(ct_lamb_config);
 PAIRED(ct_lion_config);
+PAIRED(ct_nadam_config);
 PAIRED(ct_schedule_free_config);
 
 static const optim_field adamw_fields[] = {
@@ -96,6 +97,21 @@ static const optim_field radam_fields[] = {
     FIELD(eps, adamw.eps, OPTIM_NUMBER),
     FIELD(weight_decay, adamw.weight_decay, OPTIM_NUMBER),
     FIELD(decoupled_weight_decay, adamw.decoupled, OPTIM_FLAG),
+};
+
+static const optim_field nadam_fields[] = {
+    FIELD(lr, nadam.lr, OPTIM_NUMBER),
+    FIELD(betas, nadam.beta1, OPTIM_PAIR),
+    FIELD(eps, nadam.eps, OPTIM_NUMBER),
+    FIELD(weight_decay, nadam.weight_decay, OPTIM_NUMBER),
+    FIELD(momentum_decay, nadam.momentum_decay, OPTIM_NUMBER),
+    FIELD(decoupled_weight_decay, nadam.decoupled, OPTIM_FLAG),
+};
+static const optim_value nadam_values[] = {
+    COUNT,
+    {offsetof(ctpy_state, str_mu_product), " state 'mu_product'", -1, OPTIM_PRODUCT, 0},
+    ARRAY(exp_avg, 0),
+    ARRAY(exp_avg_sq, 1),
 };
 
 static const optim_field adamax_fields[] = {
@@ -367,6 +383,7 @@ const optim_spec optim_specs[CT_OPTIM_KIND_COUNT] = {
     [CT_OPTIM_FAIRSEQ_ADAM] = SPEC(fairseq_adam, adam),
     [CT_OPTIM_FAIRSEQ_ADAMAX] = SPEC(fairseq_adamax, adamax),
     [CT_OPTIM_LION] = SPEC(lion, lion),
+    [CT_OPTIM_NADAM] = SPEC(nadam, nadam),
     [CT_OPTIM_NAG] = SPEC(nag, nag),
     [CT_OPTIM_RADAM] = SPEC(radam, adam),
     [CT_OPTIM_RMSPROP] = SPEC(rmsprop, rmsprop),

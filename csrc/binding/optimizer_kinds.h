@@ -29,20 +29,21 @@ typedef struct optim_field {
 } optim_field;
 
 typedef enum optim_shape {
-    OPTIM_LIKE,   /* as the parameter */
-    OPTIM_ROWS,   /* an element for each row of its last two dimensions */
-    OPTIM_COLS,   /* for each column of each matrix */
-    OPTIM_ONE,    /* one element */
-    OPTIM_CODED,  /* as the parameter, of a float dtype or of codes of 8 bits */
-    OPTIM_SCALES, /* of codes: a float32 for each block */
-    OPTIM_MAP     /* of codes: what they mean */
+    OPTIM_LIKE,    /* as the parameter */
+    OPTIM_ROWS,    /* an element for each row of its last two dimensions */
+    OPTIM_COLS,    /* for each column of each matrix */
+    OPTIM_ONE,     /* one element */
+    OPTIM_PRODUCT, /* one of float32 or float64: the core\'s product */
+    OPTIM_CODED,   /* as the parameter, of a float dtype or of codes of 8 bits */
+    OPTIM_SCALES,  /* of codes: a float32 for each block */
+    OPTIM_MAP      /* of codes: what they mean */
 } optim_shape;
 
 /* A key of state[param]. */
 typedef struct optim_value {
     size_t name;
     const char *place; /* how messages speak of it */
-    int array;         /* the core's state[array]; -1: the count of steps */
+    int array;         /* the core's state[array]; -1: no array */
     optim_shape shape;
     int n_arrays; /* of the core's in this one, one behind the other */
 } optim_value;

@@ -77,6 +77,28 @@ view_sized(OptimEngine *self, const optim_slot *slot, const optim_value *value,
     return -1;
 }
 
+static int
+view_product(OptimEngine *self, const optim_slot *slot, const optim_value *value,
+             PyObject *op, ct_optim_param *to)
+{
+    const ctpy_place place = {value->place, slot->group, slot->index};
+    ctpy_view view;
+    if (ctpy_view_of(self->state, op, &place, &view) < 0) {
+        return -1;
+    }
+    to->product = view.span.data;
+    to->product_dtype = view.span.dtype;
+    if (view.span.n == 1 && !view.readonly &&
+        (view.span.dtype == CT_F32 || view.span.dtype == CT_F64)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "param_groups[%u]['params'][%zd]%s is %R; expected one number of "
+                 "float32 or float64",
+                 slot->group, slot->index, value->place, op);
+    return -1;
+}
+
 /* The arrays that the rule works on share a dtype. */
 static int
 check_dtype(const optim_slot *slot, const optim_value *value, ct_dtype dtype,
@@ -118,6 +140,12 @@ optim_view_values(OptimEngine *self, optim_slot *slot, const ctpy_view *param,
         const optim_value *value = &list->spec->values[i];
         ctpy_view view;
         if (!optim_keeps(list, i)) {
+            continue;
+        }
+        if (value->shape == OPTIM_PRODUCT) {
+            if (view_product(self, slot, value, slot->values[i], to) < 0) {
+                return -1;
+            }
             continue;
         }
         if (view_value(self, slot, value, param, slot->values[i], to, &view) < 0 ||

@@ -18,8 +18,8 @@ struct ct_optim {
     const ct_device *device;
     size_t n_groups, n_params;
     size_t groups_capacity, caches_capacity, params_capacity;
-    size_t coefs_capacity, spans_capacity,
-        owner_capacity; /* >= n_params: a step allocates nothing */
+    /* >= n_params: a step allocates nothing */
+    size_t coefs_capacity, spans_capacity, owner_capacity;
     ct_optim_group *groups;
     group_cache *caches;
     ct_optim_param *params;
@@ -229,14 +229,16 @@ find_coef(ct_optim *optim, const ct_optim_param *param, const ct_optim_pass *pas
     const ct_optim_group *group = &optim->groups[param->group];
     group_cache *cache = &optim->caches[param->group];
     const uint64_t key = ops->key(param);
-    if (cache->coef == 0 || cache->key != key) {
+    if (cache->coef == 0 || cache->key != key || ops->complete != NULL) {
         const double clip = pass->clip ? optim->grads.groups[param->group].coef : 1.0;
-        const double size = clip * pass->grad_scale;
-        const double scale = group->maximize ? -size : size;
+        const double scale = (group->maximize ? -clip : clip) * pass->grad_scale;
         ct_status status =
             ops->coef_init(&optim->coefs[*n_coefs], group, key, scale, err);
         if (status != CT_OK) {
             return status;
+        }
+        if (ops->complete != NULL) {
+            ops->complete(&optim->coefs[*n_coefs], group, param);
         }
         *cache = (group_cache){key, ++*n_coefs};
     }
@@ -338,13 +340,14 @@ count_steps(ct_optim *optim)
         if (ops->advance != NULL) {
             ops->advance(&optim->groups[g]);
         }
-        if (optim->groups[g].stochastic) {
-            optim->groups[g].rounding.step++;
-        }
+        optim->groups[g].rounding.step += optim->groups[g].stochastic;
     }
     for (size_t i = 0; i < optim->n_params; i++) {
         ct_optim_param *p = &optim->params[i];
         if (p->grad != NULL) {
+            if (ops_of(optim, p)->count != NULL) {
+                ops_of(optim, p)->count(&optim->groups[p->group], p);
+            }
             p->step++;
             if (p->step_out != NULL) {
                 *p->step_out = (float)p->step;

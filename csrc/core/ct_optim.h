@@ -20,6 +20,7 @@
 #include "core/ct_lars.h"
 #include "core/ct_lion.h"
 #include "core/ct_muon.h"
+#include "core/ct_nadam.h"
 #include "core/ct_nag.h"
 #include "core/ct_rmsprop.h"
 #include "core/ct_schedule_free.h"
@@ -40,6 +41,7 @@ typedef enum ct_optim_kind {
     CT_OPTIM_FAIRSEQ_ADAM,
     CT_OPTIM_FAIRSEQ_ADAMAX,
     CT_OPTIM_LION,
+    CT_OPTIM_NADAM,
     CT_OPTIM_NAG,
     CT_OPTIM_RADAM,
     CT_OPTIM_RMSPROP,
@@ -69,6 +71,7 @@ typedef struct ct_optim_group {
         ct_adamw_config adamw;   /* and of adam, fairseq_adam, radam and adamw_8bit */
         ct_ademamix_config ademamix; /* and of ademamix_8bit */
         ct_lion_config lion;         /* and of lion_8bit */
+        ct_nadam_config nadam;
         ct_nag_config nag;
         ct_rmsprop_config rmsprop;
         ct_schedule_free_config schedule_free; /* of all three */
@@ -96,13 +99,15 @@ typedef struct ct_optim_param {
     ct_quant quant[CT_OPTIM_MAX_STATES]; /* of the state, where state_dtype is U8 */
     void *copy;      /* what the model computes with, where param is its master copy */
     void *ema;       /* the average of the parameter, or NULL */
+    void *product;   /* NAdam's: of its momenta so far, in [0, 1], in host memory */
     float *step_out; /* host memory where the new count is written too, or NULL */
     size_t n;
     size_t ndim, rows, cols; /* dimensions, and the last two; 1 where there is none */
     uint64_t step; /* updates this parameter has had; 0: its state holds nothing yet,
                     * most kinds' are zeros, SGD's momentum starts as the gradient */
     ct_dtype dtype, grad_dtype, state_dtype, copy_dtype, ema_dtype;
-    uint32_t group; /* < n_groups */
+    ct_dtype product_dtype; /* F32 or F64 */
+    uint32_t group;         /* < n_groups */
 } ct_optim_param;
 
 /* What holds for one update of all parameters. */

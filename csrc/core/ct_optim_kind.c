@@ -135,6 +135,64 @@ sgd_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
     return ct_sgd_coef_init(&coef->sgd, &group->sgd, key != 0, grad_scale, err);
 }
 
+ONE_RULE(nadam, 3)
+
+static ct_status
+nadam_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                double grad_scale, ct_error *err)
+{
+    return ct_nadam_coef_init(&coef->nadam, &group->nadam, key, grad_scale, err);
+}
+
+static double
+nadam_product(const ct_optim_param *param)
+{
+    return param->product_dtype == CT_F64 ? *(const double *)param->product
+                                          : (double)*(const float *)param->product;
+}
+
+/* After the update that is under way, rounded as it is kept. */
+static double
+nadam_next_product(const ct_optim_group *group, const ct_optim_param *param)
+{
+    const double momentum = ct_nadam_momentum(&group->nadam, param->step + 1);
+    const double product = nadam_product(param);
+    return param->product_dtype == CT_F64 ? product * momentum
+                                          : (double)((float)product * (float)momentum);
+}
+
+static void
+nadam_complete(ct_rule_coef *coef, const ct_optim_group *group,
+               const ct_optim_param *param)
+{
+    ct_nadam_coef_complete(&coef->nadam, &group->nadam, param->step + 1,
+                           nadam_next_product(group, param));
+}
+
+static void
+nadam_count(const ct_optim_group *group, const ct_optim_param *param)
+{
+    const double product = nadam_next_product(group, param);
+    if (param->product_dtype == CT_F64) {
+        *(double *)param->product = product;
+    }
+    else {
+        *(float *)param->product = (float)product;
+    }
+}
+
+static ct_status
+nadam_check(const ct_optim_param *param, size_t i, ct_error *err)
+{
+    const double product = param->product == NULL ? NAN : nadam_product(param);
+    return product >= 0.0 && product <= 1.0
+               ? CT_OK
+               : ct_fail(err, CT_EINVAL,
+                         "parameter %zu: the product of its momenta must be in [0, 1], "
+                         "got %g",
+                         i, product);
+}
+
 ONE_RULE(nag, 1)
 
 static ct_status
@@ -264,6 +322,14 @@ const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT] = {
     [CT_OPTIM_FAIRSEQ_ADAMAX] =
         OPS("fairseq_adamax", adamax, adamax, step, fairseq_adamax, NULL),
     [CT_OPTIM_LION] = OPS("lion", lion, lion, none, lion, NULL),
+    [CT_OPTIM_NADAM] = {.name = "nadam",
+                        .rule = nadam_rule,
+                        .states = nadam_states,
+                        .key = key_of_step,
+                        .coef_init = nadam_coef_init,
+                        .complete = nadam_complete,
+                        .count = nadam_count,
+                        .check = nadam_check},
     [CT_OPTIM_NAG] = OPS("nag", nag, nag, none, nag, nag_advance),
     [CT_OPTIM_RADAM] = OPS("radam", adam, adam, step, radam, NULL),
     [CT_OPTIM_RMSPROP] = OPS("rmsprop", rmsprop, rmsprop, none, rmsprop, NULL),
@@ -282,7 +348,7 @@ const ct_optim_ops ct_optim_kinds[CT_OPTIM_KIND_COUNT] = {
         OPS("ademamix_8bit", ademamix, ademamix, step, ademamix, NULL),
     [CT_OPTIM_LION_8BIT] = OPS("lion_8bit", lion, lion, none, lion, NULL),
     [CT_OPTIM_ADAFACTOR] = {CT_OPTIM_WHOLE(adafactor),
-                            .arrays = ct_optim_adafactor_arrays},
+                        .arrays = ct_optim_adafactor_arrays},
     [CT_OPTIM_LAMB] = {CT_OPTIM_WHOLE(lamb)},
     [CT_OPTIM_LARS] = {CT_OPTIM_WHOLE(lars)},
     [CT_OPTIM_MUON] = {CT_OPTIM_WHOLE(muon), .check = ct_optim_muon_check},

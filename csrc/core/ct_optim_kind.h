@@ -16,6 +16,11 @@ typedef struct ct_optim_ops {
     uint64_t (*key)(const ct_optim_param *param);
     ct_status (*coef_init)(ct_rule_coef *coef, const ct_optim_group *group,
                            uint64_t key, double grad_scale, ct_error *err);
+    /* What in the constants is one parameter's alone, and what an update changes in it;
+     * or NULL. */
+    void (*complete)(ct_rule_coef *coef, const ct_optim_group *group,
+                     const ct_optim_param *param);
+    void (*count)(const ct_optim_group *group, const ct_optim_param *param);
     /* Notes in the group that an update has been done, or NULL. */
     void (*advance)(ct_optim_group *group);
     /* Which arrays a parameter has, where that depends on its shape; NULL: states. */

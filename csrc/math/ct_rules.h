@@ -14,6 +14,7 @@
 #include "math/ct_lars_math.h"
 #include "math/ct_lion_math.h"
 #include "math/ct_muon_math.h"
+#include "math/ct_nadam_math.h"
 #include "math/ct_nag_math.h"
 #include "math/ct_rmsprop_math.h"
 #include "math/ct_schedule_free_math.h"

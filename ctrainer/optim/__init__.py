@@ -6,7 +6,7 @@ other way round. Parameters live on the CPU; on a GPU use torch.optim's with fus
 """
 
 from ctrainer.optim._adafactor import Adafactor
-from ctrainer.optim._adam import Adam, Adamax, AdamW, AdEMAMix, RAdam
+from ctrainer.optim._adam import Adam, Adamax, AdamW, AdEMAMix, NAdam, RAdam
 from ctrainer.optim._adaptive import Adadelta, Adagrad, RMSprop
 from ctrainer.optim._composite import Composite
 from ctrainer.optim._eight_bit import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit
@@ -46,6 +46,7 @@ __all__ = [
     "Lion",
     "Lion8bit",
     "Muon",
+    "NAdam",
     "Precision",
     "RAdam",
     "RAdamScheduleFree",

@@ -152,6 +152,57 @@ class RAdam(_Adam, torch.optim.RAdam):
         )
 
 
+class NAdam(Face, torch.optim.NAdam):
+    """NAdam, as torch.optim.NAdam.
+
+    momentum_decay: >= 0: the momentum of step t is
+        betas[0] * (1 - 0.96**(t * momentum_decay) / 2); state[param]["mu_product"] is
+        the product of all so far, a float32.
+
+    foreach is accepted and changes nothing; capturable and differentiable are refused.
+    For 16-bit parameters see Precision.
+
+    Source: Dozat, "Incorporating Nesterov Momentum into Adam", 2016.
+    """
+
+    _kind = "nadam"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **precision: Unpack[Precision],
+    ) -> None:
+        refuse(capturable=capturable, differentiable=differentiable)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum_decay=momentum_decay,
+            decoupled_weight_decay=decoupled_weight_decay,
+            foreach=foreach,
+            maximize=maximize,
+            **precision,
+        )
+
+    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        one = torch.ones((), dtype=torch.float32)
+        moments = {"exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
+        return {"step": count(), "mu_product": one, **moments}
+
+
 class AdEMAMix(Face):
     """AdEMAMix: AdamW with a second, much slower average of the gradient beside the
     first.

@@ -33,6 +33,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Adamax", {"lr": 0.01}),
     ("Adamax", {"betas": (0.4, 0.8), "eps": 1e-3, "weight_decay": 0.1}),
     ("Adamax", {"maximize": True}),
+    ("NAdam", {"lr": 0.01}),
+    ("NAdam", {"betas": (0.4, 0.9), "weight_decay": 0.1, "momentum_decay": 0.3}),
+    ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True}),
     ("RAdam", {"lr": 0.01}),
     ("RAdam", {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1, "eps": 1e-5}),
     ("RAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True}),
@@ -312,6 +315,29 @@ def test_rmsprop_counts_a_variance_below_zero_as_zero() -> None:
     param.grad = torch.ones(3)
     opt.step()
     torch.testing.assert_close(param.detach(), torch.full((3,), 0.9))
+
+
+@pytest.mark.parametrize(
+    ("product", "message"),
+    [
+        (torch.tensor(1.5), r"momenta must be in \[0, 1\], got 1.5"),
+        (torch.tensor(float("nan")), r"momenta must be in \[0, 1\], got nan"),
+        (torch.ones(2), "'mu_product' is .* expected one number of float32 or float64"),
+        (torch.tensor(1), "'mu_product' is .* expected one number of float32"),
+    ],
+)
+def test_nadams_product_of_momenta_is_checked(
+    product: torch.Tensor, message: str
+) -> None:
+    params = parameters(torch.float32)
+    opt = optim.NAdam(params)
+    set_gradients(params, 6, torch.float32)
+    opt.step()
+    before = [p.detach().clone() for p in params]
+    opt.state[params[0]]["mu_product"] = product
+    with pytest.raises(ValueError, match=message):
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
 
 
 def test_nag_writes_the_rate_of_each_update_to_its_group() -> None:

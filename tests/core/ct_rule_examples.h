@@ -12,6 +12,7 @@
 #include "core/ct_lars.h"
 #include "core/ct_lion.h"
 #include "core/ct_muon.h"
+#include "core/ct_nadam.h"
 #include "core/ct_nag.h"
 #include "core/ct_rmsprop.h"
 #include "core/ct_schedule_free.h"
@@ -139,6 +140,23 @@ ct_lion_example(size_t variant)
     const ct_lion_config config = {ct_example_lr(variant), ct_example_beta1(variant),
                                    0.99, ct_example_decay(variant)};
     CHECK(ct_lion_coef_init(&coef.lion, &config, ct_example_scale, NULL) == CT_OK);
+    return coef;
+}
+
+static inline ct_rule_coef
+ct_nadam_example(size_t variant)
+{
+    ct_rule_coef coef;
+    const ct_nadam_config config = {ct_example_lr(variant),
+                                    ct_example_beta1(variant),
+                                    0.99,
+                                    1e-6,
+                                    ct_example_decay(variant),
+                                    0.004,
+                                    variant == 2};
+    CHECK(ct_nadam_coef_init(&coef.nadam, &config, variant + 1, ct_example_scale,
+                             NULL) == CT_OK);
+    ct_nadam_coef_complete(&coef.nadam, &config, variant + 1, 0.4);
     return coef;
 }
 
@@ -319,6 +337,8 @@ ct_rule_example(ct_rule rule, size_t variant)
         return ct_ademamix_example(variant);
     case CT_RULE_lion:
         return ct_lion_example(variant);
+    case CT_RULE_nadam:
+        return ct_nadam_example(variant);
     case CT_RULE_nag:
         return ct_nag_example(variant);
     case CT_RULE_rmsprop:

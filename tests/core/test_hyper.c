@@ -85,7 +85,8 @@ static void
 test_every_option_of_every_kind_is_checked_and_named(void)
 {
     static const ct_optim_kind adams[] = {CT_OPTIM_ADAMW, CT_OPTIM_ADAM,
-                                          CT_OPTIM_FAIRSEQ_ADAM, CT_OPTIM_RADAM};
+                                          CT_OPTIM_FAIRSEQ_ADAM, CT_OPTIM_RADAM,
+                                          CT_OPTIM_ADAMW_8BIT};
     for (size_t i = 0; i < sizeof adams / sizeof *adams; i++) {
         CHECK_NAMED(adams[i], adamw, lr, -1.0);
         CHECK_NAMED(adams[i], adamw, beta1, 1.0);
@@ -108,6 +109,12 @@ test_every_option_of_every_kind_is_checked_and_named(void)
     CHECK_NAMED(CT_OPTIM_ADEMAMIX, ademamix, alpha, -1.0);
     CHECK_NAMED(CT_OPTIM_ADEMAMIX, ademamix, eps, -1.0);
     CHECK_NAMED(CT_OPTIM_ADEMAMIX, ademamix, weight_decay, -1.0);
+    CHECK_NAMED(CT_OPTIM_NADAM, nadam, lr, -1.0);
+    CHECK_NAMED(CT_OPTIM_NADAM, nadam, beta1, 1.0);
+    CHECK_NAMED(CT_OPTIM_NADAM, nadam, beta2, 1.0);
+    CHECK_NAMED(CT_OPTIM_NADAM, nadam, eps, -1.0);
+    CHECK_NAMED(CT_OPTIM_NADAM, nadam, weight_decay, -1.0);
+    CHECK_NAMED(CT_OPTIM_NADAM, nadam, momentum_decay, -1.0);
     CHECK_NAMED(CT_OPTIM_ADAGRAD, adagrad, lr, -1.0);
     CHECK_NAMED(CT_OPTIM_ADAGRAD, adagrad, lr_decay, -1.0);
     CHECK_NAMED(CT_OPTIM_ADAGRAD, adagrad, eps, -1.0);
