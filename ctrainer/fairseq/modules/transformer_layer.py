@@ -137,11 +137,3 @@ class TransformerDecoderLayer(_Layer):
             )  # fmt: skip
             x = self._after(self.encoder_attn_layer_norm, x, change)
         return self._feed_forward(x), weights, None
-
-    def reorder_incremental_state(
-        self, incremental_state: dict[str, Saved], new_order: torch.Tensor
-    ) -> None:
-        """Keep the rows new_order of what is kept for decoding word by word."""
-        for attention in (self.self_attn, self.encoder_attn):
-            if attention is not None:
-                attention.reorder_incremental_state(incremental_state, new_order)
