@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -57,6 +58,28 @@ def cure_numpy(patches: Patches, numpy: ModuleType) -> str:
     for name in missing:
         patches.set(numpy, name, kinds[name])
     return f"numpy has {', '.join(missing) or 'all its names'} again"
+
+
+def cure_bf16(patches: Patches, options: ModuleType) -> str:
+    """Let --bf16 mean what it says where there is no TPU.
+
+    options: fairseq.options, which takes --bf16 for a wish for a TPU.
+    """
+    if find_spec("torch_xla") is not None:
+        return "--bf16 stays a wish for a TPU: torch_xla is installed"
+    parse = options.parse_args_and_arch
+
+    @functools.wraps(parse)
+    def parse_args_and_arch(*args: Any, **keywords: Any) -> Any:
+        made = parse(*args, **keywords)
+        given = [*sys.argv[1:], *(keywords.get("input_args") or ())]
+        for found in made if isinstance(made, tuple) else (made,):
+            if getattr(found, "bf16", False) and "--tpu" not in given:
+                found.tpu = False
+        return made
+
+    patches.set(options, "parse_args_and_arch", parse_args_and_arch)
+    return "--bf16 is no wish for a TPU"
 
 
 def use_own_metrics() -> str:

@@ -38,6 +38,7 @@ class _Installation:
                 cures.use_own_metrics(),
                 _replace_trainer(self.patches),
                 _replace_amp(self.patches),
+                cures.cure_bf16(self.patches, import_module("fairseq.options")),
             ]
 
     def undo(self) -> None:

@@ -110,6 +110,27 @@ class TestNumpy:
         assert not hasattr(numpy, "float")
 
 
+class TestBf16:
+    @pytest.fixture
+    def options(self, patches):
+        module = ModuleType("fairseq.options")
+        module.parse_args_and_arch = lambda parser, input_args=None, many=False: (
+            (argparse.Namespace(bf16=True, tpu=True), [])
+            if many
+            else argparse.Namespace(bf16=True, tpu=True)
+        )
+        cures.cure_bf16(patches, module)
+        return module
+
+    @pytest.mark.parametrize("many", [False, True])
+    def test_it_is_no_wish_for_a_tpu(self, options, many):
+        made = options.parse_args_and_arch(None, many=many)
+        assert (made[0] if many else made).tpu is False
+
+    def test_a_tpu_that_is_asked_for_stays_one(self, options):
+        assert options.parse_args_and_arch(None, input_args=["--bf16", "--tpu"]).tpu
+
+
 def test_old_checkpoints_load_as_plain_data(tmp_path):
     path = tmp_path / "old.pt"
     torch.save({"args": argparse.Namespace(lr=0.5)}, path)
@@ -148,10 +169,14 @@ def test_without_fairseq_it_says_so_and_changes_nothing():
 MODEL = """--cpu --task language_modeling --arch transformer_lm --decoder-layers 1
 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
 --tokens-per-sample 16 --max-tokens 64 --dropout 0.1 --seed 3""".split()
-TRAINING = """--optimizer adam --adam-betas (0.9,0.98) --lr 0.002 --clip-norm 1.0
---lr-scheduler inverse_sqrt --warmup-updates 5 --log-interval 1 --log-format json
---num-workers 0 --no-epoch-checkpoints""".split()
-SHOWN = ("loss", "ppl", "gnorm", "lr", "clip", "num_updates", "wpb", "bsz")
+TRAINING = """--clip-norm 1.0 --log-interval 1 --log-format json --num-workers 0
+--no-epoch-checkpoints""".split()
+ADAM = """--optimizer adam --adam-betas (0.9,0.98) --lr 0.002
+--lr-scheduler inverse_sqrt --warmup-updates 5""".split()
+NAG = """--optimizer nag --lr 0.05 --lr-scheduler polynomial_decay
+--total-num-update 20 --update-freq 3 --criterion label_smoothed_cross_entropy
+--label-smoothing 0.1""".split()
+SHOWN = ("loss", "gnorm", "lr", "clip", "num_updates", "wpb", "bsz", "ppl")
 
 
 def _original(program, *arguments, keep=False):
@@ -169,11 +194,11 @@ def _original(program, *arguments, keep=False):
     ).stdout  # fmt: skip
 
 
-def _train(data, folder, updates, keep):
+def _train(data, folder, updates, keep, how=ADAM):
     """The numbers of each update, and of the validation at the end."""
     log = _original(
         "train", data, *MODEL, *TRAINING, "--save-dir", folder,
-        "--max-update", updates, keep=keep,
+        "--max-update", updates, *how, keep=keep,
     )  # fmt: skip
     lines = [line.rpartition(" | ")[::2] for line in log.splitlines() if "{" in line]
     train = [json.loads(text) for name, text in lines if name.endswith("train_inner")]
@@ -216,6 +241,16 @@ class TestFairseq:
         assert "fairseq.trainer | Saving" in log
         assert "ctrainer.fairseq.trainer | Saving" in our_log
 
+    def test_so_it_does_with_delayed_updates_and_another_criterion(
+        self, data, tmp_path
+    ):
+        theirs, ours = (
+            _train(data, tmp_path / str(keep), 6, keep, NAG)[:2]
+            for keep in (True, False)
+        )
+        assert len(theirs[0]) == 6
+        assert ours == theirs
+
     @pytest.mark.parametrize("reader", ["theirs", "ours"])
     def test_each_goes_on_from_the_others_checkpoint(
         self, data, runs, reader, tmp_path
@@ -230,6 +265,11 @@ class TestFairseq:
             results.append(_train(data, folder, 23, keep)[:2])
         assert [u["num_updates"] for u in results[0][0]] == ["21", "22", "23"]
         assert results[0] == results[1]
+
+    def test_bf16_runs_without_a_tpu(self, data, tmp_path):
+        _, losses, log = _train(data, tmp_path, 2, False, [*ADAM, "--bf16"])
+        assert len(losses) == 1
+        assert "done training" in log
 
     def test_it_is_idempotent_and_undone(self):
         code = (
