@@ -74,7 +74,9 @@ static ct_status
 shm_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
 {
     const ct_request r = {.what = CT_ALL_REDUCE, .in = *span, .op = op};
-    const bool is_short = span->n * ct_dtype_size(span->dtype) <= SHORT_BYTES;
+    /* Of two ranks each reads as much either way. */
+    const bool is_short =
+        comm->world_size <= 2 || span->n * ct_dtype_size(span->dtype) <= SHORT_BYTES;
     return is_short ? all_reduce_short((member *)comm, &r, err)
                     : all_reduce_long((member *)comm, &r, err);
 }
@@ -142,7 +144,7 @@ static const ct_comm_ops shm_ops = {
     .broadcast = shm_broadcast,
     .barrier = shm_barrier,
     .free = shm_free,
-    .batch_bytes = 512 << 10,
+    .batch_bytes = 128 << 10, /* a slot */
 };
 
 /* ---- making a group ----------------------------------------------------------------

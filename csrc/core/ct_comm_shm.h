@@ -28,7 +28,8 @@ CT_NODISCARD ct_status ct_comm_shm_new(ct_comm **comm, const char *key, int rank
 
 /* Gives every rank `bytes` of zeroed, page-aligned memory, alive until its communicator
  * is freed, from which others read without a copy: all_gather, all_to_all,
- * reduce_scatter, broadcast and long all_reduces of spans that lie in it. `comm` is of
+ * reduce_scatter, broadcast and, of more than two ranks, long all_reduces of spans that
+ * lie in it. `comm` is of
  * ct_comm_shm_new; a collective like the others, with equal bytes > 0 on every rank. */
 CT_NODISCARD ct_status ct_comm_shm_memory(ct_comm *comm, size_t bytes, void **memory,
                                           ct_error *err);

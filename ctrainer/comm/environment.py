@@ -6,18 +6,20 @@ torch.distributed, which is imported only then.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from ctrainer import _C
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 _LOCAL_ADDRESSES = ("localhost", "127.0.0.1", "::1")
-_numbers = count()  # of the groups that this process has joined, alike on all ranks
+# How many groups of the same ranks this process has joined: alike on all of them.
+_joined: Counter[tuple[int, ...]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,13 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def from_environment(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     environ: Mapping[str, str] | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
 ) -> _C.Communicator:
     """Join the processes that the launcher of this one has started.
 
-    All ranks call it equally often; each call makes a new group. Without a launcher it
+    All ranks call it equally often; each call makes a new group. ranks: only these
+    join, in this order, and only they call it; on one machine. Without a launcher it
     is a group of this process alone. Ranks of one machine share memory; else, or where
     torch.distributed is initialised without a launcher, its default group is used, and
     initialised with gloo if need be. timeout_seconds: how long a rank waits for others,
@@ -138,14 +143,44 @@ def from_environment(
     place = place_of(os.environ if environ is None else environ)
     if place is None:
         return _torch_group() or _C.Communicator()
-    if place.world_size == 1:
+    members = _members(place, ranks)
+    if len(members) == 1:
         return _C.Communicator()
     if place.on_one_machine:
-        key = f"{place.launcher} group {next(_numbers)} {place.key}"
-        return _C.shared_memory_communicator(
-            key, place.rank, place.world_size, timeout_seconds
+        return _on_one_machine(place, members, timeout_seconds)
+    if ranks is not None:
+        raise ValueError(
+            "ranks of several machines form groups by torch.distributed.new_group() "
+            "and ctrainer.comm.process_group.communicator()"
         )
     return _across_machines(place, timeout_seconds)
+
+
+def _members(place: Place, ranks: Sequence[int] | None) -> tuple[int, ...]:
+    everyone = range(place.world_size)
+    members = tuple(everyone if ranks is None else ranks)
+    if len(set(members)) != len(members) or not set(members) <= set(everyone):
+        raise ValueError(
+            f"ranks must be different and in [0, {place.world_size}), got {members}"
+        )
+    if place.rank not in members:
+        raise ValueError(f"rank {place.rank} is not among the group's ranks {members}")
+    return members
+
+
+def _on_one_machine(
+    place: Place, members: tuple[int, ...], timeout_seconds: float
+) -> _C.Communicator:
+    job = f"{place.launcher} {place.key} {members} {_joined[members]}"
+    _joined[members] += 1
+    # Any length becomes one that the socket's name may have.
+    key = hashlib.sha256(job.encode()).hexdigest()[:16] + f" of {job}"
+    return _C.shared_memory_communicator(
+        key.encode()[:255].decode(errors="ignore"),
+        members.index(place.rank),
+        len(members),
+        timeout_seconds,
+    )
 
 
 def _torch_group() -> _C.Communicator | None:

@@ -62,6 +62,13 @@ for _ in range(2):
     parts = np.zeros(2, np.int64)
     group.all_gather(parts, np.array([group.rank * 7]))
     assert "torch" not in sys.modules
+half = from_environment(30.0, ranks=[1, 0])
+half.all_gather(parts, np.array([group.rank * 7]))
+assert parts.tolist() == [7, 0]
+assert half.rank == 1 - group.rank
+assert from_environment(ranks=[group.rank]).backend == "self"
+half.broadcast_bytes(b"x", 0)
+group.all_gather(parts, np.array([group.rank * 7]))
 print(group.backend, group.rank, group.world_size, parts.tolist())
 """
 
@@ -191,6 +198,19 @@ def test_variables_that_make_no_sense_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         place_of(environ)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([0, 0], "ranks must be different"),
+        ([0, 2], r"in \[0, 2\), got \(0, 2\)"),
+        ([1], r"rank 0 is not among the group's ranks \(1,\)"),
+    ],
+)
+def test_ranks_that_are_no_group_are_named(ranks: list[int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        from_environment(environ=torchrun(0, 2, "x"), ranks=ranks)
 
 
 def test_ranks_on_several_machines_need_an_address(

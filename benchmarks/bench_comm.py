@@ -1,0 +1,159 @@
+"""Collectives of 2 processes through shared memory against torch's gloo, and the end of
+a block of BMUF against fairseq's loop over tensors, stated here in torch.
+
+The two take turns; each figure is the median of the turns. Prints JSON lines.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ctrainer
+from ctrainer.comm import from_environment
+
+RANKS = 2
+SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "1 MB": 1 << 20, "16 MB": 1 << 24,
+         "100 MB": 100 << 20}  # fmt: skip
+GOALS = {("all_gather", "16 MB"): 10.0, ("reduce_scatter", "16 MB"): 10.0}
+BLOCKS = {"25M": (25_000_000, 3.0), "1M": (1_000_000, 50.0)}
+N_TENSORS = 200
+MOMENTUM, LR = 0.9, 0.7
+
+Action = Callable[[], Any]
+
+
+def turns(group: ctrainer.Communicator, ours: Action, theirs: Action, n: int) -> Any:
+    """Medians of both in seconds, on this rank; ranks start each turn together."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(n):
+        for action, taken in zip((ours, theirs), times, strict=True):
+            group.barrier()
+            began = time.perf_counter()
+            action()
+            taken.append(time.perf_counter() - began)
+    return tuple(map(statistics.median, times))
+
+
+def tell(
+    name: str, peer: str, medians: tuple[float, float], goal: float | None
+) -> None:
+    ours, theirs = medians
+    unit, scale = ("us", 1e6) if theirs < 1e-3 else ("ms", 1e3)
+    row = {"name": name, "unit": unit, "ours": ours * scale, "peer": peer,
+           "theirs": theirs * scale, "ratio": theirs / ours, "goal": goal}  # fmt: skip
+    if dist.get_rank() == 0:
+        print(json.dumps(row), flush=True)
+
+
+def collectives(group: ctrainer.Communicator, quick: bool) -> None:
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    for size, n_bytes in SIZES.items():
+        whole, part = torch.zeros(n_bytes // 4), torch.zeros(n_bytes // 4 // RANKS)
+        pairs: dict[str, tuple[Action, Action]] = {
+            "all_reduce": (
+                lambda w=whole: group.all_reduce(w),
+                lambda w=whole: dist.all_reduce(w),
+            ),
+            "reduce_scatter": (
+                lambda w=whole, p=part: group.reduce_scatter(p, w),
+                lambda w=whole, p=part: scatter(p, w),
+            ),
+            "all_gather": (
+                lambda w=whole, p=part: group.all_gather(w, p),
+                lambda w=whole, p=part: gather(w, p),
+            ),
+        }
+        repeat = 5 if quick or n_bytes > 1 << 25 else 21 if n_bytes > 1 << 20 else 101
+        for name, (ours, theirs) in pairs.items():
+            medians = turns(group, ours, theirs, repeat)
+            tell(f"{name} of {size}, 2 processes", "gloo", medians,
+                 GOALS.get((name, size)))  # fmt: skip
+
+
+class Loop:
+    """fairseq's end of a block: a pass and a collective for each tensor."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        self.params = params
+        self.model = [p.detach().clone() for p in params]
+        self.smoothed = [torch.zeros_like(p) for p in params]
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        deltas = [m - p.data for m, p in zip(self.model, self.params, strict=True)]
+        for delta in deltas:
+            delta /= float(RANKS)
+            dist.all_reduce(delta, op=dist.ReduceOp.SUM)
+        for i, (param, model) in enumerate(zip(self.params, self.model, strict=True)):
+            smoothed = MOMENTUM * self.smoothed[i] + LR * deltas[i]
+            param.data.copy_(model - smoothed)
+            self.smoothed[i] = smoothed
+            model.copy_(param.data)
+
+
+def parameters(n: int) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.randn(n // N_TENSORS)) for _ in range(N_TENSORS)]
+
+
+def ends_of_blocks(group: ctrainer.Communicator, quick: bool) -> None:
+    cfg = SimpleNamespace(global_sync_iter=1, warmup_iterations=0, block_lr=LR,
+                          block_momentum=MOMENTUM)  # fmt: skip
+    for size, (n, goal) in BLOCKS.items():
+        params = parameters(n)  # without gradients, SGD's step is nothing
+        bmuf = ctrainer.BMUF(cfg, torch.optim.SGD(params, lr=0.1), group)
+        loop = Loop(parameters(n))
+        medians = turns(group, bmuf.step, loop.meet, 3 if quick else 11)
+        tell(f"end of a block of BMUF, {size} parameters in 200 tensors",
+             "fairseq's loop over gloo", medians, goal)  # fmt: skip
+
+
+def be_rank(quick: bool) -> None:
+    torch.set_num_threads(1)
+    group = from_environment(120.0)
+    dist.init_process_group("gloo")
+    collectives(group, quick)
+    ends_of_blocks(group, quick)
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few turns")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        be_rank(options.quick)
+        return
+    job = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+           "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+           "CTRAINER_NUM_THREADS": "1"}  # fmt: skip
+    ranks = [
+        subprocess.Popen([sys.executable, "-W", "ignore", *sys.argv],
+                         env={**os.environ, **job, "RANK": str(rank)})
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    sys.exit(max(rank.wait() for rank in ranks))
+
+
+if __name__ == "__main__":
+    main()
