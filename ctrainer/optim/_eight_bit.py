@@ -129,6 +129,9 @@ class _EightBit(Face):
         super().load_state_dict(state_dict)
         _keep_as_saved(self, state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept": self._kept}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.setdefault("_kept", set())
         self.__dict__.setdefault("_maps", {})

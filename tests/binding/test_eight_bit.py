@@ -292,6 +292,18 @@ def test_small_and_chosen_parameters_and_groups_keep_float32() -> None:
     assert kinds == [torch.float32, torch.uint8, torch.float32, torch.float32]
 
 
+def test_copies_keep_float32_where_the_optimizer_does() -> None:
+    params = [Parameter(torch.ones(5000)) for _ in range(2)]
+    optimizer = optim.AdamW8bit(params, keep_32bit=[params[1]])
+    for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        inner = made.param_groups[0]["params"]
+        for p in inner:
+            p.grad = torch.ones_like(p)
+        made.step()
+        kinds = [state_of(made, p)["state1"].dtype for p in inner]
+        assert kinds == [torch.uint8, torch.float32]
+
+
 def test_master_weights_have_state_of_8_bits_and_float32_where_it_is_kept() -> None:
     params = parameters(dtype=torch.bfloat16)
     optimizer = optim.AdamW8bit(params, master_weights=True, keep_32bit=[params[2]])
