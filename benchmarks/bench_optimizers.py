@@ -33,13 +33,14 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """ours and theirs make a step for parameters; floats are read and written for one
-    parameter, or None where memory is not what limits the update."""
+    """ours and theirs make a step for parameters; so many elements of dtype are read
+    and written for one parameter, or None where memory is not the limit."""
 
     ours: Callable[[Params], Step]
     peer: str
     theirs: Callable[[Params], Step]
-    floats: int | None
+    elements: int | None
+    dtype: torch.dtype = torch.float32
 
 
 def step_of(cls: Any, **options: Any) -> Callable[[Params], Step]:
@@ -165,6 +166,10 @@ def cases() -> dict[str, Case]:
         "AdamW": Case(
             step_of(optim.AdamW), "torch fused", of_torch("AdamW", fused=True), 7
         ),
+        "AdamW, bfloat16": Case(
+            step_of(optim.AdamW), "torch fused", of_torch("AdamW", fused=True), 7,
+            torch.bfloat16,
+        ),
         "AdamW, amsgrad": Case(
             step_of(optim.AdamW, amsgrad=True), "torch fused",
             of_torch("AdamW", amsgrad=True, fused=True), 9,
@@ -218,7 +223,7 @@ def cases() -> dict[str, Case]:
     coded = of_bitsandbytes("AdamW8bit")
     if coded is not None:
         made["AdamW8bit"] = Case(step_of(optim.AdamW8bit), "bitsandbytes", coded, None)
-    for name, floats in (
+    for name, elements in (
         ("AdamWScheduleFree", 7),
         ("RAdamScheduleFree", 7),
         ("SGDScheduleFree", 5),
@@ -226,15 +231,25 @@ def cases() -> dict[str, Case]:
         theirs = schedule_free(name)
         if theirs is not None:
             made[name] = Case(
-                training(getattr(optim, name)), "schedulefree foreach", theirs, floats
+                training(getattr(optim, name)), "schedulefree foreach", theirs, elements
             )
+    return made
+
+
+def parameters_of(dtype: torch.dtype) -> Params:
+    """MiniLM's, with gradients, in a dtype."""
+    made = parameters(MINILM)
+    for param in made:
+        grad, param.grad = param.grad, None
+        param.data = param.data.to(dtype)
+        param.grad = None if grad is None else grad.to(dtype)
     return made
 
 
 def measure(case: Case, threads: int, rounds: int) -> tuple[float, float, int]:
     """Medians of ours and of theirs in seconds, and the number of parameters."""
     clock = time.thread_time if threads == 1 else time.perf_counter
-    sets = [parameters(MINILM), parameters(MINILM)]
+    sets = [parameters_of(case.dtype) for _ in range(2)]
     steps = [case.ours(sets[0]), case.theirs(sets[1])]
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 2):
@@ -274,12 +289,12 @@ def main() -> None:
             if options.only and name not in options.only:
                 continue
             ours, theirs, n = measure(case, threads, options.rounds)
-            touched = None if case.floats is None else 4 * case.floats * n
+            touched = (case.elements or 0) * case.dtype.itemsize * n
             line = {
                 "benchmark": "optimizers", "name": name, "threads": threads,
                 "peer": case.peer, "ours": ours * 1e3, "theirs": theirs * 1e3,
                 "unit": "ms", "ratio": theirs / ours, "goal": 1.0,
-                "share": None if touched is None else touched / ours / memory,
+                "share": touched / ours / memory if touched else None,
             }  # fmt: skip
             print(json.dumps(line), flush=True)
 

@@ -23,7 +23,9 @@
 #define CT_LOAD(x) ct_f32_from_bf16(x)
 #define CT_STORE(x) ct_bf16_from_f32(x)
 #define CT_STORE_F64(x) ct_bf16_from_f64(x)
+#define CT_PAIRS
 #include CT_BODY
+#undef CT_PAIRS
 #undef CT_TYPE
 #undef CT_LOAD
 #undef CT_STORE

@@ -8,6 +8,7 @@
  *     ct_elem              what lies in memory
  *     ct_real              what is computed with: double for F64, else float
  *     CT_LOAD, CT_STORE    between the two; CT_STORE_F64 from a double
+ *     CT_PAIRS             defined for bfloat16, which ct_half_math.h has in pairs
  *     CT_REAL(name)        name_f32 or name_f64, by ct_real
  *
  * Every function that a body inlines was compiled for the base set, which is a part

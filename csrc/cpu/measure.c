@@ -58,7 +58,7 @@ measure_piece(const measure_job *job, const ct_piece *piece, double *sums)
 {
     const ct_update_span *span = &job->update->spans[piece->span];
     const ct_dtype real = ct_update_real(span);
-    const size_t length = ct_stretch_length(span, real, job->n_states);
+    const size_t length = ct_stretch_length(span, real, job->n_states, false);
     double lanes[CT_MEASURES * LANES] = {0.0};
     for (size_t done = 0; done < piece->n; done += length) {
         const size_t left = piece->n - done;

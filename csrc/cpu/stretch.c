@@ -1,7 +1,7 @@
 #include "cpu/stretch.h"
 
 enum {
-    DIRECT = 4096 /* elements at a time where nothing has to be converted */
+    IN_CACHE = 4096 /* elements at a time where they are passed over again */
 };
 
 void *
@@ -99,12 +99,14 @@ ct_stretch_keep_states(const ct_stretch *s, const ct_operands *at)
 }
 
 size_t
-ct_stretch_length(const ct_update_span *span, ct_dtype real, size_t n_states)
+ct_stretch_length(const ct_update_span *span, ct_dtype real, size_t n_states,
+                  bool again)
 {
     const bool direct = span->dtype == real && span->grad_dtype == real &&
                         (n_states == 0 || span->state_dtype == real) &&
                         (span->copy == NULL || span->copy_dtype == real) &&
                         (span->ema == NULL || span->ema_dtype == real) &&
                         span->row == NULL;
-    return direct ? DIRECT : CT_TILE;
+    const bool once = !again && span->copy == NULL && span->ema == NULL;
+    return !direct ? CT_TILE : once ? SIZE_MAX : IN_CACHE;
 }

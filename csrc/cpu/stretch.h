@@ -44,7 +44,10 @@ ct_stretch_give_back(const ct_stretch *s, const void *from, void *data, ct_dtype
 ct_operands ct_stretch_operands(const ct_stretch *s, ct_operand_tiles *tiles);
 void ct_stretch_keep_states(const ct_stretch *s, const ct_operands *at);
 
-/* How many elements to take at a time: more than a tile where no tile is needed. */
-size_t ct_stretch_length(const ct_update_span *span, ct_dtype real, size_t n_states);
+/* How many elements to take at a time: a tile where one is needed, else what stays in
+ * the first-level cache where the caller passes over them `again` or they are copied or
+ * averaged, else all. */
+size_t ct_stretch_length(const ct_update_span *span, ct_dtype real, size_t n_states,
+                         bool again);
 
 #endif

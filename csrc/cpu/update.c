@@ -157,7 +157,8 @@ run_batch(void *arg, size_t batch)
     while (ct_cuts_next(job->cuts, batch, &piece)) {
         const ct_update_span *span = &job->update->spans[piece.span];
         const ct_dtype real = choose_type(span, job->n_states);
-        const size_t length = ct_stretch_length(span, real, job->n_states);
+        const size_t length =
+            ct_stretch_length(span, real, job->n_states, job->update->zero_grads);
         const ct_quant_searches *searches = searches_for(job, span, &own);
         for (size_t done = 0; done < piece.n; done += length) {
             const size_t left = piece.n - done;

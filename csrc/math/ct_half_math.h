@@ -35,14 +35,51 @@ ct_f32_from_bf16(uint16_t half)
     return ct_f32_from_bits((uint32_t)half << 16);
 }
 
+/* Its upper half is the bfloat16; the lower half is what is left of the addition. */
+CT_HD static inline uint32_t
+ct_bf16_above_f32(float value)
+{
+    const uint32_t bits = ct_bits_from_f32(value);
+    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    const uint32_t quiet = bits | 0x400000u;
+
+    return (bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
+}
+
 CT_HD static inline uint16_t
 ct_bf16_from_f32(float value)
 {
-    const uint32_t bits = ct_bits_from_f32(value);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t quiet = (bits >> 16) | 0x40u;
+    return (uint16_t)(ct_bf16_above_f32(value) >> 16);
+}
 
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+/* Two bfloat16 next to each other, as one word: a loop over words spares the processor
+ * the spreading and the gathering of 16-bit lanes. */
+CT_HD static inline uint32_t
+ct_bf16_pair(const uint16_t *from)
+{
+    uint32_t pair;
+    memcpy(&pair, from, sizeof pair);
+    return pair;
+}
+
+CT_HD static inline float
+ct_f32_from_bf16_low(uint32_t pair)
+{
+    return ct_f32_from_bits(pair << 16);
+}
+
+CT_HD static inline float
+ct_f32_from_bf16_high(uint32_t pair)
+{
+    return ct_f32_from_bits(pair & 0xffff0000u);
+}
+
+CT_HD static inline void
+ct_bf16_pair_store(uint16_t *to, float low, float high)
+{
+    const uint32_t pair =
+        ct_bf16_above_f32(low) >> 16 | (ct_bf16_above_f32(high) & 0xffff0000u);
+    memcpy(to, &pair, sizeof pair);
 }
 
 /* Rounded up in magnitude with the probability of what bfloat16 cannot hold, else down:
