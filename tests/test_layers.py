@@ -70,7 +70,7 @@ FRAMEWORKS = {
     "accelerate": ("adapters/", "integrations/"),
     "mpi4py": ("comm/",),
     "deepspeed": (),
-    "fairseq": ("fairseq/_cures.py", "fairseq/_install.py"),
+    "fairseq": ("fairseq/_cures.py", "fairseq/_guest.py", "fairseq/_install.py"),
     "fairscale": (),
 }
 # Modules of ctrainer that know nothing of a trainer.

@@ -50,7 +50,8 @@ _installation = _Installation()
 
 
 def install(trainer: bool = True) -> list[str]:
-    """Make an installed fairseq 0.12 import, and train with ctrainer.fairseq.Trainer.
+    """Make an installed fairseq 0.12 import, and train with ctrainer.fairseq.Trainer,
+    or a subclass of it that knows the optimizers and schedules registered there.
 
     To be called before fairseq is imported, whose tasks then log into our metrics.
     `fairseq_cli.train.main(cfg)` and everything else that names fairseq's Trainer gets
@@ -102,7 +103,7 @@ def _allow_namespaces() -> str:
 
 
 def _replace_trainer(patches: Patches) -> str:
-    from ctrainer.fairseq.trainer import Trainer
+    from ctrainer.fairseq._guest import Trainer
 
     return _replace(patches, import_module("fairseq.trainer").Trainer, Trainer)
 
