@@ -126,12 +126,36 @@ EACH_DTYPE(DEFINE)
 
 /* The sum of two floats is that of doubles, rounded twice, which changes nothing: a
  * double has more than twice a float's bits and two (Figueroa, "When is double rounding
- * innocuous?", 1995). */
-static void
-add_two_floats(float *out, const float *a, const float *b, size_t n)
+ * innocuous?", 1995). So a float has of the 16-bit types', of which float16 has 11. */
+#define ADD_TWO(dtype, type, load, store)                                              \
+    static void add_two_##dtype(void *out, const void *a, const void *b, size_t n)     \
+    {                                                                                  \
+        for (size_t i = 0; i < n; i++) {                                               \
+            const float x = load(((const type *)a)[i]);                                \
+            const float y = load(((const type *)b)[i]);                                \
+            ((type *)out)[i] = store(x + y);                                           \
+        }                                                                              \
+    }
+ADD_TWO(CT_F32, float, AS_IS, AS_IS)
+ADD_TWO(CT_BF16, uint16_t, ct_f32_from_bf16, ct_bf16_from_f32)
+ADD_TWO(CT_F16, uint16_t, ct_f32_from_f16, ct_f16_from_f32)
+#undef ADD_TWO
+
+typedef void add_two_fn(void *out, const void *a, const void *b, size_t n);
+
+/* NULL where that is not known to be the same. */
+static add_two_fn *
+add_two_of(ct_dtype dtype)
 {
-    for (size_t i = 0; i < n; i++) {
-        out[i] = a[i] + b[i];
+    switch (dtype) {
+    case CT_F32:
+        return add_two_CT_F32;
+    case CT_BF16:
+        return add_two_CT_BF16;
+    case CT_F16:
+        return add_two_CT_F16;
+    default:
+        return NULL;
     }
 }
 
@@ -139,8 +163,8 @@ void
 ct_reduce(void *out, const void *const *in, size_t n_in, size_t n, ct_dtype dtype,
           ct_reduce_op op)
 {
-    if (dtype == CT_F32 && n_in == 2 && op == CT_REDUCE_SUM) {
-        add_two_floats(out, in[0], in[1], n);
+    if (n_in == 2 && op == CT_REDUCE_SUM && add_two_of(dtype) != NULL) {
+        add_two_of(dtype)(out, in[0], in[1], n);
         return;
     }
     switch (dtype) {

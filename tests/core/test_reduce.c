@@ -4,6 +4,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 static double
 reduced(ct_dtype dtype, const double *values, size_t n_in, ct_reduce_op op)
@@ -53,6 +54,56 @@ test_a_nan_stays_wherever_it_is(void)
         CHECK(isnan(reduced(CT_F64, values, 3, CT_REDUCE_MAX)));
         CHECK(isnan(reduced(CT_F32, values, 3, CT_REDUCE_MIN)));
         CHECK(isnan(reduced(CT_BF16, values, 3, CT_REDUCE_SUM)));
+    }
+}
+
+/* Two are added by another loop than three, of which the third changes nothing. */
+static void
+check_two_of(ct_dtype dtype, uint16_t b)
+{
+    enum {
+        ALL = 1 << 16
+    };
+    static uint16_t a[ALL], other[ALL], zeros[ALL], two[ALL], three[ALL];
+    const void *rows[] = {a, other, zeros};
+    for (size_t i = 0; i < ALL; i++) {
+        a[i] = (uint16_t)i;
+        other[i] = b;
+        zeros[i] = 0x8000u; /* -0 */
+    }
+    ct_reduce(two, rows, 2, ALL, dtype, CT_REDUCE_SUM);
+    ct_reduce(three, rows, 3, ALL, dtype, CT_REDUCE_SUM);
+    for (size_t i = 0; i < ALL; i++) {
+        CHECK(two[i] == three[i] ||
+              (isnan(ct_load(dtype, two, i)) && isnan(ct_load(dtype, three, i))));
+    }
+}
+
+static void
+test_two_16_bit_floats_are_added_with_the_same_bits(void)
+{
+    for (unsigned b = 0; b < 1u << 16; b += 257) {
+        check_two_of(CT_BF16, (uint16_t)b);
+        check_two_of(CT_F16, (uint16_t)b);
+    }
+}
+
+/* Halves of an ulp, powers of two apart, sums that cancel and that overflow. */
+static void
+test_two_floats_are_added_with_the_same_bits(void)
+{
+    static const float some[] = {1.0f,     -1.0f,     0x1p-24f,        0x1.8p-24f,
+                                 0x1p-25f, 0x1p-149f, 0x1.fffffep127f, 0x1p103f,
+                                 0x1p-53f, 3.3e-5f,   -0x1.000002p0f,  0.0f};
+    const float zero = -0.0f;
+    for (size_t i = 0; i < 12; i++) {
+        for (size_t k = 0; k < 12; k++) {
+            const void *rows[] = {&some[i], &some[k], &zero};
+            float two, three;
+            ct_reduce(&two, rows, 2, 1, CT_F32, CT_REDUCE_SUM);
+            ct_reduce(&three, rows, 3, 1, CT_F32, CT_REDUCE_SUM);
+            CHECK(memcmp(&two, &three, sizeof two) == 0);
+        }
     }
 }
 
@@ -126,6 +177,8 @@ test_the_result_may_replace_one_of_the_rows(void)
 int
 main(void)
 {
+    test_two_16_bit_floats_are_added_with_the_same_bits();
+    test_two_floats_are_added_with_the_same_bits();
     test_floats_of_every_width();
     test_floats_are_added_in_order_in_double_and_rounded_once();
     test_a_nan_stays_wherever_it_is();
