@@ -62,7 +62,13 @@ def parse_args(
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--user-dir")
     import_components(first.parse_known_args(arguments)[0])
-    return parse_training_args(arguments, modify_parser=modify_parser)
+
+    def modify(parser: argparse.ArgumentParser) -> None:
+        parser.prog = "python -m ctrainer fairseq-train"
+        if modify_parser is not None:
+            modify_parser(parser)
+
+    return parse_training_args(arguments, modify_parser=modify)
 
 
 def import_components(common: Any) -> None:

@@ -122,7 +122,10 @@ def test_document_is_current() -> None:
 
 def test_the_table_of_what_is_honoured_names_options() -> None:
     named = {*status.HONOURED, *status.REFUSED}
-    assert named <= set(known_options())
+    of_components = {name for name in named if name.count(".") == 2}
+    assert named - of_components <= set(known_options())
+    for component, name, option in (text.split(".") for text in of_components):
+        assert option in hints(component_class(component, name))
     assert not status.HONOURED.keys() & status.REFUSED.keys()
     assert status.HONOURED_COMPONENTS.keys() <= set(COMPONENTS)
 
