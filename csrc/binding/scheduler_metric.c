@@ -32,9 +32,10 @@ MetricScheduler_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-int
-MetricScheduler_parse_step(PyObject *op, PyObject *args, PyObject *kwargs,
-                           double *metric, int64_t *epoch)
+/* *epoch is the one that is given, or the next. */
+static int
+parse_step(PyObject *op, PyObject *args, PyObject *kwargs, double *metric,
+           int64_t *epoch)
 {
     static char *names[] = {"metrics", "epoch", NULL};
     PyObject *metrics, *given = Py_None;
@@ -51,6 +52,25 @@ MetricScheduler_parse_step(PyObject *op, PyObject *args, PyObject *kwargs,
     *epoch = given == Py_None ? ((MetricScheduler *)op)->last_epoch + 1
                               : PyLong_AsLongLong(given);
     return PyErr_Occurred() ? -1 : 0;
+}
+
+PyObject *
+MetricScheduler_step(PyObject *op, PyObject *args, PyObject *kwargs,
+                     metric_step *step_from)
+{
+    double metric;
+    int64_t epoch;
+    if (parse_step(op, args, kwargs, &metric, &epoch) < 0) {
+        return NULL;
+    }
+    PyObject *before =
+        scheduler_rates(ctpy_state_borrow(op), ((MetricScheduler *)op)->optimizer);
+    int result = before == NULL ? -1 : step_from(op, metric, epoch, before);
+    Py_XDECREF(before);
+    if (result < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }
 
 static PyObject *

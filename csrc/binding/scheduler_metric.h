@@ -26,10 +26,13 @@ int MetricScheduler_traverse(PyObject *op, visitproc visit, void *arg);
 int MetricScheduler_clear(PyObject *op);
 void MetricScheduler_dealloc(PyObject *op);
 
-/* (metrics, epoch=None) of step(); *epoch is what to count on from where none is given,
- * and the epoch afterwards. */
-int MetricScheduler_parse_step(PyObject *op, PyObject *args, PyObject *kwargs,
-                               double *metric, int64_t *epoch);
+/* What a kind does with a metric: from `before`, the groups' rates, to new ones. epoch
+ * is the number of the evaluation. */
+typedef int metric_step(PyObject *op, double metric, int64_t epoch, PyObject *before);
+
+/* step(metrics, epoch=None) of a kind; without an epoch it counts on. */
+PyObject *MetricScheduler_step(PyObject *op, PyObject *args, PyObject *kwargs,
+                               metric_step *step_from);
 /* Writes what has changed to the groups and notes it as the last rates. */
 int MetricScheduler_write(PyObject *op, const double *rates, PyObject *before,
                           int64_t epoch);

@@ -133,19 +133,7 @@ PyDoc_STRVAR(
 static PyObject *
 ReduceLROnPlateau_step(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    double metric;
-    int64_t epoch;
-    if (MetricScheduler_parse_step(op, args, kwargs, &metric, &epoch) < 0) {
-        return NULL;
-    }
-    PyObject *before =
-        scheduler_rates(ctpy_state_borrow(op), ((MetricScheduler *)op)->optimizer);
-    int result = before == NULL ? -1 : step_from(op, metric, epoch, before);
-    Py_XDECREF(before);
-    if (result < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return MetricScheduler_step(op, args, kwargs, step_from);
 }
 
 PyDoc_STRVAR(state_dict_doc, "state_dict($self, /)\n--\n\n"
