@@ -196,6 +196,23 @@ except Exception as error:
     found["rubbish"] = type(error).__name__
 _, found["whole"] = train(mine(tiny.batches(8)))
 
+# BMUF: each rank by itself, and the average of both after every second update
+alike = tiny.batches(36)[0::3]  # of one size
+BMUF = {**TWO, "optimization__use_bmuf": True, "optimization__clip_norm": 0.5,
+        "bmuf__distributed_world_size": 2}
+trainer, found["bmuf"] = train(mine(alike), **BMUF)
+found["bmuf"]["kinds"] = [type(trainer.optimizer).__name__,
+                          type(trainer.model).__name__]
+_, found["bmuf oom"] = train(mine(alike), task=Greedy([1], "backward"), **BMUF)
+BMUF.update({"bmuf__average_sync": True, "bmuf__block_momentum": 0.5})
+_, found["bmuf whole"] = train(mine(alike), **BMUF)
+trainer, _ = train(mine(alike)[:4], **BMUF)
+trainer.save_checkpoint(f"{folder}/bmuf.pt", {})
+dist.barrier()
+again = tiny.trainer(other_model(), **BMUF)
+again.load_checkpoint(f"{folder}/bmuf.pt")
+_, found["bmuf resumed"] = train(mine(alike)[4:], trainer=again)
+
 # The end: rank 1 has no memory within a backward pass that rank 0 is in
 found["last"] = None
 tell(found)

@@ -140,6 +140,7 @@ def config(**changes: Any) -> Any:
         "dataset": {"max_tokens": None, "batch_size": 2},
         "ema": {"store_ema": False},
         "model": {"_name": "tiny"},
+        "bmuf": {"global_sync_iter": 2, "block_momentum": 0.0, "warmup_iterations": 0},
     }
     for key, value in changes.items():
         group, name = key.split("__")

@@ -195,7 +195,7 @@ recoverable(PyObject *op, const fairseq_update *u)
     if (u->raise_oom || !fairseq_is_oom()) {
         return false;
     }
-    if (!is_last(u)) {
+    if (!is_last(u) || ((FairseqTrainer *)op)->settings.bmuf) {
         return true;
     }
     PyErr_Fetch(&type, &value, &trace);
@@ -206,7 +206,8 @@ recoverable(PyObject *op, const fairseq_update *u)
 }
 
 /* A sample; where it runs out of memory the others go on, and a dummy takes its place
- * in the exchange of gradients that other ranks wait in. */
+ * in the exchange of gradients that other ranks wait in, or in BMUF's update, which has
+ * to be made for the ranks to meet. */
 static int
 run_sample(PyObject *op, fairseq_update *u, PyObject *sample)
 {
@@ -263,5 +264,7 @@ fairseq_run_samples(PyObject *op, fairseq_update *u)
                                        (long long)u->ooms, 600) < 0)) {
         return -1;
     }
-    return u->ooms == 0 || u->real > 0;
+    const fairseq_settings *s = &((FairseqTrainer *)op)->settings;
+    const bool apart = s->bmuf && s->world_size > 1; /* others count on this update */
+    return u->ooms == 0 || u->real > 0 || apart;
 }

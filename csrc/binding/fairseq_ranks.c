@@ -97,6 +97,7 @@ fairseq_sync_update(PyObject *op, fairseq_update *u)
                                              extras, ignore, &logs, &sums) < 0;
     Py_XDECREF(extras);
     if (!failed) {
+        u->synced = true;
         failed = take_sums(op, u, logs, sums) < 0;
         Py_DECREF(logs);
         Py_DECREF(sums);

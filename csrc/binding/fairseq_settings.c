@@ -23,6 +23,7 @@ static const setting SETTINGS[] = {
     INT64("common", "amp", amp, 0),
     INT64("common", "on_cpu_convert_precision", converts_on_cpu, 0),
     INT64("ema", "store_ema", store_ema, 0),
+    INT64("optimization", "use_bmuf", bmuf, 0),
     {"optimization", "clip_norm", true, offsetof(fairseq_settings, clip_norm), 0.0},
 };
 

@@ -17,7 +17,7 @@ typedef struct fairseq_settings {
     int64_t empty_cache_freq; /* common.empty_cache_freq; 0: never */
     int64_t amp_batch_retries;
     int64_t world_size; /* of the data-parallel group */
-    int64_t fp16, bf16, amp, converts_on_cpu, store_ema; /* truth values */
+    int64_t fp16, bf16, amp, converts_on_cpu, store_ema, bmuf; /* truth values */
     bool cuda;
     bool slowmo;           /* distributed_training.ddp_backend is "slowmo" */
     bool original_dummies; /* a dummy in the last place voids the whole update */
@@ -45,6 +45,7 @@ typedef struct fairseq_update {
     int64_t ooms;          /* samples dropped for lack of memory; then of all ranks */
     int64_t real;          /* samples that counted, of all ranks */
     bool last_is_dummy, overflow, raise_oom;
+    bool synced; /* the sums are those of all ranks */
 } fairseq_update;
 
 /* ---- fairseq_calls.c: what is called of Python ------------------------------------

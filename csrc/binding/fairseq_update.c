@@ -36,12 +36,15 @@ all_reduce(PyObject *op, PyObject *optimizer, PyObject *owner)
 }
 
 /* Gradients, which are means over the workers, times workers / sample_size; a
- * sample_size of 0 counts as 1. */
+ * sample_size of 0 counts as 1. BMUF's are each worker's own, and so is the sample size
+ * of an update without an exchange. */
 static int
-normalise(PyObject *op, PyObject *optimizer, PyObject *sample_size)
+normalise(PyObject *op, PyObject *optimizer, const fairseq_update *u)
 {
-    const double workers = (double)((FairseqTrainer *)op)->settings.world_size;
-    PyObject *numerator = PyFloat_FromDouble(workers), *factor = NULL, *answer = NULL;
+    const fairseq_settings *s = &((FairseqTrainer *)op)->settings;
+    const double workers = u->synced || !s->bmuf ? (double)s->world_size : 1.0;
+    PyObject *sample_size = u->sample_size, *factor = NULL, *answer = NULL;
+    PyObject *numerator = PyFloat_FromDouble(workers);
     int nonzero = numerator == NULL ? -1 : PyObject_IsTrue(sample_size);
     if (nonzero >= 0) {
         factor = nonzero ? PyNumber_TrueDivide(numerator, sample_size)
@@ -71,7 +74,7 @@ clip(PyObject *op, fairseq_update *u)
     if (u->grad_norm == NULL) {
         return -1;
     }
-    if (!s->slowmo) {
+    if (!s->slowmo && !s->bmuf) {
         PyObject *answer =
             PyObject_CallMethodOneArg(op, names->str__check_grad_norms, u->grad_norm);
         Py_XDECREF(answer);
@@ -120,7 +123,7 @@ step(PyObject *op, fairseq_update *u)
     int failed = optimizer == NULL || all_reduce(op, optimizer, names->str_model) < 0 ||
                  (((FairseqTrainer *)op)->settings.criterion_trains &&
                   all_reduce(op, optimizer, names->str_criterion) < 0) ||
-                 normalise(op, optimizer, u->sample_size) < 0 || clip(op, u) < 0 ||
+                 normalise(op, optimizer, u) < 0 || clip(op, u) < 0 ||
                  optimizer_step(op, optimizer) < 0;
     Py_XDECREF(optimizer);
     return failed ? -1 : 0;

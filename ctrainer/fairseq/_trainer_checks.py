@@ -20,6 +20,7 @@ def check_config(cfg: Any) -> None:
     """
     _check_sharding(cfg)
     _check_slowmo(cfg)
+    _check_bmuf(cfg)
     if setting(cfg, "common", "fp16", False):
         assert not setting(cfg, "common", "amp", False), (
             "Cannot use fp16 and AMP together"
@@ -62,12 +63,22 @@ def _check_slowmo(cfg: Any) -> None:
         )
 
 
+def _check_bmuf(cfg: Any) -> None:
+    several = setting(cfg, "distributed_training", "distributed_world_size", 1) > 1
+    scaled = [n for n in ("fp16", "amp") if setting(cfg, "common", n, False)]
+    if several and scaled and setting(cfg, "optimization", "use_bmuf", False):
+        raise ValueError(
+            f"optimization.use_bmuf is True and common.{scaled[0]} too: an overflow "
+            "would be one worker's own, which then meets the others an update later; "
+            "use bf16"
+        )
+
+
 _WHOLE = "every worker of this trainer holds the whole model and its optimizer"
 _REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("common", "tpu", (False,), "there is no support for TPUs here"),
     ("common", "model_parallel_size", (1,), _WHOLE),
     ("distributed_training", "pipeline_model_parallel", (False,), _WHOLE),
     ("distributed_training", "zero_sharding", ("none",), _WHOLE),
-    ("optimization", "use_bmuf", (False,), "there is no BMUF for this trainer"),
     ("model", "base_layers", (0,), f"BASE layers are spread over workers; {_WHOLE}"),
 ]

@@ -11,7 +11,7 @@ from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq._trainer_checks import setting
 from ctrainer.fairseq.ema import build_ema
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
-from ctrainer.fairseq.optim import build_precise_optimizer
+from ctrainer.fairseq.optim import build_trainer_optimizer
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
 
@@ -87,7 +87,11 @@ class Core(_C.FairseqTrainer):
     @property
     def use_distributed_wrapper(self) -> bool:
         """Does a wrapper around the model average its gradients?"""
-        return self.data_parallel_world_size > 1
+        return self.data_parallel_world_size > 1 and not self._uses_bmuf
+
+    @property
+    def _uses_bmuf(self) -> bool:
+        return bool(setting(self.cfg, "optimization", "use_bmuf", False))
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
@@ -103,8 +107,15 @@ class Core(_C.FairseqTrainer):
         return setting(self.cfg, "checkpoint", "checkpoint_suffix", "") or ""
 
     def _sync_stats(self) -> bool:
-        """Are sums and logs of this update exchanged?"""
-        return self.data_parallel_world_size > 1
+        """Are sums and logs of this update exchanged? With BMUF where workers meet."""
+        if self.data_parallel_world_size == 1:
+            return False
+        if not self._uses_bmuf:
+            return True
+        update, blocks = self.get_num_updates() + 1, self.cfg.bmuf
+        return bool(
+            update % blocks.global_sync_iter == 0 and update > blocks.warmup_iterations
+        )
 
     # Made on first use
 
@@ -141,7 +152,10 @@ class Core(_C.FairseqTrainer):
 
     def _build_optimizer(self) -> None:
         params = tools.trainable(self._model, self._criterion)
-        self._optimizer = build_precise_optimizer(self.cfg, params)
+        several = self.data_parallel_world_size > 1
+        self._optimizer = build_trainer_optimizer(
+            self.cfg, params, self._communicator if several else None
+        )
         schedule = self.cfg.lr_scheduler
         name = schedule if isinstance(schedule, str) else schedule._name
         self._lr_scheduler = build_lr_scheduler(

@@ -12,6 +12,7 @@ from typing import Any
 
 from ctrainer import _C, optim
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.bmuf import BMUF
 from ctrainer.fairseq._composite import groups_of, is_composite, schedules_of
 from ctrainer.fairseq._optim_options import OPTIMIZERS, name_of, options_of
 from ctrainer.fairseq._optimizers import (
@@ -209,6 +210,24 @@ class AMPOptimizer(_Scaled):
     """Updates float32 parameters under a loss scale: an overflow skips the step."""
 
     supports_flat_params = True
+
+
+class FairseqBMUF(BMUF):
+    """BMUF by the name that fairseq's checkpoints have for it."""
+
+
+def build_trainer_optimizer(
+    cfg: Any, params: Iterable[Any], communicator: _C.Communicator | None
+) -> Any:
+    """The optimizer of a whole config, whose workers meet at the ends of blocks where
+    it uses BMUF.
+
+    communicator: the group of the workers; None: this process trains alone.
+    """
+    optimizer = build_precise_optimizer(cfg, params)
+    if not getattr(cfg.optimization, "use_bmuf", False):
+        return optimizer
+    return FairseqBMUF(cfg.bmuf, optimizer, communicator)
 
 
 def build_precise_optimizer(cfg: Any, params: Iterable[Any]) -> FairseqOptimizer:

@@ -234,6 +234,61 @@ def test_the_first_rank_saves_and_all_load(both: list[Any]) -> None:
     assert both[0]["rubbish"] == both[1]["rubbish"]
 
 
+def bmuf_by_hand() -> tuple[list[list[float]], list[Any]]:
+    """Two trainers that are averaged after every second update: their weights after
+    it, and the losses of each."""
+    batches = tiny.batches(36)[0::3]
+    apart = [tiny.trainer(optimization__clip_norm=0.5) for _ in range(2)]
+    losses: list[Any] = [[], []]
+    for update in range(1, 7):
+        for rank, ours in enumerate(apart):
+            output = ours.train_step([batches[2 * (update - 1) + rank]])
+            losses[rank].append(output and output["loss"])
+        if update % 2 == 0:
+            pairs = zip(*(t.get_model().parameters() for t in apart), strict=True)
+            for a, b in pairs:
+                a.data = a.data / 2 + b.data / 2
+                b.data = a.data.clone()
+    weights = [
+        [v for p in t.get_model().parameters() for v in p.flatten().tolist()]
+        for t in apart
+    ]
+    return weights, losses
+
+
+def test_bmuf_averages_the_models_at_the_ends_of_blocks(both: list[Any]) -> None:
+    """block_momentum 0 is plain averaging. An update at the end of a block has the sum
+    of both sample sizes, and its gradient twice the weight: with batches of one size
+    that is each rank's own."""
+    weights, losses = bmuf_by_hand()
+    assert both[0]["bmuf"]["kinds"] == ["FairseqBMUF", "Model"]
+    for rank, found in enumerate(both):
+        np.testing.assert_allclose(found["bmuf"]["weights"], weights[rank], atol=2e-6)
+        assert found["bmuf"]["updates"] == 6
+        # logs of both where they meet, its own in between
+        expected = [
+            losses[rank][i] if i % 2 == 0 else (losses[0][i] + losses[1][i]) / 2
+            for i in range(6)
+        ]
+        np.testing.assert_allclose(found["bmuf"]["losses"], expected, atol=2e-3)
+        assert found["bmuf"]["weights"] == both[0]["bmuf"]["weights"]
+
+
+def test_bmuf_meets_although_one_rank_had_no_memory(both: list[Any]) -> None:
+    for found in both:
+        assert found["bmuf oom"]["updates"] == 6
+        assert found["bmuf oom"]["weights"] == both[0]["bmuf oom"]["weights"]
+
+
+def test_bmuf_is_resumed_where_it_was(both: list[Any]) -> None:
+    """Fault P13 of the original, which forgets the momentum of blocks and the count.
+    The first rank's Adam moments are saved: with average_sync they are all ranks'."""
+    for found in both:
+        assert found["bmuf resumed"]["weights"] == both[0]["bmuf whole"]["weights"]
+        assert found["bmuf resumed"]["updates"] == 6
+    assert both[0]["bmuf whole"]["weights"] != both[0]["bmuf"]["weights"]
+
+
 def test_a_rank_that_dies_makes_the_other_raise_in_time(both: list[Any]) -> None:
     dead, alive = both[1]["last"], both[0]["last"]
     assert "out of memory" in dead[1]

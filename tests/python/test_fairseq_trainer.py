@@ -327,7 +327,14 @@ def test_shared_parameters_stay_shared() -> None:
         ({"common__model_parallel_size": 2}, "holds the whole model"),
         ({"distributed_training__cpu_offload": True}, "requires --ddp-backend=fully"),
         ({"distributed_training__ddp_backend": "fully_sharded"}, "fully_sharded"),
-        ({"optimization__use_bmuf": True}, "BMUF"),
+        (
+            {
+                "distributed_training__distributed_world_size": 2,
+                "optimization__use_bmuf": True,
+                "common__fp16": True,
+            },
+            "an overflow would be one worker's own",
+        ),
         ({"optimization__clip_norm": -1.0}, "clip_norm"),
         ({"common__tpu": True}, "TPU"),
     ],

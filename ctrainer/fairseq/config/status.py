@@ -14,8 +14,16 @@ _WHOLE = "Trainer raises ValueError: every worker holds the whole model"
 
 _TRAIN = "by fairseq-train"
 _STEP = "by Trainer"
+_BLOCKS = "by Trainer, with use_bmuf"
 
 HONOURED = {
+    "bmuf.average_sync": _BLOCKS,
+    "bmuf.block_lr": _BLOCKS,
+    "bmuf.block_momentum": _BLOCKS,
+    "bmuf.distributed_world_size": _BLOCKS,
+    "bmuf.global_sync_iter": _BLOCKS,
+    "bmuf.use_nbm": _BLOCKS,
+    "bmuf.warmup_iterations": _BLOCKS,
     "checkpoint.best_checkpoint_metric": _TRAIN,
     "checkpoint.checkpoint_suffix": _TRAIN,
     "checkpoint.continue_once": _TRAIN,
@@ -101,6 +109,7 @@ HONOURED = {
     "optimization.stop_min_lr": _TRAIN,
     "optimization.stop_time_hours": _TRAIN,
     "optimization.update_freq": _TRAIN,
+    "optimization.use_bmuf": "by Trainer; refused with fp16 and amp of several workers",
 }
 # Of all options of a kind of component.
 HONOURED_COMPONENTS = {
