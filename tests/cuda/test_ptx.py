@@ -1,5 +1,6 @@
 """What nvcc makes of the kernels: the arithmetic that was written, in a fixed order."""
 
+import functools
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ EXACT = [p for p in SOURCES if p.name != "norm.cu"]
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
 
+@functools.cache
 def ptx(path: Path, *flags: str) -> str:
     done = subprocess.run(
         [NVCC, "-std=c++17", "-O3", *flags, "-arch=compute_75", f"-I{ROOT / 'csrc'}",
