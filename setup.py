@@ -34,7 +34,11 @@ NVCC_FLAGS += ["--threads=0"]  # the architectures side by side
 NVCC_HOST = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
 NVCC_HOST += ",-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"  # no libstdc++
 OLDEST_NVCC = 13
-SHARED = ("alloc", "dtype", "factored", "status", "update")  # both modules have it
+# Files of the core that both modules have.
+SHARED = [
+    f"csrc/core/ct_{name}.c"
+    for name in ("alloc", "comm", "dtype", "factored", "status", "update")
+]
 
 
 class Nvcc:
@@ -174,11 +178,7 @@ native = Extension(
 # The runtime is linked in and its symbols hidden, so that they meet no other copy.
 cuda = Extension(
     "ctrainer._cuda",
-    sorted(glob("cuda/*.c") + glob("cuda/*.cu"))
-    + [
-        f"csrc/core/ct_{name}.c"
-        for name in ("alloc", "dtype", "factored", "status", "update")
-    ],
+    sorted(glob("cuda/*.c") + glob("cuda/*.cu")) + SHARED,
     include_dirs=["csrc"],
     depends=[*HEADERS, *glob("cuda/*.h"), *glob("cuda/*.cuh")],
     extra_compile_args=CFLAGS,
