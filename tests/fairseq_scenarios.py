@@ -213,6 +213,13 @@ again = tiny.trainer(other_model(), **BMUF)
 again.load_checkpoint(f"{folder}/bmuf.pt")
 _, found["bmuf resumed"] = train(mine(alike)[4:], trainer=again)
 
+# SlowMo: the average of both after every second update, logs of both in each
+LOCAL = {**TWO, "distributed_training__ddp_backend": "slowmo",
+         "distributed_training__localsgd_frequency": 2, "optimization__clip_norm": 0.5}
+trainer, found["slowmo"] = train(mine(alike), **LOCAL)
+found["slowmo"]["wrapper"] = type(trainer.model).__name__
+_, found["slowmo bf16"] = train(mine(alike), common__bf16=True, **LOCAL)
+
 # The end: rank 1 has no memory within a backward pass that rank 0 is in
 found["last"] = None
 tell(found)

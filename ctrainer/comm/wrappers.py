@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+
+from ctrainer.bmuf import BMUF
+from ctrainer.comm.process_group import communicator
 
 # Elements of a bucket of the legacy exchange
 _BUCKET_ELEMENTS = 2**28
@@ -42,13 +46,15 @@ def wrap(options: Any, module: nn.Module, group: Any, device: Any) -> nn.Module:
     hook = getattr(options, "ddp_comm_hook", "none")
     if backend in ("c10d", "pytorch_ddp"):
         return _parallel(options, module, group, device, hook)
-    if backend not in ("no_c10d", "legacy_ddp"):
+    if backend not in ("no_c10d", "legacy_ddp", "slowmo"):
         raise ValueError(f"Unknown --ddp-backend: {backend}")
     if hook != "none":
         raise ValueError(
             f"distributed_training.ddp_comm_hook is {hook!r}: hooks are for "
             f"--ddp-backend=pytorch_ddp, and it is {backend}"
         )
+    if backend == "slowmo":
+        return LocalDistributed(module, group, options.localsgd_frequency)
     return LegacyDistributed(module, group)
 
 
@@ -108,9 +114,7 @@ class LegacyDistributed(_Transparent):
         self.module = module
         self._group = group
         self._world_size = dist.get_world_size(group)
-        with torch.no_grad():
-            for value in module.state_dict(keep_vars=True).values():
-                dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+        _broadcast(module, group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -147,6 +151,74 @@ class LegacyDistributed(_Transparent):
                 bucket.append(parameter)
                 elements += parameter.numel()
             yield bucket
+
+
+class LocalDistributed(_Transparent):
+    """Leaves every rank to its own updates, and averages the parameters after every
+    `frequency` of them: SlowMo over local SGD with a momentum of 0.
+
+    Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with
+    Slow Momentum", 2020; fairscale, SlowMoDistributedDataParallel.
+    """
+
+    def __init__(self, module: nn.Module, group: Any, frequency: int) -> None:
+        super().__init__()
+        self.module = module
+        self._group, self._frequency = communicator(group), frequency
+        self._blocks: BMUF | None = None
+        _broadcast(module, group)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: no gradients are exchanged."""
+        yield
+
+    def perform_slowmo(self, optimizer: Any, fp32_params: Any = None) -> None:
+        """Average what the optimizer has updated, if the turn has come.
+
+        Its float32 copies of 16-bit parameters are averaged where it has any, which
+        fp32_params, fairseq's list of them, would give a second time.
+        """
+        if self._blocks is None or self._blocks.updated is not optimizer:
+            blocks = SimpleNamespace(
+                global_sync_iter=self._frequency, block_momentum=0, warmup_iterations=0
+            )
+            self._blocks = BMUF(blocks, _Updated(optimizer), self._group)
+        self._blocks.step()
+
+
+class _Updated:
+    """The interface of an optimizer for one whose updates are made elsewhere."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = self.updated = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def get_lr(self) -> float:
+        return float(self.param_groups[0]["lr"])
+
+    def step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@torch.no_grad()
+def _broadcast(module: nn.Module, group: Any) -> None:
+    """Give all ranks the parameters and buffers of the first."""
+    for value in module.state_dict(keep_vars=True).values():
+        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
 
 
 def _grad(parameter: nn.Parameter) -> torch.Tensor:

@@ -274,6 +274,25 @@ def test_bmuf_averages_the_models_at_the_ends_of_blocks(both: list[Any]) -> None
         assert found["bmuf"]["weights"] == both[0]["bmuf"]["weights"]
 
 
+def test_slowmo_averages_the_models_and_logs_every_update_of_all(
+    both: list[Any],
+) -> None:
+    """A gradient has the weight of its share in both sample sizes, twice: with batches
+    of one size that is each rank's own."""
+    weights, losses = bmuf_by_hand()
+    for rank, found in enumerate(both):
+        assert found["slowmo"]["wrapper"] == "LocalDistributed"
+        np.testing.assert_allclose(found["slowmo"]["weights"], weights[rank], atol=2e-6)
+        np.testing.assert_allclose(
+            found["slowmo"]["losses"], np.mean(losses, axis=0), atol=2e-3
+        )
+        assert found["slowmo"]["weights"] == both[0]["slowmo"]["weights"]
+        assert found["slowmo bf16"]["weights"] == both[0]["slowmo bf16"]["weights"]
+        np.testing.assert_allclose(
+            found["slowmo bf16"]["losses"], found["slowmo"]["losses"], rtol=0.02
+        )
+
+
 def test_bmuf_meets_although_one_rank_had_no_memory(both: list[Any]) -> None:
     for found in both:
         assert found["bmuf oom"]["updates"] == 6

@@ -321,8 +321,24 @@ def test_shared_parameters_stay_shared() -> None:
             {
                 "distributed_training__distributed_world_size": 2,
                 "distributed_training__ddp_backend": "slowmo",
+                "distributed_training__slowmo_momentum": 0.2,
             },
-            "its wrapper is part of fairscale",
+            "slowmo_momentum is 0.2",
+        ),
+        (
+            {
+                "distributed_training__distributed_world_size": 40,
+                "distributed_training__ddp_backend": "slowmo",
+            },
+            "slowmo_momentum is 0.5",
+        ),
+        (
+            {
+                "distributed_training__distributed_world_size": 2,
+                "distributed_training__ddp_backend": "slowmo",
+                "common__amp": True,
+            },
+            "an overflow would be one worker's own",
         ),
         ({"common__model_parallel_size": 2}, "holds the whole model"),
         ({"distributed_training__cpu_offload": True}, "requires --ddp-backend=fully"),

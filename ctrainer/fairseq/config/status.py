@@ -15,6 +15,7 @@ _WHOLE = "Trainer raises ValueError: every worker holds the whole model"
 _TRAIN = "by fairseq-train"
 _STEP = "by Trainer"
 _BLOCKS = "by Trainer, with use_bmuf"
+_LOCAL = "by Trainer, of slowmo"
 
 HONOURED = {
     "bmuf.average_sync": _BLOCKS,
@@ -84,8 +85,7 @@ HONOURED = {
     "dataset.validate_interval_updates": _TRAIN,
     "distributed_training.broadcast_buffers": _WRAPPER,
     "distributed_training.bucket_cap_mb": _WRAPPER,
-    "distributed_training.ddp_backend": "by Trainer; fully_sharded and, of several "
-    "workers, slowmo are refused",
+    "distributed_training.ddp_backend": "by Trainer; fully_sharded is refused",
     "distributed_training.ddp_comm_hook": _WRAPPER,
     "distributed_training.device_id": _START,
     "distributed_training.distributed_backend": _START + "; on the CPU nccl means gloo",
@@ -100,6 +100,10 @@ HONOURED = {
     "distributed_training.gradient_as_bucket_view": _WRAPPER,
     "distributed_training.heartbeat_timeout": "by distributed_init: collectives wait "
     "for that long",
+    "distributed_training.localsgd_frequency": _LOCAL,
+    "distributed_training.nprocs_per_node": _LOCAL + ", 1 alone",
+    "distributed_training.slowmo_base_algorithm": _LOCAL + ", localsgd alone",
+    "distributed_training.slowmo_momentum": _LOCAL + ", 0 alone",
     "optimization.clip_norm": _STEP,
     "optimization.lr": "by the schedules",
     "optimization.max_epoch": _TRAIN,
