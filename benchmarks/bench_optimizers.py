@@ -3,9 +3,12 @@
 torch's fastest implementation of each, or the package's own; where an original runs on
 a GPU alone or is not installed, its formula in torch's _foreach functions, as people
 write it. No clipping and no zeroing on either side. All take turns in one process;
-times are medians, of CPU time where one thread works. `share` is what the update's
-reads and writes come to, of what this memory does beside it (benchmarks/kernels.c); an
-optimizer that computes more than it reads and writes has none. Prints JSON lines.
+times are medians, of CPU time where one thread works. Where several do, a pause goes
+before each turn: OpenMP's threads spin for a while after a step, on cores that the next
+to come would need, so that whoever follows torch would pay for it. `share` is what the
+update's reads and writes come to, of what this memory does beside it
+(benchmarks/kernels.c); an optimizer that computes more than it reads and writes has
+none. Prints JSON lines.
 """
 
 from __future__ import annotations
@@ -246,6 +249,9 @@ def parameters_of(dtype: torch.dtype) -> Params:
     return made
 
 
+PAUSE_SECONDS = 0.02  # libgomp spins for some milliseconds by default
+
+
 def measure(case: Case, threads: int, rounds: int) -> tuple[float, float, int]:
     """Medians of ours and of theirs in seconds, and the number of parameters."""
     clock = time.thread_time if threads == 1 else time.perf_counter
@@ -254,6 +260,8 @@ def measure(case: Case, threads: int, rounds: int) -> tuple[float, float, int]:
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 2):
         for kept, step in zip(times, steps, strict=True):
+            if threads > 1:
+                time.sleep(PAUSE_SECONDS)
             start = clock()
             step()
             if turn >= 2:  # the first makes the state, the second faults it in
