@@ -1,4 +1,4 @@
-"""A data set that passes everything on, by the name of data/base_wrapper_dataset.py."""
+"""Data sets over another, by the name of fairseq's data/base_wrapper_dataset.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,29 @@ from typing import Any
 from ctrainer.fairseq.fairseq_dataset import FairseqDataset
 
 
-class BaseWrapperDataset(FairseqDataset):
+class DatasetOverAnother(FairseqDataset):
+    """Has another data set, which may be a plain list, in `dataset`, and passes on what
+    concerns epochs and prefetching."""
+
+    dataset: Any
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        return bool(getattr(self.dataset, "can_reuse_epoch_itr_across_epochs", True))
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    @property
+    def supports_prefetch(self) -> bool:
+        return bool(getattr(self.dataset, "supports_prefetch", False))
+
+    def prefetch(self, indices: Any) -> None:
+        self.dataset.prefetch(indices)
+
+
+class BaseWrapperDataset(DatasetOverAnother):
     """Asks `dataset` for all; subclasses change what they are for."""
 
     def __init__(self, dataset: Any) -> None:
@@ -35,15 +57,8 @@ class BaseWrapperDataset(FairseqDataset):
     def ordered_indices(self) -> Any:
         return self.dataset.ordered_indices()
 
-    @property
-    def supports_prefetch(self) -> bool:
-        return bool(getattr(self.dataset, "supports_prefetch", False))
-
     def attr(self, attr: str, index: int) -> Any:
         return self.dataset.attr(attr, index)
-
-    def prefetch(self, indices: Any) -> None:
-        self.dataset.prefetch(indices)
 
     def get_batch_shapes(self) -> Any:
         return self.dataset.get_batch_shapes()
@@ -64,11 +79,3 @@ class BaseWrapperDataset(FairseqDataset):
     ) -> tuple[Any, list[int]]:
         kept, ignored = self.dataset.filter_indices_by_size(indices, max_sizes)
         return kept, ignored
-
-    @property
-    def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        return bool(self.dataset.can_reuse_epoch_itr_across_epochs)
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ctrainer.fairseq.data.base_wrapper_dataset import DatasetOverAnother
 from ctrainer.fairseq.data_utils import collate_tokens
-from ctrainer.fairseq.fairseq_dataset import FairseqDataset
 
 _TARGETS = {"self", "future", "past"}
 
@@ -50,7 +50,7 @@ def collate(
     }
 
 
-class MonolingualDataset(FairseqDataset):
+class MonolingualDataset(DatasetOverAnother):
     """The items of `dataset` with their targets, as a language model takes them.
 
     dataset: gives (source, future, past), as TokenBlockDataset with include_targets;
@@ -151,21 +151,6 @@ class MonolingualDataset(FairseqDataset):
             samples, self.vocab.pad(), self.vocab.eos(),
             self.fixed_pad_length, self.pad_to_bsz,
         )  # fmt: skip
-
-    @property
-    def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        return bool(getattr(self.dataset, "can_reuse_epoch_itr_across_epochs", True))
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-    @property
-    def supports_prefetch(self) -> bool:
-        return bool(getattr(self.dataset, "supports_prefetch", False))
-
-    def prefetch(self, indices: Any) -> None:
-        self.dataset.prefetch(indices)
 
 
 def _after(word: int, tokens: Any) -> Any:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from ctrainer import _C
-from ctrainer.fairseq.fairseq_dataset import FairseqDataset
+from ctrainer.fairseq.data.base_wrapper_dataset import DatasetOverAnother
 
 
-class TokenBlockDataset(FairseqDataset):
+class TokenBlockDataset(DatasetOverAnother):
     """Blocks of the items of `dataset`, one after another, cut by `break_mode`.
 
     dataset: indexed by item, tensors of one dimension. sizes: their lengths, (n,).
@@ -96,18 +96,6 @@ class TokenBlockDataset(FairseqDataset):
 
     def size(self, index: int) -> int:
         return int(self._sizes[index])
-
-    @property
-    def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        return bool(getattr(self.dataset, "can_reuse_epoch_itr_across_epochs", True))
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-    @property
-    def supports_prefetch(self) -> bool:
-        return bool(getattr(self.dataset, "supports_prefetch", False))
 
     def prefetch(self, indices: Any) -> None:
         """Tell the items' data set of those that these blocks touch."""
