@@ -145,6 +145,8 @@ def derive(args: TrainingArguments) -> None:
         args.save_on_signal = True
     if args.use_cpu:
         args.dataloader_pin_memory = False
+    if args.world_size > 1:
+        args.local_rank = args.local_process_index
     _take_mixed_precision(args)
 
 

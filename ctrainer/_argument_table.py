@@ -81,7 +81,7 @@ RECORDED = {
     "do_eval": _SCRIPTS,
     "do_predict": _SCRIPTS,
     "resume_from_checkpoint": _SCRIPTS + ": call train(resume_from_checkpoint=...)",
-    "local_rank": _ONE_RANK,
+    "local_rank": "set to what the launcher says",
     "fp16_opt_level": "a setting of apex, which half_precision_backend must not name",
     "ray_scope": "no effect outside a search with Ray",
     "_n_gpu": "set by searches; at most one device is used",
@@ -228,19 +228,13 @@ def tell(args: Any, default_of: Callable[[str], Any]) -> None:
 
 
 def check_environment() -> None:
-    """Raise RuntimeError when a launcher expects more than one process, or sharding."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world.strip() not in ("", "1"):
-        raise RuntimeError(
-            f"WORLD_SIZE={world}: this version trains with one process. Start the "
-            "script with python instead of a launcher, or with one process, or unset "
-            "WORLD_SIZE"
-        )
+    """Raise RuntimeError when accelerate launch asks for sharding."""
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         if os.environ.get(name, "").lower() in ("1", "true", "yes", "on"):
             raise RuntimeError(
-                f"{name} is set: this version trains with one process on one device. "
-                "Unset it, or start the script without accelerate launch"
+                f"{name} is set: every rank of this trainer holds the whole model. "
+                "Unset it, or start the script without it in accelerate's "
+                "configuration"
             )
 
 

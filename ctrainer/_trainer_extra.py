@@ -37,7 +37,9 @@ class ExtraMixin(TrainerBase):
     def create_accelerator_and_postprocess(self) -> None:
         """Make self.accelerator: on the trainer's device, without mixed precision or
         accumulation of its own, which are ours."""
-        self.accelerator = integrations.new_accelerator(cpu=self._inputs_stay)
+        self.accelerator = integrations.new_accelerator(
+            self.args, cpu=self._inputs_stay
+        )
 
     @property
     def tokenizer(self) -> Any:

@@ -17,6 +17,7 @@ from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
 from ctrainer._trainer_optim import OptimMixin
 from ctrainer._trainer_search import SearchMixin
+from ctrainer.comm import world
 from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import (
     TrainOutput,
@@ -32,6 +33,11 @@ logger = logging.getLogger("ctrainer.trainer")
 
 class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
     """Preparation and end of train(); the loop between them is C."""
+
+    def _join_ranks(self) -> _C.Communicator:
+        """The group of the run's ranks, which C keeps as _communicator."""
+        alone = self.args.world_size == 1
+        return _C.Communicator() if alone else world(self.args.ddp_timeout)
 
     def _train_arguments(
         self,

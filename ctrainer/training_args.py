@@ -19,6 +19,7 @@ from ctrainer import _argument_checks, _argument_table
 from ctrainer._argument_setters import Setters
 from ctrainer._older_fields import ALIASES, default_of, take_shadowed
 from ctrainer._training_fields import arg
+from ctrainer.comm import run, world
 from ctrainer.enums import (
     HubStrategy,
     IntervalStrategy,
@@ -66,7 +67,7 @@ class TrainingArguments(Setters):
     transformers; `device` imports torch.
 
     Raises ValueError for a value that is refused or contradicts another, RuntimeError
-    in an environment that asks for several processes.
+    where accelerate launch asks for DeepSpeed or FSDP.
     """
 
     deepspeed_plugin: ClassVar[None] = None
@@ -145,14 +146,17 @@ class TrainingArguments(Setters):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is trained: cuda:0 where a GPU is visible, unless use_cpu.
+        """Where the model is trained: a GPU where one is visible, that of the process's
+        index on its machine, unless use_cpu.
 
         Imports torch, and sets TF32 there as `tf32` says.
         """
         if "_device" not in vars(self):
             from ctrainer.adapters.torch_process import choose_device
 
-            self._device = choose_device(self.use_cpu, self.tf32)
+            self._device = choose_device(
+                self.use_cpu, self.tf32, self.local_process_index, self.world_size
+            )
         return self._device
 
     @property
@@ -162,28 +166,39 @@ class TrainingArguments(Setters):
 
     @property
     def world_size(self) -> int:
-        return 1
+        """Processes of the run, as its launcher says; nothing is joined for it."""
+        return run.place().world_size
 
     @property
     def process_index(self) -> int:
-        return 0
+        """This process among them, from 0."""
+        return run.place().rank
 
     @property
     def local_process_index(self) -> int:
-        return 0
+        """This process among those of its machine, from 0."""
+        return run.place().local_rank
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        return ParallelMode.NOT_PARALLEL
+        """DISTRIBUTED in a run of several processes."""
+        alone = self.world_size == 1
+        return ParallelMode.NOT_PARALLEL if alone else ParallelMode.DISTRIBUTED
 
     @property
     def should_log(self) -> bool:
-        """Does this process log?"""
+        """Does this process log? The first, or with log_on_each_node the first of each
+        machine."""
+        if self.log_on_each_node:
+            return self.local_process_index == 0
         return self.process_index == 0
 
     @property
     def should_save(self) -> bool:
-        """Does this process write checkpoints?"""
+        """Does this process write checkpoints? The first, or with save_on_each_node the
+        first of each machine."""
+        if self.save_on_each_node:
+            return self.local_process_index == 0
         return self.process_index == 0
 
     @property
@@ -193,8 +208,17 @@ class TrainingArguments(Setters):
         return None
 
     @property
-    def distributed_state(self) -> None:
-        return None
+    def distributed_state(self) -> Any:
+        """accelerate's PartialState in a run of several processes, else None.
+
+        Asking for it initialises torch.distributed, with gloo on the CPU: scripts and
+        trainers use it, ctrainer does not. Raises ImportError without accelerate.
+        """
+        if self.world_size == 1:
+            return None
+        from ctrainer.integrations import partial_state
+
+        return partial_state(self)
 
     def get_process_log_level(self) -> int:
         """Level of the logging module for this process."""
@@ -205,8 +229,24 @@ class TrainingArguments(Setters):
     def main_process_first(
         self, local: bool = True, desc: str = "work"
     ) -> Iterator[None]:
-        """Run the block on the main process before the others; there is only one."""
-        yield
+        """Run the block on the main process before the others.
+
+        local: on the first process of each machine; else on the first of all. It joins
+        the group of the run, so all processes have to come here.
+        """
+        index = self.local_process_index if local else self.process_index
+        if self.world_size == 1:
+            yield
+            return
+        group = world(self.ddp_timeout)
+        if index > 0:
+            logger.debug("rank %d waits for the first to do: %s", index, desc)
+            group.barrier()
+        try:
+            yield
+        finally:
+            if index == 0:
+                group.barrier()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Updates to warm up in."""

@@ -1,5 +1,6 @@
 /* ctrainer._C.Trainer: the type, its private state and its method table. */
 #include "binding/trainer_noise.h"
+#include "binding/trainer_ranks.h"
 
 static PyObject *
 Trainer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kw))
@@ -36,6 +37,7 @@ Trainer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(((Trainer *)op)->grad_metrics);
     Py_VISIT(((Trainer *)op)->noise.device_copies);
     Py_VISIT(((Trainer *)op)->writer);
+    Py_VISIT(((Trainer *)op)->group);
     return 0;
 }
 
@@ -47,6 +49,7 @@ Trainer_clear(PyObject *op)
     Py_CLEAR(((Trainer *)op)->grad_metrics);
     Py_CLEAR(((Trainer *)op)->noise.device_copies);
     Py_CLEAR(((Trainer *)op)->writer);
+    Py_CLEAR(((Trainer *)op)->group);
     return 0;
 }
 
@@ -74,6 +77,12 @@ static PyMethodDef Trainer_methods[] = {
     { NULL, NULL, 0, NULL},
 };
 
+static PyGetSetDef Trainer_getset[] = {
+    {"_communicator", ctpy_trainer_get_communicator, NULL,
+     "The Communicator of the run's ranks, joined when it is first asked for.", NULL},
+    {NULL,            NULL,                          NULL, NULL,                NULL},
+};
+
 PyDoc_STRVAR(
     Trainer_doc,
     "Trainer(*args, **kwargs)\n--\n\n"
@@ -90,6 +99,7 @@ static PyType_Slot Trainer_slots[] = {
     {Py_tp_clear,    Trainer_clear      },
     {Py_tp_dealloc,  Trainer_dealloc    },
     {Py_tp_methods,  Trainer_methods    },
+    {Py_tp_getset,   Trainer_getset     },
     {0,              NULL               },
 };
 

@@ -6,6 +6,7 @@
 #include "binding/ctpy_average.h"
 #include "binding/ctpy_callbacks.h"
 #include "binding/ctpy_scheduler.h"
+#include "binding/trainer_ranks.h"
 #include "binding/trainer_update.h"
 
 static void
@@ -192,12 +193,25 @@ scaler_update(ctpy_update *u, ctpy_state *names)
     return answer == NULL ? -1 : 0;
 }
 
+/* Gradients that are not finite on one rank are so on all: all skip, or none. */
+static int
+agree_finite(PyObject *op, ctpy_update *u)
+{
+    double finite = u->result.finite ? 1.0 : 0.0;
+    if (ctpy_trainer_reduce(op, &finite, 1, CT_REDUCE_MIN) < 0) {
+        return -1;
+    }
+    u->result.finite = finite > 0.0;
+    return 0;
+}
+
 /* Clip, the callback before the step, the update, the callback after it. */
 static int
 update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    if (ctpy_update_measure(op, u) < 0 || ctpy_metrics_measure(op, run, u) < 0 ||
+    if (ctpy_trainer_average_grads(op, u) < 0 || ctpy_update_measure(op, u) < 0 ||
+        agree_finite(op, u) < 0 || ctpy_metrics_measure(op, run, u) < 0 ||
         (!u->result.finite && u->scaler == NULL && tell_nonfinite(op, u) < 0) ||
         (u->result.finite && ctpy_update_clip(op, run, u) < 0)) {
         return -1;

@@ -10,11 +10,15 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-def choose_device(use_cpu: bool, tf32: bool | None) -> torch.device:
-    """cuda:0 where a GPU is visible, unless the CPU is asked for.
+def choose_device(
+    use_cpu: bool, tf32: bool | None, index: int = 0, ranks: int = 1
+) -> torch.device:
+    """cuda:`index` where a GPU is visible, unless the CPU is asked for.
+
+    ranks: processes of the run, each with a GPU of its own.
 
     Sets TF32 for CUDA's products when `tf32` is not None. Raises ValueError when TF32
-    is asked for where there is none.
+    is asked for where there is none, or where there is no GPU of that index.
     """
     wants_cpu = use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
         "1",
@@ -27,9 +31,14 @@ def choose_device(use_cpu: bool, tf32: bool | None) -> torch.device:
             raise ValueError("tf32=True needs a CUDA device, and none is used")
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count > 1:
+    if index >= count:
+        raise ValueError(
+            f"process {index} of this machine has no GPU of its own: {count} are "
+            "visible. Start as many processes as there are GPUs, or set use_cpu=True"
+        )
+    if count > 1 and ranks == 1:
         logger.warning("%d GPUs are visible; one process trains on cuda:0 alone", count)
-    device = torch.device("cuda:0")
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     if tf32 is not None:
         _set_tf32(device, tf32)

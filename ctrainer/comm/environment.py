@@ -30,6 +30,7 @@ class _Launcher:
     rank: str
     world_size: str
     local_size: str
+    local_rank: str
     job: tuple[str, ...]
 
 
@@ -39,6 +40,7 @@ _LAUNCHERS = (
         "RANK",
         "WORLD_SIZE",
         "LOCAL_WORLD_SIZE",
+        "LOCAL_RANK",
         (
             "MASTER_ADDR",
             "MASTER_PORT",
@@ -51,14 +53,23 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
     ),
-    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ("PMI_PORT",)),
+    _Launcher(
+        "MPICH",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALNRANKS",
+        "MPI_LOCALRANKID",
+        ("PMI_PORT",),
+    ),
     _Launcher(
         "SLURM",
         "SLURM_PROCID",
         "SLURM_NTASKS",
         "",
+        "SLURM_LOCALID",
         ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     ),
 )
@@ -71,6 +82,7 @@ class Place:
     launcher: str
     rank: int
     world_size: int
+    local_rank: int  # among those of this machine
     on_one_machine: bool
     key: str  # of the job: the same on all ranks, and on no other job's
 
@@ -97,9 +109,12 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Place:
     told = [f"{name}={environ[name]}" for name in launcher.job if name in environ]
     # Launchers that say nothing of the job are the parent of all ranks.
     key = " ".join(told or [f"parent={os.getppid()}"])
-    return Place(
-        launcher.name, rank, world_size, _is_local(launcher, environ, world_size), key
-    )
+    local = _is_local(launcher, environ, world_size)
+    if launcher.local_rank in environ:
+        local_rank = _number(environ, launcher.local_rank)
+    else:
+        local_rank = rank if local else 0
+    return Place(launcher.name, rank, world_size, local_rank, local, key)
 
 
 def _is_local(launcher: _Launcher, environ: Mapping[str, str], world_size: int) -> bool:
@@ -183,12 +198,23 @@ def _on_one_machine(
     )
 
 
-def _torch_group() -> _C.Communicator | None:
-    """The default group of torch.distributed, if somebody has made one."""
+def torch_place() -> Place | None:
+    """This process's place in torch.distributed's default group, if somebody has made
+    one; its rank on the machine is what LOCAL_RANK says, or 0."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
         return None
-    if not torch.distributed.is_initialized():
+    dist = torch.distributed
+    if not dist.is_initialized():
+        return None
+    local_rank = _number({"LOCAL_RANK": "0", **os.environ}, "LOCAL_RANK")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return Place("torch.distributed", rank, world_size, local_rank, False, "")
+
+
+def _torch_group() -> _C.Communicator | None:
+    """The default group of torch.distributed, if somebody has made one."""
+    if torch_place() is None:
         return None
     from ctrainer.comm import process_group
 

@@ -59,14 +59,30 @@ def search_backend(name: Any) -> tuple[Any, Any, Any]:
     return kind, backend, default_compute_objective
 
 
-def new_accelerator(cpu: bool) -> Any:
-    """accelerate's Accelerator on this process's device, or on the CPU.
+def new_accelerator(args: Any, cpu: bool) -> Any:
+    """accelerate's Accelerator on this process's device, or on the CPU, of all
+    processes of the run: with several it initialises torch.distributed.
 
     Raises ImportError without accelerate.
     """
     from accelerate import Accelerator
 
+    if args.world_size > 1:
+        partial_state(args, cpu)
     return Accelerator(cpu=cpu)
+
+
+def partial_state(args: Any, cpu: bool | None = None) -> Any:
+    """accelerate's PartialState of this process; with several it initialises
+    torch.distributed, by args.ddp_backend, or gloo on the CPU and nccl elsewhere.
+
+    Raises ImportError without accelerate.
+    """
+    from accelerate import PartialState
+
+    cpu = args.device.type == "cpu" if cpu is None else cpu
+    backend = args.ddp_backend or ("gloo" if cpu else "nccl")
+    return PartialState(cpu=cpu, backend=backend, timeout=args.ddp_timeout_delta)
 
 
 def model_card(trainer: Any, **facts: Any) -> str:

@@ -487,14 +487,41 @@ class TestObject:
             pass
 
     @pytest.mark.parametrize(
-        ("name", "value"),
-        [("WORLD_SIZE", "2"), ("ACCELERATE_USE_FSDP", "true")],
+        ("environ", "expected"),
+        [
+            ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, (4, 2, 0)),
+            ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_NNODES": "1"},
+             (4, 3, 3)),
+            ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2",
+              "MPI_LOCALRANKID": "1"}, (2, 1, 1)),
+        ],
+    )  # fmt: skip
+    def test_a_launcher_says_which_process_this_is(
+        self, environ, expected, monkeypatch, tmp_path
+    ) -> None:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        args = TrainingArguments(tmp_path)
+        world_size, rank, local_rank = expected
+        assert args.world_size == world_size
+        assert (args.process_index, args.local_process_index) == (rank, local_rank)
+        assert args.local_rank == local_rank
+        assert args.parallel_mode is ParallelMode.DISTRIBUTED
+        assert args.should_log is (local_rank == 0)
+        assert not args.should_save
+        args = TrainingArguments(tmp_path, log_on_each_node=False)
+        assert not args.should_log
+        args = TrainingArguments(tmp_path, save_on_each_node=True)
+        assert args.should_save is (local_rank == 0)
+
+    @pytest.mark.parametrize(
+        "name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"]
     )
-    def test_environment_of_a_launcher_is_refused(
-        self, name, value, monkeypatch, tmp_path
+    def test_sharding_of_accelerate_launch_is_refused(
+        self, name, monkeypatch, tmp_path
     ) -> None:
         args = TrainingArguments(tmp_path)
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, "true")
         with pytest.raises(RuntimeError, match=name):
             TrainingArguments(tmp_path)
         with pytest.raises(RuntimeError, match=name):

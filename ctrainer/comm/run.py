@@ -1,0 +1,75 @@
+"""The group of the run: all processes of the launcher, joined once a process."""
+
+from __future__ import annotations
+
+import os
+
+from ctrainer import _C
+from ctrainer.comm.environment import (
+    DEFAULT_TIMEOUT_SECONDS,
+    Place,
+    from_environment,
+    place_of,
+    torch_place,
+)
+
+_joined: list[_C.Communicator] = []  # the group of the run, or nothing
+_is_child: list[int] = []  # this process, if it was forked off one that had joined
+
+
+def world(timeout_seconds: float | None = None) -> _C.Communicator:
+    """The group of all processes of the run, which every part of ctrainer shares.
+
+    The first call joins it, as from_environment() does, and all ranks have to make it;
+    later ones return the same group, or join anew where it has been closed. Without a
+    launcher, and in a process forked off a rank, such as a worker of a data loader, it
+    is a group of one. timeout_seconds: how long the ranks wait for each other where
+    this call joins; None: 1800.
+
+    Raises what from_environment() raises.
+    """
+    if _joined and _is_open(_joined[0]):
+        return _joined[0]
+    group = _C.Communicator() if _is_child else _join(timeout_seconds)
+    _joined[:] = [group]
+    return group
+
+
+def place() -> Place:
+    """Where this process stands in the run, by its launcher or torch.distributed;
+    joins nothing."""
+    alone = Place("", 0, 1, 0, True, "")
+    if _is_child:
+        return alone
+    return place_of(os.environ) or torch_place() or alone
+
+
+def leave() -> None:
+    """Close the group of the run, if this process has joined it: the collectives that
+    others wait in then fail, and the next world() joins anew."""
+    while _joined:
+        group = _joined.pop()
+        if _is_open(group) and group.world_size > 1:
+            group.close()
+
+
+def _join(timeout_seconds: float | None) -> _C.Communicator:
+    return from_environment(
+        DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+    )
+
+
+def _is_open(group: _C.Communicator) -> bool:
+    try:
+        return group.world_size > 0
+    except ValueError:  # closed
+        return False
+
+
+def _after_fork() -> None:
+    if _joined or _is_child:
+        _joined.clear()
+        _is_child[:] = [os.getpid()]
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,80 @@
+"""The group of the run: joined once a process, left, joined again, not by children."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+
+from ctrainer import comm
+from ctrainer.comm import run
+
+TIMEOUT = 60
+
+WORK = """
+import os, sys
+import numpy as np
+from ctrainer.comm import run, world
+from ctrainer.training_args import TrainingArguments
+
+args = TrainingArguments(sys.argv[1], ddp_timeout=30, disable_tqdm=True)
+with args.main_process_first(local=False):
+    made = os.path.exists(sys.argv[1] + "/made")
+    assert made == (args.process_index > 0)
+    open(sys.argv[1] + "/made", "w").close()
+group = world()
+assert group is world(1.0)
+assert (group.backend, group.rank, group.world_size) == (
+    "shm", args.process_index, args.world_size)
+child = os.fork()
+if child == 0:
+    alone = world()
+    os._exit((alone.world_size != 1) + 2 * (run.place().rank != 0))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+group.barrier()
+run.leave()
+again = world(30.0)
+assert again is not group
+values = np.array([2.0 * again.rank + 1.0])
+again.all_reduce(values)
+assert values[0] == 4.0
+assert "torch" not in sys.modules
+print("done", args.process_index)
+"""
+
+
+def test_ranks_share_one_group_and_join_again_after_leaving(tmp_path) -> None:
+    job = uuid.uuid4().hex
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORK, str(tmp_path)],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "TORCHELASTIC_RUN_ID": job,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=TIMEOUT)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert told == ["done 0", "done 1"]
+
+
+def test_without_a_launcher_it_is_a_group_of_one() -> None:
+    group = comm.world()
+    assert (group.rank, group.world_size, group.backend) == (0, 1, "self")
+    assert comm.world() is group
+    assert (run.place().rank, run.place().world_size) == (0, 1)
+    group.close()
+    assert comm.world() is not group
