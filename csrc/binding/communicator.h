@@ -31,10 +31,13 @@ ct_comm *ctpy_comm_python_new(PyObject *backend);
 PyObject *ctpy_work_new(ctpy_state *state, PyObject *communicator, PyObject *tensors,
                         ct_work *work);
 
-/* communicator_bytes.c */
-PyObject *Communicator_gather_bytes(PyObject *op, PyObject *data);
-PyObject *Communicator_broadcast_bytes(PyObject *op, PyObject *args, PyObject *kwargs);
-extern const char Communicator_gather_bytes_doc[];
-extern const char Communicator_broadcast_bytes_doc[];
+#define CTPY_METHOD(name, flags)                                                       \
+    extern const char Communicator_##name##_doc[];                                     \
+    PyObject *Communicator_##name CTPY_SIGNATURE_##flags;
+#define CTPY_SIGNATURE_NOARGS (PyObject * op, PyObject * unused)
+#define CTPY_SIGNATURE_O (PyObject * op, PyObject * arg)
+#define CTPY_SIGNATURE_KEYWORDS (PyObject * op, PyObject * args, PyObject * kwargs)
+#include "binding/communicator_methods.def"
+#undef CTPY_METHOD
 
 #endif

@@ -39,7 +39,8 @@ typedef enum ct_collective {
 } ct_collective;
 
 typedef struct ct_comm ct_comm;
-typedef struct ct_work ct_work; /* a collective under way; each backend has its own */
+typedef struct ct_work ct_work;   /* a collective under way; each backend has its own */
+typedef struct ct_pages ct_pages; /* core/ct_pages.h */
 
 /* A collective as data: what ct_comm_start begins and ranks compare. */
 typedef struct ct_request {
@@ -72,6 +73,8 @@ typedef struct ct_comm_ops {
                        ct_error *err);
     /* Waits for it and frees the work, on failure too. NULL where start is. */
     ct_status (*wait)(ct_comm *comm, ct_work *work, ct_error *err);
+    /* ct_comm_memory for a backend whose ranks share memory; else NULL. */
+    ct_status (*memory)(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err);
     void (*free)(ct_comm *comm);
     /* Work that ends in a collective may be cut into pieces of so many bytes, which
      * are then still in the cache; 0: each collective costs much, the fewer the better.
@@ -95,6 +98,14 @@ CT_NODISCARD ct_status ct_comm_run(ct_comm *comm, const ct_request *request,
 CT_NODISCARD ct_status ct_comm_start(ct_comm *comm, const ct_request *request,
                                      ct_work **work, ct_error *err);
 CT_NODISCARD ct_status ct_comm_wait(ct_comm *comm, ct_work *work, ct_error *err);
+
+/* Gives every rank `bytes` > 0 of zeroed, page-aligned host memory that is best for
+ * what it hands to collectives: ranks of one machine read each other's where it lies,
+ * as long as the whole span is in it. A collective like the others, with equal bytes on
+ * every rank. It may be used for anything, outlives the communicator, and is released
+ * with ct_pages_free. CT_EINVAL, CT_ENOMEM, CT_EIO or CT_ECOMM. */
+CT_NODISCARD ct_status ct_comm_memory(ct_comm *comm, size_t bytes, ct_pages **memory,
+                                      ct_error *err);
 
 /* "all_reduce", ... */
 const char *ct_collective_name(ct_collective what);

@@ -20,7 +20,7 @@ typedef struct member {
     char key[]; /* names the group */
 } member;
 
-/* ---- the table ---------------------------------------------------------------------
+/* ---- collectives -------------------------------------------------------------------
  */
 
 /* What all requests have in common: parts of the length of the shorter span. */
@@ -44,7 +44,7 @@ all_reduce_short(member *self, const ct_request *r, ct_error *err)
 {
     ct_transfer t = transfer_of(self, r, r->in.n, CT_SINK_REDUCE);
     t.to = r->in.data;
-    return ct_exchange_run(&self->exchange, &t, err);
+    return ct_exchange_run(&self->exchange, &t, NULL, err);
 }
 
 /* Every rank reduces a share, then gathers those of the others. */
@@ -59,13 +59,14 @@ all_reduce_long(member *self, const ct_request *r, ct_error *err)
     t.total = r->in.n;
     t.each_own = true;
     t.to = own;
-    ct_status status = ct_exchange_run(&self->exchange, &t, err);
-    if (status == CT_OK) {
+    bool in_place = false;
+    ct_status status = ct_exchange_run(&self->exchange, &t, &in_place, err);
+    if (status == CT_OK && !in_place) {
         t.each_own = false;
         t.sink = CT_SINK_GATHER;
         t.from = own;
         t.to = r->in.data;
-        status = ct_exchange_run(&self->exchange, &t, err);
+        status = ct_exchange_run(&self->exchange, &t, NULL, err);
     }
     return status;
 }
@@ -86,7 +87,7 @@ shm_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *e
 {
     const ct_request r = {.what = CT_ALL_GATHER, .out = *out, .in = *in};
     const ct_transfer t = transfer_of((member *)comm, &r, in->n, CT_SINK_GATHER);
-    return ct_exchange_run(&((member *)comm)->exchange, &t, err);
+    return ct_exchange_run(&((member *)comm)->exchange, &t, NULL, err);
 }
 
 static ct_status
@@ -96,7 +97,7 @@ shm_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
     const ct_request r = {.what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
     ct_transfer t = transfer_of((member *)comm, &r, out->n, CT_SINK_REDUCE);
     t.each_own = true;
-    return ct_exchange_run(&((member *)comm)->exchange, &t, err);
+    return ct_exchange_run(&((member *)comm)->exchange, &t, NULL, err);
 }
 
 static ct_status
@@ -106,7 +107,7 @@ shm_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *e
     ct_transfer t = transfer_of((member *)comm, &r, in->n / (size_t)comm->world_size,
                                 CT_SINK_GATHER);
     t.each_own = true;
-    return ct_exchange_run(&((member *)comm)->exchange, &t, err);
+    return ct_exchange_run(&((member *)comm)->exchange, &t, NULL, err);
 }
 
 static ct_status
@@ -115,7 +116,7 @@ shm_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
     const ct_request r = {.what = CT_BROADCAST, .in = *span, .root = root};
     ct_transfer t = transfer_of((member *)comm, &r, span->n, CT_SINK_COPY);
     t.to = span->data;
-    return ct_exchange_run(&((member *)comm)->exchange, &t, err);
+    return ct_exchange_run(&((member *)comm)->exchange, &t, NULL, err);
 }
 
 static ct_status
@@ -123,8 +124,73 @@ shm_barrier(ct_comm *comm, ct_error *err)
 {
     const ct_request r = {.what = CT_BARRIER};
     const ct_transfer t = transfer_of((member *)comm, &r, 0, CT_SINK_REDUCE);
-    return ct_exchange_run(&((member *)comm)->exchange, &t, err);
+    return ct_exchange_run(&((member *)comm)->exchange, &t, NULL, err);
 }
+
+/* ---- memory that others read in place ----------------------------------------------
+ */
+
+/* Ranks agree on the bytes first: that is a collective of as many elements. */
+static ct_status
+agree_on_bytes(member *self, size_t bytes, ct_error *err)
+{
+    double least_and_most[2] = {(double)bytes, -(double)bytes};
+    const ct_span span = {least_and_most, 2, CT_F64};
+    ct_status status = shm_all_reduce(&self->base, &span, CT_REDUCE_MIN, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    if (ct_pages_round(bytes) == 0 || least_and_most[0] != -least_and_most[1]) {
+        return ct_fail(err, CT_EINVAL,
+                       "shared memory must be of equal bytes > 0 on every rank, got "
+                       "%.0f to %.0f",
+                       least_and_most[0], -least_and_most[1]);
+    }
+    return CT_OK;
+}
+
+static ct_status
+join_lane(const member *self, size_t bytes, ct_pages **lane, ct_error *err)
+{
+    char key[LONGEST_KEY + 64];
+    ct_segment segment = {.fd = -1};
+    const size_t rank = (size_t)self->base.rank;
+    (void)snprintf(key, sizeof key, "memory %zu of %s", self->exchange.lanes.n,
+                   self->key);
+    ct_status status = ct_segment_join(
+        &segment, key, self->base.rank, self->base.world_size,
+        bytes * (size_t)self->base.world_size, self->timeout_seconds, err);
+    return status == CT_OK
+               ? ct_pages_new_steal(lane, &segment, rank * bytes, bytes, err)
+               : status;
+}
+
+static ct_status
+shm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
+{
+    member *self = (member *)comm;
+    ct_pages *lane = NULL;
+    ct_status status = ct_lanes_reserve(&self->exchange.lanes, err);
+    if (status == CT_OK) {
+        status = agree_on_bytes(self, bytes, err);
+    }
+    if (status == CT_OK) {
+        status = join_lane(self, ct_pages_round(bytes), &lane, err);
+    }
+    if (status == CT_OK) {
+        ct_lanes_add(&self->exchange.lanes, lane);
+        status = shm_barrier(comm, err);
+    }
+    if (status != CT_OK) {
+        ct_pages_drop(lane);
+        return status;
+    }
+    *memory = lane;
+    return CT_OK;
+}
+
+/* ---- the table ---------------------------------------------------------------------
+ */
 
 static void
 shm_free(ct_comm *comm)
@@ -143,6 +209,7 @@ static const ct_comm_ops shm_ops = {
     .all_to_all = shm_all_to_all,
     .broadcast = shm_broadcast,
     .barrier = shm_barrier,
+    .memory = shm_memory,
     .free = shm_free,
     .batch_bytes = 128 << 10, /* a slot */
 };
@@ -221,58 +288,4 @@ ct_comm_shm_new(ct_comm **comm, const char *key, int rank, int world_size,
     }
     *comm = &self->base;
     return CT_OK;
-}
-
-/* ---- memory that others read in place ----------------------------------------------
- */
-
-/* Ranks agree on the bytes first: that is a collective of as many elements. */
-static ct_status
-agree_on_bytes(member *self, size_t bytes, ct_error *err)
-{
-    double least_and_most[2] = {(double)bytes, -(double)bytes};
-    const ct_span span = {least_and_most, 2, CT_F64};
-    ct_status status = shm_all_reduce(&self->base, &span, CT_REDUCE_MIN, err);
-    if (status != CT_OK) {
-        return status;
-    }
-    if (bytes == 0 || least_and_most[0] != -least_and_most[1]) {
-        return ct_fail(err, CT_EINVAL,
-                       "shared memory must be of equal bytes > 0 on every rank, got "
-                       "%.0f to %.0f",
-                       least_and_most[0], -least_and_most[1]);
-    }
-    return CT_OK;
-}
-
-static ct_status
-join_lanes(member *self, ct_lanes *lanes, ct_error *err)
-{
-    char key[LONGEST_KEY + 64];
-    (void)snprintf(key, sizeof key, "memory %zu of %s", self->exchange.n_lanes,
-                   self->key);
-    return ct_segment_join(&lanes->segment, key, self->base.rank, self->base.world_size,
-                           lanes->lane_bytes * (size_t)self->base.world_size,
-                           self->timeout_seconds, err);
-}
-
-ct_status
-ct_comm_shm_memory(ct_comm *comm, size_t bytes, void **memory, ct_error *err)
-{
-    member *self = (member *)comm;
-    const size_t page = 4096;
-    ct_lanes lanes = {.lane_bytes = (bytes + page - 1) / page * page};
-    ct_status status = ct_exchange_reserve(&self->exchange, err);
-    if (status == CT_OK) {
-        status = agree_on_bytes(self, bytes, err);
-    }
-    if (status == CT_OK) {
-        status = join_lanes(self, &lanes, err);
-    }
-    if (status == CT_OK) {
-        ct_exchange_add(&self->exchange, &lanes);
-        *memory = (char *)lanes.segment.base + (size_t)comm->rank * lanes.lane_bytes;
-        status = shm_barrier(comm, err);
-    }
-    return status;
 }

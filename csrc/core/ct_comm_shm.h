@@ -1,7 +1,7 @@
 /* A group of ranks that are processes of one machine, through shared memory.
  *
  * What a rank gives is copied into its slots of the segment, a piece at a time, while
- * the others read the piece before; memory of ct_comm_shm_memory is read where it is.
+ * the others read the piece before; memory of ct_comm_memory is read where it is.
  * All reductions are those of ct_reduce.h: ranks are taken in order, so a result
  * depends on nothing but the values, and is the same on every rank.
  *
@@ -25,13 +25,5 @@
 CT_NODISCARD ct_status ct_comm_shm_new(ct_comm **comm, const char *key, int rank,
                                        int world_size, double timeout_seconds,
                                        ct_error *err);
-
-/* Gives every rank `bytes` of zeroed, page-aligned memory, alive until its communicator
- * is freed, from which others read without a copy: all_gather, all_to_all,
- * reduce_scatter, broadcast and, of more than two ranks, long all_reduces of spans that
- * lie in it. `comm` is of
- * ct_comm_shm_new; a collective like the others, with equal bytes > 0 on every rank. */
-CT_NODISCARD ct_status ct_comm_shm_memory(ct_comm *comm, size_t bytes, void **memory,
-                                          ct_error *err);
 
 #endif

@@ -1,111 +1,21 @@
 #include "core/ct_exchange.h"
 
 #include "core/ct_alloc.h"
-#include "core/ct_reduce.h"
+#include "core/ct_exchange_slots.h"
 
 #include <stdint.h>
-#include <string.h>
-
-enum {
-    SLOTS = 4,
-    SLOT_BYTES = 128 << 10, /* fits a core's cache with the slots of another rank */
-    NOTE_BYTES = 256
-};
-
-/* What a rank was asked to do, and where its data is unless it is in the slots. Only
- * lengths, dtypes and the like mean something to others, not the request's pointers. */
-typedef struct note {
-    ct_request request;
-    int lanes; /* index of the memory that holds it, or -1 */
-    size_t offset;
-} note;
-
-_Static_assert(sizeof(note) <= NOTE_BYTES, "a note fits before a slot's data");
-
-/* ---- where things are --------------------------------------------------------------
- */
-
-static char *
-slot_of(const ct_exchange *self, int rank, uint32_t piece)
-{
-    const size_t slot = (size_t)rank * SLOTS + piece % SLOTS;
-    return (char *)self->segment->base + ct_crew_bytes(self->world_size) +
-           slot * (NOTE_BYTES + SLOT_BYTES);
-}
-
-static note *
-note_of(const ct_exchange *self, int rank, uint32_t piece)
-{
-    void *slot = slot_of(self, rank, piece);
-    return slot;
-}
-
-/* Elements of each part that a slot holds. */
-static size_t
-piece_length(const ct_exchange *self, const ct_transfer *t)
-{
-    const size_t parts = t->each_own ? (size_t)self->world_size : 1;
-    return SLOT_BYTES / (t->item * parts);
-}
 
 static uint32_t
-count_pieces(const ct_exchange *self, const ct_transfer *t)
+count_pieces(const ct_transfer *t)
 {
-    const size_t length = piece_length(self, t);
-    return t->part == 0 ? 1 : (uint32_t)((t->part + length - 1) / length);
+    return t->part == 0 ? 1 : (uint32_t)((t->part + t->piece - 1) / t->piece);
 }
 
-/* Elements of part `index` from its element `at` on, up to a piece. */
-static size_t
-length_at(const ct_exchange *self, const ct_transfer *t, int index, size_t at)
+/* What the rank's first note says of where its data lies; NULL: in the slots. */
+static char *
+located(const ct_exchange *self, int rank)
 {
-    const size_t begin = (size_t)index * t->part + at;
-    const size_t piece = piece_length(self, t);
-    const size_t in_part = t->part - at < piece ? t->part - at : piece;
-    const size_t left = begin < t->total ? t->total - begin : 0;
-    return in_part < left ? in_part : left;
-}
-
-/* What `rank` gives to us of the elements from `at` on: its own, in its lane, or in
- * its slot. */
-static const char *
-given_by(const ct_exchange *self, const ct_transfer *t, int rank, uint32_t piece,
-         size_t at)
-{
-    const size_t receiver = t->each_own ? (size_t)self->rank : 0;
-    const char *whole = rank == self->rank ? t->from : self->direct[rank];
-    if (whole != NULL) {
-        return whole + (receiver * t->part + at) * t->item;
-    }
-    return slot_of(self, rank, piece) + NOTE_BYTES +
-           receiver * piece_length(self, t) * t->item;
-}
-
-/* The note on a span of `bytes` at `from`. */
-static void
-locate(const ct_exchange *self, const char *from, size_t bytes, note *n)
-{
-    n->lanes = -1;
-    for (size_t i = 0; i < self->n_lanes && from != NULL; i++) {
-        const ct_lanes *l = &self->lanes[i];
-        const uintptr_t lane =
-            (uintptr_t)l->segment.base + (size_t)self->rank * l->lane_bytes;
-        const size_t offset = (uintptr_t)from - lane;
-        if (offset < l->lane_bytes && bytes <= l->lane_bytes - offset) {
-            n->lanes = (int)i;
-            n->offset = offset;
-        }
-    }
-}
-
-static const char *
-located(const ct_exchange *self, int rank, const note *n)
-{
-    if (n->lanes < 0) {
-        return NULL;
-    }
-    const ct_lanes *l = &self->lanes[n->lanes];
-    return (const char *)l->segment.base + (size_t)rank * l->lane_bytes + n->offset;
+    return ct_lanes_at(&self->lanes, rank, ct_slot_note(self, rank, self->done)->place);
 }
 
 /* ---- giving ------------------------------------------------------------------------
@@ -117,43 +27,23 @@ gives(const ct_exchange *self, const ct_transfer *t)
     return t->sink != CT_SINK_COPY || self->rank == t->request->root;
 }
 
-static void
-fill_slot(const ct_exchange *self, const ct_transfer *t, char *slot, size_t at)
-{
-    const int rank = self->rank;
-    const size_t piece = piece_length(self, t) * t->item;
-    if (!t->each_own) {
-        const size_t n = length_at(self, t, rank, at);
-        if (n != 0) {
-            memcpy(slot, t->from + at * t->item, n * t->item);
-        }
-        return;
-    }
-    for (int other = 0; other < self->world_size; other++) {
-        const size_t n = length_at(self, t, other, at);
-        if (other != rank && n != 0) {
-            const size_t begin = (size_t)other * t->part + at;
-            memcpy(slot + (size_t)other * piece, t->from + begin * t->item,
-                   n * t->item);
-        }
-    }
-}
-
-/* In place, others would read what is being reduced. */
+/* Others may not read what is being reduced, unless each reduces a share for all. */
 static bool
-may_be_read_in_place(const ct_exchange *self, const ct_transfer *t)
+may_be_read_alone(const ct_transfer *t)
 {
-    return gives(self, t) && (t->each_own || t->sink != CT_SINK_REDUCE);
+    return t->each_own || t->sink != CT_SINK_REDUCE;
 }
 
 static void
-write_note(const ct_exchange *self, const ct_transfer *t, note *n)
+write_note(const ct_exchange *self, const ct_transfer *t, ct_note *n)
 {
     const size_t parts = t->each_own ? (size_t)self->world_size : 1;
     const size_t given = parts * t->part < t->total ? parts * t->part : t->total;
-    *n = (note){.request = *t->request, .lanes = -1};
-    if (may_be_read_in_place(self, t)) {
-        locate(self, t->from, given * t->item, n);
+    *n = (ct_note){
+        .request = *t->request, .place = {-1, 0}
+    };
+    if (gives(self, t)) {
+        n->place = ct_lanes_find(&self->lanes, t->from, given * t->item);
     }
 }
 
@@ -164,58 +54,21 @@ give(const ct_exchange *self, const ct_transfer *t, uint32_t index, ct_error *er
     const uint32_t piece = self->done + index;
     const bool in_place = index != 0 && self->direct[rank] != NULL;
     if (!in_place) {
-        ct_status status = ct_crew_wait(self->crew, CT_CREW_USED, piece + 1 - SLOTS,
+        ct_status status = ct_crew_wait(self->crew, CT_CREW_USED, piece + 1 - CT_SLOTS,
                                         ct_collective_name(t->request->what), err);
         if (status != CT_OK) {
             return status;
         }
     }
     if (index == 0) {
-        note *n = note_of(self, rank, piece);
-        write_note(self, t, n);
-        self->direct[rank] = located(self, rank, n);
+        write_note(self, t, ct_slot_note(self, rank, piece));
+        self->direct[rank] = may_be_read_alone(t) ? located(self, rank) : NULL;
     }
     if (self->direct[rank] == NULL && gives(self, t)) {
-        fill_slot(self, t, slot_of(self, rank, piece) + NOTE_BYTES,
-                  index * piece_length(self, t));
+        ct_slot_fill(self, t, piece, index * t->piece);
     }
     ct_crew_raise(self->crew, CT_CREW_MADE, piece + 1);
     return CT_OK;
-}
-
-/* ---- taking ------------------------------------------------------------------------
- */
-
-static void
-copy(void *to, const void *from, size_t bytes)
-{
-    if (bytes != 0 && to != from) {
-        memmove(to, from, bytes);
-    }
-}
-
-static void
-take(const ct_exchange *self, const ct_transfer *t, uint32_t index)
-{
-    const uint32_t piece = self->done + index;
-    const size_t at = index * piece_length(self, t);
-    const int ranks = self->world_size, root = t->request->root;
-    const size_t own = length_at(self, t, self->rank, at);
-    if (t->sink == CT_SINK_COPY && self->rank != root) {
-        copy(t->to + at * t->item, given_by(self, t, root, piece, at), own * t->item);
-    }
-    for (int rank = 0; t->sink == CT_SINK_GATHER && rank < ranks; rank++) {
-        copy(t->to + ((size_t)rank * t->part + at) * t->item,
-             given_by(self, t, rank, piece, at),
-             length_at(self, t, rank, at) * t->item);
-    }
-    if (t->sink == CT_SINK_REDUCE && own != 0) {
-        for (int rank = 0; rank < ranks; rank++) {
-            self->rows[rank] = given_by(self, t, rank, piece, at);
-        }
-        ct_reduce(t->to + at * t->item, self->rows, (size_t)ranks, own,
-                  t->request->in.dtype, t->request->op);
-    }
 }
 
 /* ---- an exchange -------------------------------------------------------------------
@@ -225,9 +78,9 @@ take(const ct_exchange *self, const ct_transfer *t, uint32_t index)
 static ct_status
 check_alike(const ct_exchange *self, ct_error *err)
 {
-    const ct_request *first = &note_of(self, 0, self->done)->request;
+    const ct_request *first = &ct_slot_note(self, 0, self->done)->request;
     for (int rank = 1; rank < self->world_size; rank++) {
-        const ct_request *other = &note_of(self, rank, self->done)->request;
+        const ct_request *other = &ct_slot_note(self, rank, self->done)->request;
         if (!ct_request_is_like(first, other)) {
             return ct_fail(err, CT_EINVAL,
                            "all ranks must call the same: rank 0 called %s, rank %d %s",
@@ -238,17 +91,21 @@ check_alike(const ct_exchange *self, ct_error *err)
     return CT_OK;
 }
 
-static ct_status
-read_notes(ct_exchange *self, const ct_transfer *t, ct_error *err)
+/* Finds what is given in lanes; true when all of it is. */
+static bool
+find_direct(ct_exchange *self, const ct_transfer *t)
 {
-    ct_status status = check_alike(self, err);
-    if (status == CT_OK) {
-        status = ct_request_check(t->request, self->world_size, err);
+    bool all = t->part != 0;
+    for (int rank = 0; rank < self->world_size; rank++) {
+        self->direct[rank] = located(self, rank);
+        const bool gives_it = t->sink != CT_SINK_COPY || rank == t->request->root;
+        all = all && (self->direct[rank] != NULL || !gives_it);
     }
-    for (int rank = 0; status == CT_OK && rank < self->world_size; rank++) {
-        self->direct[rank] = located(self, rank, note_of(self, rank, self->done));
+    for (int rank = 0; !all && !may_be_read_alone(t) && rank < self->world_size;
+         rank++) {
+        self->direct[rank] = NULL;
     }
-    return status;
+    return all;
 }
 
 static ct_status
@@ -258,7 +115,7 @@ take_when_made(ct_exchange *self, const ct_transfer *t, uint32_t index, ct_error
     ct_status status = ct_crew_wait(self->crew, CT_CREW_MADE, piece + 1,
                                     ct_collective_name(t->request->what), err);
     if (status == CT_OK) {
-        take(self, t, index);
+        ct_slots_take(self, t, piece, index * t->piece);
         ct_crew_raise(self->crew, CT_CREW_USED, piece + 1);
     }
     return status;
@@ -276,16 +133,11 @@ finish(ct_exchange *self, const ct_transfer *t, uint32_t pieces, ct_error *err)
                         ct_collective_name(t->request->what), err);
 }
 
+/* The first slots say what each rank wants; nobody goes on before all have compared. */
 static ct_status
-transfer(ct_exchange *self, const ct_transfer *wanted, ct_error *err)
+meet(ct_exchange *self, const ct_transfer *t, ct_error *err)
 {
-    ct_transfer fitting = *wanted;
-    const ct_transfer *t = &fitting;
-    if (ct_request_check(t->request, self->world_size, NULL) != CT_OK) {
-        fitting.part = fitting.total = 0;
-    }
     const char *what = ct_collective_name(t->request->what);
-    const uint32_t pieces = count_pieces(self, t);
     ct_status status = ct_crew_check(self->crew, what, err);
     if (status == CT_OK) {
         status = give(self, t, 0, err);
@@ -296,11 +148,35 @@ transfer(ct_exchange *self, const ct_transfer *wanted, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
-    status = read_notes(self, t, err);
+    status = check_alike(self, err);
+    if (status == CT_OK) {
+        status = ct_request_check(t->request, self->world_size, err);
+    }
     if (status != CT_OK) {
         ct_crew_raise(self->crew, CT_CREW_USED, ++self->done);
-        return status;
     }
+    return status;
+}
+
+static ct_status
+move_in_place(ct_exchange *self, ct_transfer *t, ct_error *err)
+{
+    if (t->request->what == CT_ALL_REDUCE && t->sink == CT_SINK_REDUCE) {
+        ct_lanes_reduce(self, t->request);
+    }
+    else {
+        t->piece = t->part;
+        ct_slots_take(self, t, self->done, 0);
+    }
+    ct_crew_raise(self->crew, CT_CREW_USED, self->done + 1);
+    return finish(self, t, 1, err);
+}
+
+static ct_status
+move_in_pieces(ct_exchange *self, const ct_transfer *t, ct_error *err)
+{
+    const uint32_t pieces = count_pieces(t);
+    ct_status status = CT_OK;
     for (uint32_t index = 0; status == CT_OK && index < pieces; index++) {
         if (index + 1 < pieces) {
             status = give(self, t, index + 1, err);
@@ -312,17 +188,38 @@ transfer(ct_exchange *self, const ct_transfer *wanted, ct_error *err)
     return status == CT_OK ? finish(self, t, pieces, err) : status;
 }
 
-ct_status
-ct_exchange_run(ct_exchange *self, const ct_transfer *wanted, ct_error *err)
+static ct_status
+transfer(ct_exchange *self, const ct_transfer *wanted, bool *in_place, ct_error *err)
 {
+    ct_transfer t = *wanted;
+    if (ct_request_check(t.request, self->world_size, NULL) != CT_OK) {
+        t.part = t.total = 0;
+    }
+    t.piece = ct_slot_length(self, &t);
+    ct_status status = meet(self, &t, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    *in_place = find_direct(self, &t);
+    return *in_place ? move_in_place(self, &t, err) : move_in_pieces(self, &t, err);
+}
+
+ct_status
+ct_exchange_run(ct_exchange *self, const ct_transfer *wanted, bool *in_place,
+                ct_error *err)
+{
+    bool is_in_place = false;
     if (__atomic_exchange_n(&self->busy, true, __ATOMIC_ACQUIRE)) {
         return ct_fail(err, CT_EINVAL,
                        "%s while another thread of rank %d is in a collective of the "
                        "same group",
                        ct_collective_name(wanted->request->what), self->rank);
     }
-    const ct_status status = transfer(self, wanted, err);
+    const ct_status status = transfer(self, wanted, &is_in_place, err);
     __atomic_store_n(&self->busy, false, __ATOMIC_RELEASE);
+    if (in_place != NULL) {
+        *in_place = is_in_place;
+    }
     return status;
 }
 
@@ -332,8 +229,7 @@ ct_exchange_run(ct_exchange *self, const ct_transfer *wanted, ct_error *err)
 size_t
 ct_exchange_bytes(int world_size)
 {
-    return ct_crew_bytes(world_size) +
-           (size_t)world_size * SLOTS * ((size_t)NOTE_BYTES + SLOT_BYTES);
+    return ct_crew_bytes(world_size) + ct_slots_bytes(world_size);
 }
 
 ct_status
@@ -342,7 +238,7 @@ ct_exchange_init(ct_exchange *self, const ct_segment *segment, int rank, int wor
 {
     ct_exchange made = {.segment = segment, .rank = rank, .world_size = world_size};
     made.rows = (const void **)ct_calloc((size_t)world_size, sizeof *made.rows);
-    made.direct = (const char **)ct_calloc((size_t)world_size, sizeof *made.direct);
+    made.direct = (char **)ct_calloc((size_t)world_size, sizeof *made.direct);
     ct_status status = CT_OK;
     if (made.rows == NULL || made.direct == NULL) {
         status =
@@ -360,27 +256,11 @@ ct_exchange_init(ct_exchange *self, const ct_segment *segment, int rank, int wor
     return CT_OK;
 }
 
-ct_status
-ct_exchange_reserve(ct_exchange *self, ct_error *err)
-{
-    return ct_grow((void **)&self->lanes, &self->room, self->n_lanes + 1,
-                   sizeof *self->lanes, err);
-}
-
-void
-ct_exchange_add(ct_exchange *self, const ct_lanes *lanes)
-{
-    self->lanes[self->n_lanes++] = *lanes;
-}
-
 void
 ct_exchange_fini(ct_exchange *self)
 {
     ct_crew_leave(self->crew);
-    for (size_t i = 0; i < self->n_lanes; i++) {
-        ct_segment_leave(&self->lanes[i].segment);
-    }
-    ct_free(self->lanes);
+    ct_lanes_fini(&self->lanes);
     ct_free((void *)self->rows);
     ct_free((void *)self->direct);
     *self = (ct_exchange){0};

@@ -10,24 +10,18 @@
 
 #include "core/ct_comm.h"
 #include "core/ct_crew.h"
+#include "core/ct_lanes.h"
 #include "core/ct_segment.h"
-
-/* Memory of every rank, side by side in a segment. */
-typedef struct ct_lanes {
-    ct_segment segment;
-    size_t lane_bytes;
-} ct_lanes;
 
 typedef struct ct_exchange {
     const ct_segment *segment; /* the caller's; begins with the crew */
     ct_crew *crew;
     int rank, world_size;
-    bool busy;           /* a thread is in a transfer */
-    uint32_t done;       /* pieces of all transfers before */
-    const void **rows;   /* of a reduction, by rank */
-    const char **direct; /* by rank: what it gives, if it lies in lanes */
-    ct_lanes *lanes;
-    size_t n_lanes, room;
+    bool busy;         /* a thread is in a transfer */
+    uint32_t done;     /* pieces of all transfers before */
+    const void **rows; /* of a reduction, by rank */
+    char **direct;     /* by rank: what it gives, if it lies in lanes */
+    ct_lanes lanes;    /* the owner adds them, between transfers */
 } ct_exchange;
 
 /* What becomes of the parts that a rank is given. */
@@ -47,6 +41,7 @@ typedef struct ct_transfer {
     size_t part, total;
     bool each_own;
     ct_sink sink;
+    size_t piece; /* elements of a part at a time; the exchange's to set */
 } ct_transfer;
 
 /* What the exchange takes of a segment, from its start. */
@@ -60,13 +55,13 @@ CT_NODISCARD ct_status ct_exchange_init(ct_exchange *exchange,
 
 /* Moves the data; every rank calls it with a like request. All ranks are refused alike
  * (CT_EINVAL) or none is; of a request that is refused nothing is read. CT_ECOMM when a
- * rank is gone or late. */
+ * rank is gone or late.
+ *
+ * Where what all give lies in lanes, it is read there, in one piece; of an all_reduce
+ * then all is done, with the results written into all lanes, and *in_place, which may
+ * be NULL, is true. */
 CT_NODISCARD ct_status ct_exchange_run(ct_exchange *exchange, const ct_transfer *wanted,
-                                       ct_error *err);
-
-/* Makes room for lanes (CT_ENOMEM), then takes them over: the same on every rank. */
-CT_NODISCARD ct_status ct_exchange_reserve(ct_exchange *exchange, ct_error *err);
-void ct_exchange_add(ct_exchange *exchange, const ct_lanes *lanes);
+                                       bool *in_place, ct_error *err);
 
 /* Leaves the crew and the lanes; all zeros is fine. */
 void ct_exchange_fini(ct_exchange *exchange);

@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "core/ct_alloc.h"
 #include "core/ct_comm_shm.h"
+#include "core/ct_pages.h"
 #include "core/ct_reduce.h"
 #include "ct_processes.h"
 #include "ct_rank_values.h"
@@ -107,9 +108,10 @@ work_in_shared_memory(ct_comm *comm)
 {
     const size_t ranks = (size_t)comm->world_size, n = LARGEST;
     const size_t mine = (size_t)comm->rank * n;
-    void *memory;
-    CHECK(ct_comm_shm_memory(comm, n * ranks * sizeof(float), &memory, NULL) == CT_OK);
-    float *whole = memory;
+    ct_pages *memory;
+    CHECK(ct_comm_memory(comm, n * ranks * sizeof(float), &memory, NULL) == CT_OK);
+    CHECK(memory->is_shared && memory->bytes >= n * ranks * sizeof(float));
+    float *whole = (float *)(void *)memory->data;
     const ct_span all = {whole, n * ranks, CT_F32}, own = {whole + mine, n, CT_F32};
     CHECK(whole[0] == 0.0f && whole[n * ranks - 1] == 0.0f);
     for (size_t i = 0; i < n * ranks; i++) {
@@ -130,21 +132,57 @@ work_in_shared_memory(ct_comm *comm)
     for (size_t i = 0; i < n * ranks; i++) {
         CHECK(whole[i] == reduced_at(comm->world_size, i, CT_REDUCE_MEAN));
     }
+    ct_pages_free(memory);
 }
 
 static void
 move_shared_memory(ct_comm *comm)
 {
-    void *memory;
+    ct_pages *memory, *more;
     const size_t ranks = (size_t)comm->world_size, n = LARGEST;
-    CHECK(ct_comm_shm_memory(comm, n * ranks * sizeof(float), &memory, NULL) == CT_OK);
-    float *part = values_of(0, n);
-    gather_scatter_and_exchange(comm, memory, part, n);
+    CHECK(ct_comm_memory(comm, n * ranks * sizeof(float), &memory, NULL) == CT_OK);
+    CHECK(ct_comm_memory(comm, n * sizeof(float), &more, NULL) == CT_OK);
+    float *shared = (float *)(void *)memory->data;
+    float *part = values_of(0, n), *whole = values_of(0, n * ranks);
+    gather_scatter_and_exchange(comm, shared, part, n);
+    gather_scatter_and_exchange(comm, whole, shared, n);
+    gather_scatter_and_exchange(comm, shared, (float *)(void *)more->data, n);
     ct_free(part);
-    part = memory;
-    float *whole = values_of(0, n * ranks);
-    gather_scatter_and_exchange(comm, whole, part, n);
     ct_free(whole);
+    ct_pages_free(more);
+    gather_scatter_and_exchange(comm, shared, shared + n * (ranks - 1), 1);
+    ct_pages_free(memory);
+}
+
+/* Pages come back as zeroes, on every rank by itself; the others' stay. */
+static void
+discard_memory(ct_comm *comm)
+{
+    ct_pages *memory;
+    ct_error err;
+    float seen[3];
+    const size_t page = ct_pages_round(1);
+    CHECK(ct_comm_memory(comm, 2 * page, &memory, NULL) == CT_OK);
+    float *values = (float *)(void *)memory->data;
+    const ct_span own = {values, 1, CT_F32}, all = {seen, 3, CT_F32};
+    values[0] = values[page / sizeof(float)] = (float)(comm->rank + 1);
+    CHECK(comm->ops->all_gather(comm, &all, &own, NULL) == CT_OK && seen[1] == 2.0f);
+    if (comm->rank == 1) {
+        CHECK(ct_pages_discard(memory, 0, page, NULL) == CT_OK);
+        CHECK(values[0] == 0.0f && values[page / sizeof(float)] == 2.0f);
+    }
+    CHECK(comm->ops->all_gather(comm, &all, &own, NULL) == CT_OK);
+    CHECK(seen[0] == 1.0f && seen[1] == 0.0f && seen[2] == 3.0f);
+    CHECK(ct_pages_discard(memory, 1, page, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "must be whole pages") != NULL);
+    CHECK(ct_pages_discard(memory, 2 * page, page, &err) == CT_EINVAL);
+    ct_pages_free(memory);
+}
+
+static void
+test_discarded_memory_reads_as_zeroes(void)
+{
+    run_processes(3, 30.0, -1, discard_memory);
 }
 
 static void
@@ -159,9 +197,8 @@ static void
 ask_for_different_memory(ct_comm *comm)
 {
     ct_error err;
-    void *memory = NULL;
-    CHECK(ct_comm_shm_memory(comm, comm->rank == 1 ? 100 : 50, &memory, &err) ==
-          CT_EINVAL);
+    ct_pages *memory = NULL;
+    CHECK(ct_comm_memory(comm, comm->rank == 1 ? 100 : 50, &memory, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "got 50 to 100") != NULL && memory == NULL);
     CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
 }
@@ -258,6 +295,7 @@ main(void)
     test_parts_go_where_they_belong();
     test_memory_of_the_group_is_read_where_it_is();
     test_memory_of_different_sizes_is_refused();
+    test_discarded_memory_reads_as_zeroes();
     test_a_broadcast_is_the_roots();
     test_ranks_are_added_in_order_whoever_comes_first();
     test_every_dtype_is_added();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -68,6 +69,13 @@ assert parts.tolist() == [7, 0]
 assert half.rank == 1 - group.rank
 assert from_environment(ranks=[group.rank]).backend == "self"
 half.broadcast_bytes(b"x", 0)
+memory = group.memory(80008)
+shared, whole = np.frombuffer(memory), np.zeros(20002)
+shared[:] = np.arange(10001.0) + group.rank
+group.all_gather(whole, shared)
+assert (whole[:10001] == np.arange(10001.0)).all() and whole[-1] == 10001.0
+group.all_reduce(shared)
+assert memory.is_shared and (shared == np.arange(10001.0) * 2 + 1).all()
 group.all_gather(parts, np.array([group.rank * 7]))
 print(group.backend, group.rank, group.world_size, parts.tolist())
 """
@@ -231,6 +239,38 @@ def test_bad_arguments_and_absent_ranks_are_named() -> None:
     key = uuid.uuid4().hex
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 .* within 0.1 seconds"):
         _C.shared_memory_communicator(key, 0, 2, 0.1)
+
+
+def test_memory_of_a_group_is_a_buffer_that_outlives_it() -> None:
+    page = mmap.PAGESIZE
+    alone = _C.Communicator()
+    for group in (alone, _C.shared_memory_communicator(uuid.uuid4().hex, 0, 1, 1.0)):
+        memory = group.memory(2 * page + 8)
+        assert memory.nbytes == 2 * page + 8 == memoryview(memory).nbytes
+        assert memory.is_shared == (group is not alone)
+        values = np.frombuffer(memory)
+        values[:] = 1.0
+        group.all_reduce(values)
+        group.close()
+        memory.discard(page)
+        assert values[:512].sum() == 512.0
+        assert values[512:].sum() == 0.0
+        values[-1] = 2.0
+        memory.discard(0, page)
+        assert (values[0], values[-1]) == (0.0, 2.0)
+        for offset, nbytes in ((1, page), (0, 4 * page), (5 * page, None), (-page, 0)):
+            with pytest.raises(ValueError, match="bytes"):
+                memory.discard(offset, nbytes)
+        del memory
+        assert values[-1] == 2.0
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_memory_of_no_bytes_is_refused(nbytes: int) -> None:
+    shared = _C.shared_memory_communicator(uuid.uuid4().hex, 0, 1, 1.0)
+    for group in (_C.Communicator(), shared):
+        with pytest.raises(ValueError, match="bytes"):
+            group.memory(nbytes)
 
 
 def test_one_rank_shares_memory_with_itself() -> None:

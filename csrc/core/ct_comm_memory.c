@@ -1,0 +1,9 @@
+#include "core/ct_comm.h"
+#include "core/ct_pages.h"
+
+ct_status
+ct_comm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
+{
+    return comm->ops->memory != NULL ? comm->ops->memory(comm, bytes, memory, err)
+                                     : ct_pages_new(memory, bytes, err);
+}

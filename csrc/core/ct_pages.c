@@ -1,0 +1,132 @@
+#define _GNU_SOURCE /* MADV_REMOVE */
+#include "core/ct_pages.h"
+
+#include "core/ct_alloc.h"
+#include "core/ct_io.h"
+
+#include <errno.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static size_t
+page_bytes(void)
+{
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+size_t
+ct_pages_round(size_t bytes)
+{
+    const size_t page = page_bytes();
+    return bytes > SIZE_MAX - page ? 0 : (bytes + page - 1) / page * page;
+}
+
+static void
+release(ct_pages *p)
+{
+    if (p->is_shared) {
+        ct_segment_leave(&p->segment);
+    }
+    else if (p->data != NULL) {
+        (void)munmap(p->data, p->bytes);
+    }
+    ct_free(p);
+}
+
+static ct_pages *
+pages_with_holder(void)
+{
+    ct_pages *p = ct_calloc(1, sizeof *p);
+    if (p != NULL) {
+        p->holders = 1;
+    }
+    return p;
+}
+
+ct_status
+ct_pages_new(ct_pages **pages, size_t bytes, ct_error *err)
+{
+    const size_t whole = ct_pages_round(bytes);
+    if (whole == 0) {
+        return ct_fail(err, CT_EINVAL, "memory must be of more than 0 bytes, got %zu",
+                       bytes);
+    }
+    ct_pages *p = pages_with_holder();
+    void *data = p == NULL ? MAP_FAILED
+                           : mmap(NULL, whole, PROT_READ | PROT_WRITE,
+                                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) {
+        ct_free(p);
+        return ct_fail(err, CT_ENOMEM, "no memory for %zu bytes", whole);
+    }
+    p->data = data;
+    p->bytes = whole;
+    *pages = p;
+    return CT_OK;
+}
+
+ct_status
+ct_pages_new_steal(ct_pages **pages, ct_segment *segment, size_t offset, size_t bytes,
+                   ct_error *err)
+{
+    ct_pages *p = pages_with_holder();
+    if (p == NULL) {
+        ct_segment_leave(segment);
+        return ct_fail(err, CT_ENOMEM, "no memory to share %zu bytes", bytes);
+    }
+    p->data = (unsigned char *)segment->base + offset;
+    p->bytes = bytes;
+    p->is_shared = true;
+    p->segment = *segment;
+    *segment = (ct_segment){.fd = -1};
+    *pages = p;
+    return CT_OK;
+}
+
+/* Shared pages belong to their file: only a hole in it gives them back. */
+static bool
+give_back(const ct_pages *p, size_t offset, size_t bytes)
+{
+    const int advice = p->is_shared ? MADV_REMOVE : MADV_DONTNEED;
+    return bytes == 0 || madvise(p->data + offset, bytes, advice) == 0;
+}
+
+ct_status
+ct_pages_discard(ct_pages *p, size_t offset, size_t bytes, ct_error *err)
+{
+    const size_t page = page_bytes();
+    if (offset > p->bytes || bytes > p->bytes - offset || offset % page != 0 ||
+        bytes % page != 0) {
+        return ct_fail(err, CT_EINVAL,
+                       "what is discarded must be whole pages of %zu bytes within %zu "
+                       "bytes, got %zu bytes at %zu",
+                       page, p->bytes, bytes, offset);
+    }
+    return give_back(p, offset, bytes)
+               ? CT_OK
+               : ct_fail_io(err, errno, "discard", "memory of a group");
+}
+
+void
+ct_pages_hold(ct_pages *p)
+{
+    (void)__atomic_add_fetch(&p->holders, 1, __ATOMIC_RELAXED);
+}
+
+void
+ct_pages_drop(ct_pages *p)
+{
+    if (p != NULL && __atomic_sub_fetch(&p->holders, 1, __ATOMIC_ACQ_REL) == 0) {
+        release(p);
+    }
+}
+
+void
+ct_pages_free(ct_pages *p)
+{
+    if (p != NULL) {
+        (void)give_back(p, 0, p->bytes); /* else they go with the last holder */
+        ct_pages_drop(p);
+    }
+}

@@ -1,0 +1,51 @@
+/* Whole pages of memory, of this process alone or a rank's part of what it shares.
+ *
+ * They never move. Their content may be discarded, which gives the memory back to the
+ * system while the addresses stay: the next touch finds zeroes. Several may hold them:
+ * who asked for them, and the group through which others read them. */
+#ifndef CT_PAGES_H
+#define CT_PAGES_H
+
+#include "core/ct_segment.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ct_pages {
+    unsigned char *data; /* zeroed when made; aligned to a page */
+    size_t bytes;        /* a multiple of a page, at least what was asked for */
+    bool is_shared;      /* other processes read it */
+    ct_segment segment;  /* where it lies; all zeros unless shared */
+    int holders;
+} ct_pages;
+
+/* bytes rounded up to whole pages; 0 when that overflows. */
+size_t ct_pages_round(size_t bytes);
+
+/* Pages of this process alone, with one holder. bytes > 0. CT_EINVAL or CT_ENOMEM. */
+CT_NODISCARD ct_status ct_pages_new(ct_pages **pages, size_t bytes, ct_error *err);
+
+/* `bytes` of the segment from `offset` on, both multiples of a page, with one holder;
+ * takes the segment over, on failure (CT_ENOMEM) too. */
+CT_NODISCARD ct_status ct_pages_new_steal(ct_pages **pages, ct_segment *segment,
+                                          size_t offset, size_t bytes, ct_error *err);
+
+/* Gives the memory of [offset, offset + bytes) back; it then reads as zeroes. Both are
+ * multiples of a page within the pages, or CT_EINVAL; CT_EIO when the system refuses.
+ */
+CT_NODISCARD ct_status ct_pages_discard(ct_pages *pages, size_t offset, size_t bytes,
+                                        ct_error *err);
+
+void ct_pages_hold(ct_pages *pages);
+void ct_pages_drop(ct_pages *pages); /* the last one unmaps them; NULL is fine */
+
+/* What who asked for them does: discards the content, as other holders may keep the
+ * addresses for long, and drops them. NULL is fine. */
+void ct_pages_free(ct_pages *pages);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
