@@ -25,6 +25,8 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 CC ?= cc
 BUILD := build
+# Two processes share the tests by file.
+SHARED := -n 2 --dist loadfile
 STRICT := -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wvla -Werror
 EXACT := -ffp-contract=off -fno-math-errno -fno-trapping-math
 CFLAGS := -O3 $(STRICT) $(EXACT) -pthread -fvisibility=hidden -Icsrc $(SAN)
@@ -52,7 +54,7 @@ demo: ext
 	$(PY) examples/code_search.py
 
 test: ext check-core
-	$(PY) -m pytest tests
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest tests $(SHARED)
 
 bench: ext
 	mkdir -p out/benchmarks
@@ -108,7 +110,7 @@ asan-ext:
 	  $(PY) setup.py -q build --build-base $(BUILD)/asan/ext --build-lib $(BUILD)/asan/lib
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(BUILD)/asan/lib \
-	  $(VENV)/bin/pytest tests/binding -k 'not memory'
+	  $(VENV)/bin/pytest tests/binding -k 'not memory' $(SHARED)
 
 THREADED := test_comm test_pool test_kernels test_norm test_step_ranks test_writer
 tsan:
