@@ -8,6 +8,10 @@ from importlib import import_module
 
 # Command: the module whose main(arguments) it is, and what it does.
 _COMMANDS = {
+    "consolidate": (
+        "ctrainer.fsdp.consolidate",
+        "make one file, or other shards, of the shard files of FSDP",
+    ),
     "fairseq-preprocess": (
         "ctrainer.fairseq.preprocess",
         "make dictionaries and binarised data of text",

@@ -64,7 +64,7 @@ FRAMEWORKS = {
         "fairseq/models/",
         "fairseq/modules/",
         "fairseq/utils.py",
-        "fsdp.py",
+        "fsdp/",
         "optim/",
         "hf.py",
     ),

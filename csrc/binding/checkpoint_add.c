@@ -89,7 +89,7 @@ CheckpointWriter_add_archive(PyObject *op, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     size_t n = (size_t)PyList_GET_SIZE(list);
-    records = ctpy_records_from(ctpy_state_borrow(op), list);
+    records = ctpy_records_from(ctpy_state_borrow(op), list, false);
     if (records == NULL) {
         goto done;
     }
@@ -100,7 +100,7 @@ CheckpointWriter_add_archive(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     answer = add_plan_steal(op, name, &plan, snapshot);
 done:
-    ct_free(records);
+    ctpy_records_free(records, list);
     Py_DECREF(list);
     return answer;
 }

@@ -8,6 +8,9 @@
 void
 ctpy_tensors_fini(ctpy_tensors *tensors)
 {
+    for (size_t i = 0; i < tensors->n && tensors->entries != NULL; i++) {
+        ct_free((void *)tensors->entries[i].excerpts);
+    }
     ct_free(tensors->extents);
     ct_free(tensors->entries);
     Py_CLEAR(tensors->items);
@@ -20,6 +23,12 @@ ctpy_path_from(PyObject *op)
     PyObject *bytes = NULL;
     return PyUnicode_FSConverter(op, (void *)&bytes) ? bytes : NULL;
 }
+
+/* What a value may be. */
+typedef struct fill_how {
+    int writable;
+    bool may_excerpt;
+} fill_how;
 
 static int
 check_value(PyObject *name, PyObject *value)
@@ -90,12 +99,31 @@ fill_shape(PyObject *pair, uint64_t *extents, ct_st_entry *entry)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* The bytes of one value: memory, or excerpts of files. */
 static int
-fill_entry(ctpy_state *state, PyObject *pair, int writable, uint64_t *extents,
+fill_data(ctpy_state *state, PyObject *data, const char *what, const fill_how *how,
+          ct_st_entry *entry)
+{
+    ct_span span;
+    if (how->may_excerpt && PyTuple_Check(data)) {
+        entry->excerpts = ctpy_excerpts_from(data, what, &entry->bytes);
+        entry->n_excerpts = (size_t)PyTuple_GET_SIZE(data);
+        return entry->excerpts == NULL ? -1 : 0;
+    }
+    if (ctpy_span_from(state, data, what, how->writable, &span) < 0) {
+        return -1;
+    }
+    entry->data = span.data;
+    entry->bytes = span.n * ct_dtype_size(span.dtype);
+    entry->tag = ct_dtype_tag(span.dtype);
+    return 0;
+}
+
+static int
+fill_entry(ctpy_state *state, PyObject *pair, const fill_how *how, uint64_t *extents,
            ct_st_entry *entry)
 {
     char what[200];
-    ct_span span;
     Py_ssize_t n;
     PyObject *name = PyTuple_GET_ITEM(pair, 0), *value = PyTuple_GET_ITEM(pair, 1);
     bool raw = PyTuple_Check(value);
@@ -104,15 +132,14 @@ fill_entry(ctpy_state *state, PyObject *pair, int writable, uint64_t *extents,
         return -1;
     }
     (void)snprintf(what, sizeof what, "tensor '%.180s'", text);
-    if (ctpy_span_from(state, raw ? PyTuple_GET_ITEM(value, 0) : value, what, writable,
-                       &span) < 0) {
+    entry->name = (ct_text){text, (size_t)n};
+    if (fill_data(state, raw ? PyTuple_GET_ITEM(value, 0) : value, what, how, entry) <
+        0) {
         return -1;
     }
-    entry->name = (ct_text){text, (size_t)n};
-    entry->data = span.data;
-    entry->bytes = span.n * ct_dtype_size(span.dtype);
-    entry->tag =
-        raw ? PyUnicode_AsUTF8(PyTuple_GET_ITEM(value, 1)) : ct_dtype_tag(span.dtype);
+    if (raw) {
+        entry->tag = PyUnicode_AsUTF8(PyTuple_GET_ITEM(value, 1));
+    }
     return entry->tag == NULL ? -1 : fill_shape(pair, extents, entry);
 }
 
@@ -130,10 +157,11 @@ fill_entries(ctpy_state *state, ctpy_tensors *tensors, int writable)
         (void)PyErr_NoMemory();
         return -1;
     }
+    const fill_how how = {.writable = writable, .may_excerpt = tensors->may_excerpt};
     uint64_t *at = tensors->extents;
     for (size_t i = 0; i < tensors->n; i++) {
         PyObject *pair = PyList_GET_ITEM(tensors->items, (Py_ssize_t)i);
-        if (fill_entry(state, pair, writable, at, &tensors->entries[i]) < 0) {
+        if (fill_entry(state, pair, &how, at, &tensors->entries[i]) < 0) {
             return -1;
         }
         at += tensors->entries[i].ndim;
@@ -193,7 +221,7 @@ ctpy_pairs_from(PyObject *dict, size_t *n)
 
 /* One (name, data) of an archive; data is bytes, or a tensor or array. */
 static int
-fill_record(ctpy_state *state, PyObject *pair, ct_zip_record *record)
+fill_record(ctpy_state *state, PyObject *pair, bool may_excerpt, ct_zip_record *record)
 {
     ct_span span;
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
@@ -211,6 +239,11 @@ fill_record(ctpy_state *state, PyObject *pair, ct_zip_record *record)
         record->bytes = (size_t)PyBytes_GET_SIZE(data);
         return 0;
     }
+    if (may_excerpt && PyTuple_Check(data)) {
+        record->excerpts = ctpy_excerpts_from(data, record->name, &record->bytes);
+        record->n_excerpts = (size_t)PyTuple_GET_SIZE(data);
+        return record->excerpts == NULL ? -1 : 0;
+    }
     if (ctpy_span_from(state, data, record->name, 0, &span) < 0) {
         return -1;
     }
@@ -219,8 +252,17 @@ fill_record(ctpy_state *state, PyObject *pair, ct_zip_record *record)
     return 0;
 }
 
+void
+ctpy_records_free(ct_zip_record *records, PyObject *list)
+{
+    for (Py_ssize_t i = 0; records != NULL && i < PyList_GET_SIZE(list); i++) {
+        ct_free((void *)records[i].excerpts);
+    }
+    ct_free(records);
+}
+
 ct_zip_record *
-ctpy_records_from(ctpy_state *state, PyObject *list)
+ctpy_records_from(ctpy_state *state, PyObject *list, bool may_excerpt)
 {
     size_t n = (size_t)PyList_GET_SIZE(list);
     ct_zip_record *records = ct_calloc(n + 1, sizeof *records);
@@ -229,8 +271,9 @@ ctpy_records_from(ctpy_state *state, PyObject *list)
         return NULL;
     }
     for (size_t i = 0; i < n; i++) {
-        if (fill_record(state, PyList_GET_ITEM(list, (Py_ssize_t)i), &records[i]) < 0) {
-            ct_free(records);
+        if (fill_record(state, PyList_GET_ITEM(list, (Py_ssize_t)i), may_excerpt,
+                        &records[i]) < 0) {
+            ctpy_records_free(records, list);
             return NULL;
         }
     }

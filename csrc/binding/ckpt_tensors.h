@@ -6,12 +6,14 @@
 #include "core/ct_safetensors.h"
 #include "core/ct_zip.h"
 
-/* Starts as {0}. The entries borrow from items, so those must outlive their use. */
+/* Starts as {0}, or with may_excerpt set. The entries borrow from items, so those must
+ * outlive their use. */
 typedef struct ctpy_tensors {
     PyObject *items; /* list of (name, value), strong */
     ct_st_entry *entries;
     uint64_t *extents; /* the shapes, one after the other */
     size_t n;
+    bool may_excerpt; /* set by the caller: the data may lie in other files */
 } ctpy_tensors;
 
 void ctpy_tensors_fini(ctpy_tensors *tensors);
@@ -26,9 +28,15 @@ int ctpy_tensors_from(ctpy_state *state, PyObject *dict, int writable,
  * with an exception. */
 ct_st_pair *ctpy_pairs_from(PyObject *dict, size_t *n);
 
-/* A list of (name, bytes or tensor or array) as records that borrow from it; release
- * with ct_free. NULL with an exception. */
-ct_zip_record *ctpy_records_from(ctpy_state *state, PyObject *list);
+/* A list of (name, bytes or tensor or array, or excerpts where they may be) as records
+ * that borrow from it; release with ctpy_records_free. NULL with an exception. */
+ct_zip_record *ctpy_records_from(ctpy_state *state, PyObject *list, bool may_excerpt);
+void ctpy_records_free(ct_zip_record *records, PyObject *list); /* NULL is fine */
+
+/* A tuple of (path as bytes or None, offset, n) as excerpts that borrow its paths, and
+ * their *n_bytes in all; release with ct_free. NULL with an exception that names
+ * `what`. */
+ct_excerpt *ctpy_excerpts_from(PyObject *tuple, const char *what, size_t *n_bytes);
 
 /* A path as the file system wants it: a new bytes object. str, bytes or PathLike. */
 PyObject *ctpy_path_from(PyObject *op);

@@ -182,6 +182,26 @@ ct_read_at(int fd, void *data, size_t n, uint64_t offset, const char *path,
 }
 
 ct_status
+ct_write_at(int fd, const void *data, size_t n, uint64_t offset, const char *path,
+            ct_error *err)
+{
+    const char *from = data;
+    while (n > 0) {
+        size_t ask = n < SSIZE_MAX ? n : SSIZE_MAX;
+        ssize_t done = pwrite(fd, from, ask, (off_t)offset);
+        if (done < 0 && errno != EINTR) {
+            return ct_fail_io(err, errno, "write", path);
+        }
+        if (done > 0) {
+            from += done;
+            n -= (size_t)done;
+            offset += (uint64_t)done;
+        }
+    }
+    return CT_OK;
+}
+
+ct_status
 ct_checksum_file(const char *path, uint32_t *crc32c, uint64_t *bytes, ct_error *err)
 {
     ct_status status = CT_OK;

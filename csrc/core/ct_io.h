@@ -46,6 +46,10 @@ int ct_open_read(const char *path, uint64_t *bytes, ct_error *err);
 CT_NODISCARD ct_status ct_read_at(int fd, void *data, size_t n, uint64_t offset,
                                   const char *path, ct_error *err);
 
+/* Writes data[0..n) at offset. */
+CT_NODISCARD ct_status ct_write_at(int fd, const void *data, size_t n, uint64_t offset,
+                                   const char *path, ct_error *err);
+
 /* The checksum and size of a whole file. */
 CT_NODISCARD ct_status ct_checksum_file(const char *path, uint32_t *crc32c,
                                         uint64_t *bytes, ct_error *err);

@@ -80,6 +80,16 @@ ct_plan_add_data(ct_plan *plan, const void *data, size_t n, ct_error *err)
 }
 
 ct_status
+ct_plan_add_excerpts(ct_plan *plan, const ct_excerpt *excerpts, size_t n, ct_error *err)
+{
+    ct_plan_piece piece = {.excerpts = excerpts, .n_excerpts = n};
+    for (size_t i = 0; i < n; i++) {
+        piece.n += excerpts[i].n;
+    }
+    return add_piece(plan, piece, err);
+}
+
+ct_status
 ct_plan_add_patch(ct_plan *plan, ct_patch patch, ct_error *err)
 {
     void *block = plan->patches;
@@ -88,6 +98,9 @@ ct_plan_add_patch(ct_plan *plan, ct_patch patch, ct_error *err)
     plan->patches = block;
     if (status == CT_OK) {
         plan->patches[plan->n_patches++] = patch;
+        if (patch.kind == CT_PATCH_CRC32) {
+            plan->pieces[patch.first].zipped = true;
+        }
     }
     return status;
 }
@@ -108,7 +121,7 @@ apply_patch(const ct_plan *plan, const ct_patch *patch)
     for (size_t i = patch->first; i < patch->first + patch->n; i++) {
         const ct_plan_piece *piece = &plan->pieces[i];
         crc = patch->kind == CT_PATCH_CRC32
-                  ? ct_crc32(crc, piece->data, piece->n)
+                  ? piece->crc32
                   : ct_crc32c_combine(crc, piece->crc32c, piece->n);
     }
     if (patch->kind == CT_PATCH_CRC32) {
@@ -128,7 +141,16 @@ ct_plan_seal(ct_plan *plan)
         if (piece->owned == NULL) {
             piece->crc32c = ct_crc32c(0, piece->data, piece->n);
         }
+        if (piece->zipped) {
+            piece->crc32 = ct_crc32(0, piece->data, piece->n);
+        }
     }
+    ct_plan_fill_in(plan);
+}
+
+void
+ct_plan_fill_in(ct_plan *plan)
+{
     for (size_t i = 0; i < plan->n_patches; i++) {
         apply_patch(plan, &plan->patches[i]);
     }

@@ -2,7 +2,8 @@
  * left blank until somebody has time to work them out.
  *
  * A plan is made where training waits, so making it reads no tensor; it is sealed and
- * written on the writer's thread. */
+ * written on the writer's thread. One that reads other files, of shards for instance,
+ * is streamed instead: a block at a time is all that it holds of them. */
 #ifndef CT_PLAN_H
 #define CT_PLAN_H
 
@@ -17,11 +18,23 @@
 extern "C" {
 #endif
 
+/* Bytes of another file. */
+typedef struct ct_excerpt {
+    const char *path; /* NULL: zeros */
+    uint64_t offset;
+    size_t n;
+} ct_excerpt;
+
+/* Bytes in memory, or excerpts, one after the other, where there are any. */
 typedef struct ct_plan_piece {
     const void *data;
     size_t n;
     unsigned char *owned; /* the plan's own memory, then == data; else NULL */
-    uint32_t crc32c;      /* of data, once sealed */
+    const ct_excerpt *excerpts;
+    size_t n_excerpts;
+    bool zipped;     /* a CT_PATCH_CRC32 asks for crc32 */
+    uint32_t crc32c; /* of the bytes, once sealed or streamed */
+    uint32_t crc32;
 } ct_plan_piece;
 
 typedef enum ct_patch_kind {
@@ -30,7 +43,7 @@ typedef enum ct_patch_kind {
 } ct_patch_kind;
 
 /* The checksum of pieces [first, first + n) goes to `offset` in piece `to`, one that
- * the plan owns and that is not among them. */
+ * the plan owns and that is not among them. For CT_PATCH_CRC32 n is 1. */
 typedef struct ct_patch {
     ct_patch_kind kind;
     size_t first, n;
@@ -45,7 +58,7 @@ typedef struct ct_plan {
     ct_patch *patches;
     size_t n_patches, patches_capacity;
     uint64_t bytes;  /* the whole file */
-    uint32_t crc32c; /* the whole file, once sealed */
+    uint32_t crc32c; /* the whole file, once sealed or streamed */
 } ct_plan;
 
 void ct_plan_fini(ct_plan *plan);
@@ -60,11 +73,26 @@ CT_NODISCARD ct_status ct_plan_add_buf(ct_plan *plan, ct_buf *buf, ct_error *err
  * be replaced by a copy (ct_arena_copy). */
 CT_NODISCARD ct_status ct_plan_add_data(ct_plan *plan, const void *data, size_t n,
                                         ct_error *err);
+
+/* Appends excerpts[0..n), borrowed until the plan is streamed. Such a plan can be
+ * streamed only. */
+CT_NODISCARD ct_status ct_plan_add_excerpts(ct_plan *plan, const ct_excerpt *excerpts,
+                                            size_t n, ct_error *err);
+
+/* The pieces that it speaks of have been added. */
 CT_NODISCARD ct_status ct_plan_add_patch(ct_plan *plan, ct_patch patch, ct_error *err);
 
 /* Fills in every patch and the checksum of the whole: one pass over the data, a second
  * one where ZIP's checksum is wanted. */
 void ct_plan_seal(ct_plan *plan);
+
+/* The same where every piece but the plan's own has its checksums. */
+void ct_plan_fill_in(ct_plan *plan);
+
+/* Seals and writes in one pass: beside path first, then synchronised and renamed, so
+ * that path is never half a file. Holds one block of excerpts. CT_EINVAL where an
+ * excerpt's file ends too soon. */
+CT_NODISCARD ct_status ct_plan_publish(ct_plan *plan, const char *path, ct_error *err);
 
 /* Writes a sealed plan to path, replacing a file that is there. */
 CT_NODISCARD ct_status ct_plan_write(const ct_plan *plan, const char *path,

@@ -189,6 +189,14 @@ build_header(ct_buf *buf, const ct_st_entry *entries, size_t n,
     return status;
 }
 
+static ct_status
+add_data(ct_plan *plan, const ct_st_entry *entry, ct_error *err)
+{
+    return entry->n_excerpts > 0
+               ? ct_plan_add_excerpts(plan, entry->excerpts, entry->n_excerpts, err)
+               : ct_plan_add_data(plan, entry->data, entry->bytes, err);
+}
+
 ct_status
 ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n, const ct_st_pair *metadata,
            size_t n_metadata, ct_error *err)
@@ -209,7 +217,7 @@ ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n, const ct_st_pair *meta
         status = ct_plan_add_buf(plan, &header, err);
     }
     for (size_t i = 0; i < n && status == CT_OK; i++) {
-        status = ct_plan_add_data(plan, entries[i].data, entries[i].bytes, err);
+        status = add_data(plan, &entries[i], err);
     }
     if (status == CT_OK) {
         ct_patch patch = {CT_PATCH_CRC32C_HEX, .first = 1, .n = n, .offset = crc_at};

@@ -83,6 +83,14 @@ padding_at(uint64_t at, const ct_zip_record *record, bool wide)
 }
 
 static ct_status
+add_data(ct_plan *plan, const ct_zip_record *record, ct_error *err)
+{
+    return record->n_excerpts > 0
+               ? ct_plan_add_excerpts(plan, record->excerpts, record->n_excerpts, err)
+               : ct_plan_add_data(plan, record->data, record->bytes, err);
+}
+
+static ct_status
 add_local(ct_plan *plan, const ct_zip_record *record, ct_error *err)
 {
     ct_buf buf = {0};
@@ -108,7 +116,7 @@ add_local(ct_plan *plan, const ct_zip_record *record, ct_error *err)
         f.status = ct_plan_add_buf(plan, &buf, err);
     }
     if (f.status == CT_OK) {
-        f.status = ct_plan_add_data(plan, record->data, record->bytes, err);
+        f.status = add_data(plan, record, err);
     }
     ct_buf_fini(&buf);
     return f.status;

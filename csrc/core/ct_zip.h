@@ -18,6 +18,8 @@ extern "C" {
 typedef struct ct_zip_record {
     const char *name; /* "archive/data/0" */
     const void *data;
+    const ct_excerpt *excerpts; /* or n_excerpts of other files make up the data */
+    size_t n_excerpts;
     size_t bytes;
 } ct_zip_record;
 

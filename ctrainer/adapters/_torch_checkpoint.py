@@ -24,13 +24,13 @@ logger = logging.getLogger("ctrainer.checkpoint")
 # Pickles: torch.save's archive, its tensors written by C
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
     """Puts a number in the place of each storage and keeps the storage."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self.numbers: dict[int, str] = {}
-        self.storages: list[torch.UntypedStorage] = []
+        self.records: list[Any] = []  # what holds the data, by number
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, torch.storage.TypedStorage):
@@ -41,22 +41,24 @@ class _Pickler(pickle.Pickler):
             return None
         number = self.numbers.get(storage._cdata)
         if number is None:
-            number = self.numbers[storage._cdata] = str(len(self.storages))
-            self.storages.append(storage)
+            number = self.numbers[storage._cdata] = str(len(self.records))
+            self.records.append(_storage_bytes(storage))
         kind = getattr(torch, kind)
         n = obj._size() if n is None else n
         place = torch.serialization.location_tag(storage)
         return ("storage", kind, number, place, n)
 
 
-def archive_records(name: str | os.PathLike[str], obj: Any) -> list[tuple[str, Any]]:
+def archive_records(
+    name: str | os.PathLike[str], obj: Any, pickler_class: type[Pickler] = Pickler
+) -> list[tuple[str, Any]]:
     """The records of torch.save(obj, name): pickled now, tensors by reference.
 
     Storages of a GPU are copied to the host. Records that C has not copied yet keep the
     tensors alive, not their values.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = pickler_class(file)
     pickler.dump(obj)
     stem = os.path.splitext(os.path.basename(os.fspath(name)))[0] or "archive"
     records: list[tuple[str, Any]] = [
@@ -65,8 +67,8 @@ def archive_records(name: str | os.PathLike[str], obj: Any) -> list[tuple[str, A
         (f"{stem}/.storage_alignment", b"64"),
         (f"{stem}/byteorder", sys.byteorder.encode()),
     ]
-    for i, storage in enumerate(pickler.storages):
-        records.append((f"{stem}/data/{i}", _storage_bytes(storage)))
+    for i, data in enumerate(pickler.records):
+        records.append((f"{stem}/data/{i}", data))
     records.append((f"{stem}/version", b"3\n"))
     return records
 
@@ -320,23 +322,24 @@ def _live_targets(model: Any) -> dict[str, torch.Tensor] | None:
     return state if simple else None
 
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
     "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     **{tag: dtype for dtype, tag in _TAGS.items()},
 }  # fmt: skip
+TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 
 
 def _fits(tensor: torch.Tensor, tag: str, shape: tuple[int, ...]) -> bool:
     known = tag not in _TAGS.values()
-    return known and tensor.dtype == _DTYPES.get(tag) and tensor.shape == shape
+    return known and tensor.dtype == DTYPES.get(tag) and tensor.shape == shape
 
 
 def _empty(tag: str, shape: tuple[int, ...]) -> torch.Tensor:
-    if tag not in _DTYPES:
+    if tag not in DTYPES:
         raise ValueError(f"torch has no dtype for safetensors' {tag}")
-    return torch.empty(shape, dtype=_DTYPES[tag])
+    return torch.empty(shape, dtype=DTYPES[tag])
 
 
 def _raw(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -25,9 +25,14 @@ static ct_status
 plan_sample(ct_plan *plan, ct_error *err)
 {
     ct_st_entry entries[] = {
-        {text("b\"\\\n"), "F32", weight_shape, 2, weight, sizeof weight},
-        {text("a"),       "I64", NULL,         0, count,  sizeof count },
-        {text("none"),    "F32", empty_shape,  2, NULL,   0            },
+        {.name = text("b\"\\\n"),
+         .tag = "F32",
+         .shape = weight_shape,
+         .ndim = 2,
+         .data = weight,
+         .bytes = sizeof weight},
+        {.name = text("a"), .tag = "I64", .data = count, .bytes = sizeof count},
+        {.name = text("none"), .tag = "F32", .shape = empty_shape, .ndim = 2},
     };
     ct_st_pair pair = {text("format"), text("pt")};
     return ct_st_plan(plan, entries, 3, &pair, 1, err);
@@ -208,7 +213,12 @@ test_bad_entries_are_refused(void)
 {
     ct_plan plan = {0};
     ct_error err;
-    ct_st_entry entry = {text("w"), "F32", weight_shape, 2, weight, 20};
+    ct_st_entry entry = {.name = text("w"),
+                         .tag = "F32",
+                         .shape = weight_shape,
+                         .ndim = 2,
+                         .data = weight,
+                         .bytes = 20};
     CHECK(ct_st_plan(&plan, &entry, 1, NULL, 0, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "'w'") != NULL);
     entry.tag = "complex";

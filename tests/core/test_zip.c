@@ -17,10 +17,10 @@ test_data_is_aligned_and_verifies(void)
     ct_plan plan = {0};
     ct_error err;
     const ct_zip_record records[] = {
-        {"a/data.pkl", "abc",          3 },
-        {"a/data/0",   "0123456789ab", 12},
-        {"a/data/1",   NULL,           0 },
-        {"a/version",  "3\n",          2 },
+        {.name = "a/data.pkl", .data = "abc", .bytes = 3},
+        {.name = "a/data/0", .data = "0123456789ab", .bytes = 12},
+        {.name = "a/data/1"},
+        {.name = "a/version", .data = "3\n", .bytes = 2},
     };
     CHECK(ct_zip_plan(&plan, records, 4, &err) == CT_OK);
     ct_plan_seal(&plan);

@@ -1,0 +1,16 @@
+"""Fully sharded data parallelism, and the checkpoints of sharded modules."""
+
+from ctrainer.fsdp.consolidate import (
+    consolidate_sharded_model_checkpoints,
+    consolidate_sharded_state_dicts,
+    reshard_checkpoints,
+)
+from ctrainer.fsdp.shard_files import load_shard, save_shard
+
+__all__ = [
+    "consolidate_sharded_model_checkpoints",
+    "consolidate_sharded_state_dicts",
+    "load_shard",
+    "reshard_checkpoints",
+    "save_shard",
+]

@@ -1,0 +1,183 @@
+"""What a file of torch.save holds, its tensors left where they are.
+
+The pickle is read with less trust than weights_only=True has: a name that it gives is
+looked up in one short table of plain types, and what is not there is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from ctrainer import _C
+from ctrainer.fsdp._stored import ITEM_BYTES, Stored
+
+_STORAGES = {
+    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16",
+    "BFloat16Storage": "BF16", "LongStorage": "I64", "IntStorage": "I32",
+    "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
+    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64",
+}  # fmt: skip
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "complex64": "C64", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    key: str
+    tag: str
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, archive: _Archive) -> None:
+        super().__init__(file)
+        self._archive = archive
+        self._names: dict[tuple[str, str], Any] = {
+            ("collections", "OrderedDict"): OrderedDict,
+            ("torch", "Size"): tuple,
+            ("torch", "device"): str,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_of_dtype,
+            ("torch._utils", "_rebuild_parameter"): _parameter,
+            ("torch.storage", "UntypedStorage"): "U8",
+            **{("torch", name): tag for name, tag in _STORAGES.items()},
+            **{("torch", name): name for name in DTYPES},
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._names:
+            raise ValueError(
+                f"{self._archive.path}: holds a {module}.{name}; shard files may hold "
+                "tensors, numbers, strings, lists, tuples and dicts only"
+            )
+        return self._names[module, name]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, tag, key, _, _ = pid
+        return _Storage(key, tag)
+
+    def _tensor(
+        self,
+        storage: _Storage,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        *_: Any,
+    ) -> Stored:
+        return self._archive.tensor(storage.key, storage.tag, offset, shape, stride)
+
+    def _tensor_of_dtype(
+        self,
+        storage: _Storage,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        _requires_grad: bool,
+        _hooks: Any,
+        dtype: str,
+        *_: Any,
+    ) -> Stored:
+        return self._archive.tensor(storage.key, DTYPES[dtype], offset, shape, stride)
+
+
+def _parameter(data: Stored, *_: Any) -> Stored:
+    return data
+
+
+class _Archive:
+    """The records of a file that torch.save wrote; they are stored, not compressed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._zip = zipfile.ZipFile(path)
+        self._records = {
+            info.filename.partition("/")[2]: info for info in self._zip.infolist()
+        }
+
+    def __enter__(self) -> _Archive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._zip.close()
+
+    def load(self) -> Any:
+        if self._record("byteorder", b"little") != b"little":
+            raise ValueError(f"{self.path}: was written by a big-endian machine")
+        return _Unpickler(io.BytesIO(self._record("data.pkl")), self).load()
+
+    def _record(self, name: str, default: bytes | None = None) -> bytes:
+        info = self._records.get(name)
+        if info is None:
+            if default is None:
+                raise ValueError(f"{self.path}: has no record {name!r}")
+            return default
+        return self._zip.read(info)
+
+    def tensor(
+        self,
+        key: str,
+        tag: str,
+        begin: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> Stored:
+        if not _is_contiguous(shape, stride):
+            raise ValueError(
+                f"{self.path}: holds a tensor of shape {shape} and stride {stride}; "
+                "save .contiguous() ones"
+            )
+        offset, nbytes = self._place(f"data/{key}")
+        found = Stored(self.path, offset + begin * ITEM_BYTES[tag], tag, shape)
+        if begin < 0 or (begin + found.numel) * ITEM_BYTES[tag] > nbytes:
+            raise ValueError(f"{self.path}: a tensor of shape {shape} ends too late")
+        return found
+
+    def _place(self, name: str) -> tuple[int, int]:
+        info = self._records.get(name)
+        if info is None:
+            raise ValueError(f"{self.path}: has no record {name!r}")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{self.path}: its record {name!r} is compressed")
+        with open(self.path, "rb") as file:
+            file.seek(info.header_offset + 26)  # the lengths of the name and the extra
+            lengths = struct.unpack("<HH", file.read(4))
+        return info.header_offset + 30 + sum(lengths), info.file_size
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for extent, step in zip(reversed(shape), reversed(stride), strict=True):
+        if extent == 0:
+            return True
+        if extent != 1 and step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def read_archive(path: str) -> Any:
+    """The object that torch.save wrote to path, with a Stored for each tensor, a tuple
+    for each torch.Size and the name of each dtype. Every record is compared with its
+    checksum.
+
+    Raises:
+        ValueError: the file is damaged, not of torch.save's format since torch 1.6, or
+            holds something else than plain data.
+    """
+    _C.check_archive(path)
+    try:
+        with _Archive(path) as archive:
+            return archive.load()
+    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError) as problem:
+        raise ValueError(f"{path}: is damaged: {problem}") from None
+    except (TypeError, KeyError, IndexError, AttributeError) as problem:
+        raise ValueError(f"{path}: is no file of torch.save: {problem!r}") from None
