@@ -222,11 +222,6 @@ class Trainer(RunMixin):
         self.callback_handler.remove_callback(callback)
 
 
-def _gathered(data: Any, *_: Any, **__: Any) -> Any:
-    """What all workers have of `data`: one has it all."""
-    return data
-
-
 # tokenizer= of older releases is taken and not shown, as transformers shows 14.
 _shown = inspect.signature(Trainer.__init__)
 Trainer.__init__.__signature__ = _shown.replace(  # type: ignore[attr-defined]
@@ -242,7 +237,6 @@ _ATTRIBUTES: dict[str, Any] = {
     "is_fsdp_xla_enabled": False,
     "is_fsdp_xla_v1_enabled": False,
     "is_fsdp_xla_v2_enabled": False,
-    "gather_function": _gathered,
     "hp_name": None,
     "hp_search_backend": None,
     "hub_model_id": None,

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ctrainer import _C
 from ctrainer._C import find_batch_size, nested_detach, nested_numpify
+from ctrainer.comm import world
 
 __all__ = [
     "atleast_1d",
+    "distributed_concat",
     "find_batch_size",
     "nested_concat",
     "nested_detach",
@@ -77,16 +80,25 @@ def _join(first: Any, second: Any, padding_index: int) -> Any:
 
 
 def nested_gather(tensors: Any, parallel_mode: Any, name: str | None = None) -> Any:
-    """The tensors of all ranks; those of this one, where it is alone.
+    """The rows of nested tensors of all ranks, in rank order, under distributed
+    training; those of this one, where it is alone. All ranks have to call it.
 
-    Raises RuntimeError under distributed training, which has no communicator here.
+    Raises what ctrainer._C.nested_gather raises.
     """
-    if getattr(parallel_mode, "value", parallel_mode) == "distributed":
-        raise RuntimeError(
-            f"cannot gather {name or 'tensors'} from several ranks: this version "
-            "trains on one process"
-        )
-    return tensors
+    if getattr(parallel_mode, "value", parallel_mode) != "distributed":
+        return tensors
+    return distributed_concat(tensors)
+
+
+def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> Any:
+    """The rows of nested tensors of all ranks of the run, in rank order; of these the
+    first num_total_examples, where rows were repeated to give all ranks as many."""
+    if tensor is None:
+        return None
+    rows = _C.nested_gather(tensor, world())
+    if num_total_examples is None:
+        return rows
+    return nested_truncate(rows, num_total_examples)
 
 
 def nested_truncate(tensors: Any, limit: int) -> Any:

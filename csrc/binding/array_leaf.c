@@ -37,44 +37,54 @@ ctpy_name_leaf_error(const ArrayAccumulator *self, const leaf_path *path)
     Py_XDECREF(type);
 }
 
-static int
-check_numeric(PyObject *array, PyObject *value, const ctpy_state *state)
+int
+ctpy_is_numeric(PyObject *array, const ctpy_state *state)
 {
     int result = -1;
     PyObject *kind = NULL, *dtype = PyObject_GetAttr(array, state->str_dtype);
-    if (dtype == NULL || (kind = PyObject_GetAttrString(dtype, "kind")) == NULL) {
-        goto done;
+    if (dtype != NULL && (kind = PyObject_GetAttrString(dtype, "kind")) != NULL) {
+        const Py_UCS4 code = PyUnicode_READ_CHAR(kind, 0);
+        result = code < 128 && strchr("biufc", (int)code) != NULL;
     }
-    const Py_UCS4 code = PyUnicode_READ_CHAR(kind, 0);
-    if (code < 128 && strchr("biufc", (int)code) != NULL) {
-        result = 0;
-    }
-    else {
-        PyErr_Format(PyExc_TypeError,
-                     "expected a tensor, an array or a number, got %s; name its key in "
-                     "ignore_keys, or drop it in preprocess_logits_for_metrics",
-                     Py_TYPE(value)->tp_name);
-    }
-done:
     Py_XDECREF(kind);
     Py_XDECREF(dtype);
     return result;
 }
 
-PyObject *
-ctpy_leaf_array(ArrayAccumulator *self, RowBuffer *leaf, PyObject *value)
+static int
+check_numeric(PyObject *array, PyObject *value, const ctpy_state *state)
 {
-    const ctpy_state *state = ctpy_state_borrow((PyObject *)leaf);
-    PyObject *array = NULL, *source = NULL;
-    const int tensor = ctpy_is_tensor(value);
-    if (tensor < 0) {
-        return NULL;
+    const int numeric = ctpy_is_numeric(array, state);
+    if (numeric == 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "expected a tensor, an array or a number, got %s; name its key in "
+                     "ignore_keys, or drop it in preprocess_logits_for_metrics",
+                     Py_TYPE(value)->tp_name);
     }
-    source = tensor ? ctpy_tensor_array(value, state) : Py_NewRef(value);
+    return numeric > 0 ? 0 : -1;
+}
+
+PyObject *
+ctpy_plain_array(PyObject *value, const ctpy_state *state)
+{
+    PyObject *array = NULL, *source = NULL, *numpy = PyImport_ImportModule("numpy");
+    const int tensor = numpy == NULL ? -1 : ctpy_is_tensor(value);
+    if (tensor >= 0) {
+        source = tensor ? ctpy_tensor_array(value, state) : Py_NewRef(value);
+    }
     if (source != NULL) {
-        array = PyObject_CallOneArg(self->as_array, source);
+        array = PyObject_CallMethod(numpy, "ascontiguousarray", "O", source);
         Py_DECREF(source);
     }
+    Py_XDECREF(numpy);
+    return array;
+}
+
+PyObject *
+ctpy_leaf_array(RowBuffer *leaf, PyObject *value)
+{
+    const ctpy_state *state = ctpy_state_borrow((PyObject *)leaf);
+    PyObject *array = ctpy_plain_array(value, state);
     if (array != NULL && (check_numeric(array, value, state) < 0 ||
                           RowBuffer_check((PyObject *)leaf, array) < 0)) {
         Py_CLEAR(array);

@@ -112,7 +112,7 @@ ctpy_tree_flatten(ArrayAccumulator *self, PyObject *node, PyObject *value,
     if (node == Py_None) {
         return 0;
     }
-    PyObject *array = ctpy_leaf_array(self, (RowBuffer *)node, value);
+    PyObject *array = ctpy_leaf_array((RowBuffer *)node, value);
     if (array == NULL) {
         ctpy_name_leaf_error(self, path);
         return -1;

@@ -2,8 +2,7 @@
 #include "binding/arrays.h"
 
 /* Every Python field, once, so that init, traverse and clear cannot disagree. */
-#define ACCUMULATOR_FIELDS(V)                                                          \
-    V(name) V(padding_index) V(as_array) V(tree) V(leaves) V(folder)
+#define ACCUMULATOR_FIELDS(V) V(name) V(padding_index) V(tree) V(leaves) V(folder)
 
 static int
 ArrayAccumulator_traverse(PyObject *op, visitproc visit, void *arg)
@@ -153,20 +152,6 @@ copy_rows(PyObject *leaves, PyObject *arrays)
 }
 
 static int
-get_as_array(ArrayAccumulator *self)
-{
-    if (self->as_array == NULL) {
-        PyObject *numpy = PyImport_ImportModule("numpy");
-        if (numpy != NULL) {
-            Py_XSETREF(self->as_array,
-                       PyObject_GetAttrString(numpy, "ascontiguousarray"));
-            Py_DECREF(numpy);
-        }
-    }
-    return self->as_array == NULL ? -1 : 0;
-}
-
-static int
 enter(ArrayAccumulator *self)
 {
     if (self->busy) {
@@ -184,7 +169,7 @@ append_batch(ArrayAccumulator *self, PyObject *batch)
     const bool first = self->tree == NULL;
     PyObject *leaves = first ? PyList_New(0) : Py_NewRef(self->leaves);
     PyObject *tree = NULL, *arrays = NULL, *result = NULL;
-    if (leaves == NULL || get_as_array(self) < 0) {
+    if (leaves == NULL) {
         goto done;
     }
     tree = first ? ctpy_tree_new(self, batch, leaves) : Py_NewRef(self->tree);

@@ -9,7 +9,6 @@ typedef struct ArrayAccumulator {
     PyObject_HEAD
     PyObject *name;          /* str: what the errors call the whole */
     PyObject *padding_index; /* number */
-    PyObject *as_array;      /* numpy.ascontiguousarray; NULL before the first batch */
     PyObject *tree;   /* structure: RowBuffer | None | (type, keys, children) | NULL */
     PyObject *leaves; /* list of the RowBuffers in the tree, in order */
     PyObject *folder; /* bytes: where arrays beyond spill_bytes go */
@@ -30,7 +29,13 @@ void ctpy_name_leaf_error(const ArrayAccumulator *self, const leaf_path *path);
 
 /* A contiguous array of at least one dimension with the leaf's values, which fits
  * the rows before it. */
-PyObject *ctpy_leaf_array(ArrayAccumulator *self, RowBuffer *leaf, PyObject *value);
+PyObject *ctpy_leaf_array(RowBuffer *leaf, PyObject *value);
+
+/* A tensor, array or number as a contiguous array of at least one dimension. */
+PyObject *ctpy_plain_array(PyObject *value, const ctpy_state *state);
+
+/* Has the array bools, integers, floats or complex numbers? 1, 0, or -1. */
+int ctpy_is_numeric(PyObject *array, const ctpy_state *state);
 
 /* The structure of the first batch, with an empty RowBuffer for each leaf, which is
  * added to `leaves` too. */

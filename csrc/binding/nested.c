@@ -268,6 +268,12 @@ done:
     return result;
 }
 
+PyObject *
+ctpy_tensor_like(PyObject *like, PyObject *array)
+{
+    return PyObject_CallMethod(like, "new_tensor", "O", array);
+}
+
 static PyObject *
 numpify_leaf(PyObject *leaf, const ctpy_state *state)
 {

@@ -44,4 +44,7 @@ PyObject *ctpy_numpify_all(PyObject *op, const ctpy_state *state);
  * bfloat16, which NumPy lacks, becomes float32. */
 PyObject *ctpy_tensor_array(PyObject *tensor, const ctpy_state *state);
 
+/* A new tensor of the dtype and on the device of `like` with an array's values. */
+PyObject *ctpy_tensor_like(PyObject *like, PyObject *array);
+
 #endif

@@ -45,6 +45,7 @@ typedef struct Trainer {
     ctpy_noise noise;
     double grad_norm; /* of the last update; NaN before the first */
     bool saving;      /* a checkpoint is in the making: writer.folder is open */
+    bool spare;       /* this batch runs again only to keep the other ranks company */
     bool in_update;   /* between the first micro-batch and the end of an update */
 } Trainer;
 

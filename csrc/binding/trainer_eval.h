@@ -5,6 +5,8 @@
 #include "binding/nested.h"
 #include "binding/trainer.h"
 
+#include <stdbool.h>
+
 /* What is kept of every batch. */
 enum {
     CTPY_EVAL_PREDICTIONS,
@@ -14,7 +16,24 @@ enum {
     CTPY_EVAL_KINDS
 };
 
-/* The outputs of an evaluation as they grow. All pointers are owned. */
+/* One batch for the store. All borrowed; None where there is nothing. */
+typedef struct ctpy_eval_batch {
+    PyObject *values[CTPY_EVAL_LOSSES]; /* predictions, labels, inputs */
+    PyObject *whole; /* the model's inputs, for compute_metrics by batch */
+    PyObject *loss;
+    Py_ssize_t rows; /* 0: a batch that runs to keep the others company */
+    int64_t targets; /* labels that count, or 0 when they are not asked for */
+} ctpy_eval_batch;
+
+/* What an evaluation knows of the other ranks. */
+typedef struct ctpy_eval_ranks {
+    PyObject *group; /* Communicator, owned; NULL: there are no others */
+    Py_ssize_t left; /* rows still wanted of a loader that repeats some; -1: all */
+    bool gathered;   /* the user's gather_function has joined the values already */
+    bool told;       /* the others know of the failure */
+} ctpy_eval_ranks;
+
+/* The outputs of an evaluation as they grow. All pointers are owned, but for ranks. */
 typedef struct ctpy_eval_store {
     PyObject *sinks[CTPY_EVAL_KINDS]; /* ArrayAccumulator, list, or NULL: none yet */
     PyObject *waiting;                /* list of batches that are still on the device */
@@ -25,17 +44,11 @@ typedef struct ctpy_eval_store {
     int keep_losses; /* per row, for compute_metrics */
     int by_token;    /* weigh batches by their targets too */
     int has_loss;
+    Py_ssize_t n_rows;             /* of all ranks */
+    ctpy_eval_ranks *ranks;        /* whose batches it takes too; NULL: nobody's */
     double loss_sum, loss_rows;    /* of each row its batch's loss */
     double token_sum, token_count; /* of each target its batch's loss */
 } ctpy_eval_store;
-
-/* One batch for the store. All borrowed; None where there is nothing. */
-typedef struct ctpy_eval_batch {
-    PyObject *values[CTPY_EVAL_LOSSES]; /* predictions, labels, inputs */
-    PyObject *loss;
-    Py_ssize_t rows;
-    int64_t targets; /* labels that count, or 0 when they are not asked for */
-} ctpy_eval_batch;
 
 /* Reads args' settings. n_rows: how many are expected, or -1. Returns 0, or -1 with an
  * exception and nothing to release. */
@@ -44,15 +57,41 @@ int ctpy_eval_store_init(ctpy_eval_store *store, PyObject *op, PyObject *args,
 void ctpy_eval_store_fini(ctpy_eval_store *store);
 
 /* Adds a batch; on a device it may wait there until the next ones are under way. */
-int ctpy_eval_store_add(ctpy_eval_store *store, const ctpy_state *names,
+int ctpy_eval_store_add(ctpy_eval_store *store, ctpy_state *names,
                         const ctpy_eval_batch *batch);
 
 /* Brings what still waits into host memory. */
-int ctpy_eval_store_flush(ctpy_eval_store *store, const ctpy_state *names);
+int ctpy_eval_store_flush(ctpy_eval_store *store, ctpy_state *names);
 
 /* The arrays (or lists) of one kind, a new reference; None where there are none. The
  * store gives them up. */
 PyObject *ctpy_eval_store_take(ctpy_eval_store *store, int kind);
+
+/* trainer_eval_ranks.c */
+
+/* Is the trainer alone? If not, its group and what the loader repeats. 0 or -1. */
+int ctpy_eval_ranks_init(ctpy_eval_ranks *ranks, PyObject *op, PyObject *loader);
+
+/* Gives this rank's batch to all and calls visit with every rank's, in rank order:
+ * each row comes once. last: is it the last batch of this round? as_tensors: values
+ * that are tensors here arrive as such, else as arrays. 0 or -1. */
+typedef int ctpy_eval_visit(void *context, const ctpy_eval_batch *batch, bool last);
+int
+ctpy_eval_share(ctpy_eval_ranks *ranks, ctpy_state *names, const ctpy_eval_batch *batch,
+                bool as_tensors, ctpy_eval_visit *visit, void *context);
+
+/* Tells the others before each round whether this rank has a batch, and if not why.
+ * Returns how many ranks have one and the first of these in *first; or -1 with an
+ * exception: this rank's own, or that another has failed or was asked to stop. */
+int
+ctpy_eval_meet(ctpy_eval_ranks *ranks, ctpy_state *names, bool has_batch, int *first);
+
+/* The batch of rank `root` on every rank, pickled on its way. */
+PyObject *
+ctpy_eval_lend(ctpy_eval_ranks *ranks, ctpy_state *names, PyObject *inputs, int root);
+
+/* A loss as a number: of a vector, which an override may return, its mean. */
+int ctpy_eval_loss_value(PyObject *loss, const ctpy_state *names, double *value);
 
 /* One run of the loop. Owned, but for op. */
 typedef struct ctpy_eval_loop {
@@ -66,12 +105,13 @@ typedef struct ctpy_eval_loop {
     PyObject *compute_metrics; /* or None */
     PyObject *metrics;         /* of the last compute_metrics by batch, or None */
     PyObject *uncast;          /* gives the model its own weights back, or NULL */
+    ctpy_eval_ranks ranks;
     ctpy_eval_store store;
     int in_train;            /* the model's modes and weights are train()'s */
     int by_batch;            /* compute_metrics sees each batch alone */
     int is_prediction;       /* predict(): outputs are kept even if by_batch */
     Py_ssize_t default_rows; /* of a batch without a tensor */
-    Py_ssize_t n_rows, n_batches;
+    Py_ssize_t n_batches;    /* that have run here */
 } ctpy_eval_loop;
 
 /* op._wrap_model(op.model, training=False), a new reference. */
@@ -89,7 +129,7 @@ int ctpy_eval_release_model(const ctpy_eval_loop *loop, PyObject *adapter,
 
 /* Runs every batch of the loader through prediction_step and into the store. Returns 0,
  * or -1 with an exception; KeyboardInterrupt when a signal asked the run to end. */
-int ctpy_eval_run(ctpy_eval_loop *loop, const ctpy_state *names);
+int ctpy_eval_run(ctpy_eval_loop *loop, ctpy_state *names);
 
 /* ctrainer.trainer_utils.<name>(*args, **kwargs) */
 PyObject *ctpy_eval_utility(const char *name, PyObject *args_steal, PyObject *kwargs);

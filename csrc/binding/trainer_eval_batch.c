@@ -1,4 +1,5 @@
 /* Trainer: the batches of an evaluation, one after the other. */
+#include "binding/communicator.h"
 #include "binding/trainer_eval.h"
 
 static PyObject *
@@ -64,8 +65,8 @@ kept_inputs(const ctpy_eval_loop *loop, PyObject *inputs, const ctpy_state *name
 
 /* compute_metrics(EvalPrediction(one batch), compute_result=is_last) */
 static int
-metrics_of_batch(ctpy_eval_loop *loop, const ctpy_eval_batch *batch, PyObject *inputs,
-                 int is_last, const ctpy_state *names)
+metrics_of_batch(ctpy_eval_loop *loop, const ctpy_eval_batch *batch, int is_last,
+                 const ctpy_state *names)
 {
     PyObject *losses = Py_NewRef(Py_None), *options = NULL, *prediction = NULL;
     int result = -1;
@@ -79,10 +80,10 @@ metrics_of_batch(ctpy_eval_loop *loop, const ctpy_eval_batch *batch, PyObject *i
         Py_SETREF(losses, PyObject_CallMethod(batch->loss, "repeat", "n", batch->rows));
     }
     if (losses != NULL) {
-        options = Py_BuildValue(
-            "{s:O,s:O,s:O,s:O}", "predictions", batch->values[CTPY_EVAL_PREDICTIONS],
-            "label_ids", batch->values[CTPY_EVAL_LABELS], "losses", losses, "inputs",
-            loop->main_input_name == NULL ? Py_None : inputs);
+        options = Py_BuildValue("{s:O,s:O,s:O,s:O}", "predictions",
+                                batch->values[CTPY_EVAL_PREDICTIONS], "label_ids",
+                                batch->values[CTPY_EVAL_LABELS], "losses", losses,
+                                "inputs", batch->whole);
     }
     if (options != NULL) {
         prediction = ctpy_eval_utility("EvalPrediction", PyTuple_New(0), options);
@@ -118,9 +119,10 @@ count_batch(const ctpy_eval_loop *loop, PyObject *inputs, int64_t *targets)
     return failed ? -1 : 0;
 }
 
+/* Stores one batch, and lets compute_metrics see it where it sees each alone. */
 static int
-keep_batch(ctpy_eval_loop *loop, const ctpy_eval_batch *batch, PyObject *inputs,
-           int is_last, const ctpy_state *names)
+keep_batch(ctpy_eval_loop *loop, const ctpy_eval_batch *batch, int is_last,
+           ctpy_state *names)
 {
     ctpy_eval_batch kept = *batch;
     if (loop->by_batch && !loop->is_prediction) {
@@ -128,48 +130,56 @@ keep_batch(ctpy_eval_loop *loop, const ctpy_eval_batch *batch, PyObject *inputs,
             kept.values[kind] = Py_None;
         }
     }
-    if (ctpy_eval_store_add(&loop->store, names, &kept) < 0 ||
-        ctpy_trainer_fire(loop->op, names->str_on_prediction_step, NULL) < 0) {
+    if (ctpy_eval_store_add(&loop->store, names, &kept) < 0) {
         return -1;
     }
-    return loop->by_batch ? metrics_of_batch(loop, batch, inputs, is_last, names) : 0;
+    return loop->by_batch ? metrics_of_batch(loop, batch, is_last, names) : 0;
 }
 
-static int
-run_batch(ctpy_eval_loop *loop, PyObject *inputs, int is_last, const ctpy_state *names)
+/* A batch that has run: what is kept of it, owned here. */
+typedef struct taken_batch {
+    ctpy_eval_batch batch; /* borrowed from below */
+    PyObject *answer;      /* of prediction_step */
+    PyObject *kept[CTPY_EVAL_LOSSES];
+} taken_batch;
+
+static void
+taken_fini(taken_batch *taken)
 {
-    ctpy_eval_batch batch = {.rows = ctpy_batch_size(inputs, names)};
-    PyObject *answer = NULL, *kept[CTPY_EVAL_LOSSES] = {NULL};
-    int result = -1;
-    if (batch.rows == -2 || count_batch(loop, inputs, &batch.targets) < 0) {
+    for (int kind = 0; kind < CTPY_EVAL_LOSSES; kind++) {
+        Py_CLEAR(taken->kept[kind]);
+    }
+    Py_CLEAR(taken->answer);
+}
+
+/* Runs one batch. Whatever this returns, taken_fini has to follow. */
+static int
+take_batch(ctpy_eval_loop *loop, PyObject *inputs, taken_batch *taken,
+           const ctpy_state *names)
+{
+    ctpy_eval_batch *batch = &taken->batch;
+    *taken = (taken_batch){.batch = {.rows = ctpy_batch_size(inputs, names)}};
+    if (batch->rows == -2 || count_batch(loop, inputs, &batch->targets) < 0) {
         return -1;
     }
-    if (batch.rows < 0) {
-        batch.rows = loop->default_rows;
-    }
-    loop->n_rows += batch.rows;
+    batch->rows = batch->rows < 0 ? loop->default_rows : batch->rows;
     loop->n_batches++;
-    if ((answer = predict_batch(loop, inputs, names)) == NULL) {
+    if ((taken->answer = predict_batch(loop, inputs, names)) == NULL) {
         return -1;
     }
-    PyObject *logits = PyTuple_GET_ITEM(answer, 1),
-             *labels = PyTuple_GET_ITEM(answer, 2);
-    if ((kept[0] = kept_predictions(loop, logits, labels)) == NULL ||
-        (kept[1] = gathered(loop, labels)) == NULL ||
-        (kept[2] = kept_inputs(loop, inputs, names)) == NULL) {
-        goto done;
+    PyObject *logits = PyTuple_GET_ITEM(taken->answer, 1),
+             *labels = PyTuple_GET_ITEM(taken->answer, 2);
+    if ((taken->kept[0] = kept_predictions(loop, logits, labels)) == NULL ||
+        (taken->kept[1] = gathered(loop, labels)) == NULL ||
+        (taken->kept[2] = kept_inputs(loop, inputs, names)) == NULL) {
+        return -1;
     }
     for (int kind = 0; kind < CTPY_EVAL_LOSSES; kind++) {
-        batch.values[kind] = kept[kind];
+        batch->values[kind] = taken->kept[kind];
     }
-    batch.loss = PyTuple_GET_ITEM(answer, 0);
-    result = keep_batch(loop, &batch, inputs, is_last, names);
-done:
-    for (int kind = 0; kind < CTPY_EVAL_LOSSES; kind++) {
-        Py_XDECREF(kept[kind]);
-    }
-    Py_DECREF(answer);
-    return result;
+    batch->loss = PyTuple_GET_ITEM(taken->answer, 0);
+    batch->whole = loop->by_batch && loop->main_input_name != NULL ? inputs : Py_None;
+    return 0;
 }
 
 /* Ctrl-C and SIGTERM while training only set a flag. */
@@ -183,17 +193,27 @@ check_stop(void)
     return 0;
 }
 
-/* All batches. Which is the last is known only by asking for one more, and only
- * compute_metrics by batch wants to know. */
-int
-ctpy_eval_run(ctpy_eval_loop *loop, const ctpy_state *names)
+static int
+run_batch(ctpy_eval_loop *loop, PyObject *inputs, int is_last, ctpy_state *names)
 {
-    PyObject *iterator = PyObject_GetIter(loop->loader), *inputs, *next = NULL;
-    if (iterator == NULL) {
-        return -1;
+    taken_batch taken;
+    int result = take_batch(loop, inputs, &taken, names);
+    if (result == 0 &&
+        (keep_batch(loop, &taken.batch, is_last, names) < 0 ||
+         ctpy_trainer_fire(loop->op, names->str_on_prediction_step, NULL) < 0)) {
+        result = -1;
     }
+    taken_fini(&taken);
+    return result;
+}
+
+/* All batches of a trainer that is alone. Which is the last is known only by asking for
+ * one more, and only compute_metrics by batch wants to know. */
+static int
+run_alone(ctpy_eval_loop *loop, PyObject *iterator, ctpy_state *names)
+{
+    PyObject *inputs = PyIter_Next(iterator), *next = NULL;
     int result = 0;
-    inputs = PyIter_Next(iterator);
     while (result == 0 && inputs != NULL) {
         if (loop->by_batch) {
             next = PyIter_Next(iterator);
@@ -207,6 +227,112 @@ ctpy_eval_run(ctpy_eval_loop *loop, const ctpy_state *names)
         next = NULL;
     }
     Py_XDECREF(inputs);
-    Py_DECREF(iterator);
     return result < 0 || PyErr_Occurred() ? -1 : 0;
+}
+
+/* ---- several ranks -----------------------------------------------------------------
+ */
+
+typedef struct batch_visit {
+    ctpy_eval_loop *loop;
+    ctpy_state *names;
+    bool round_is_last;
+} batch_visit;
+
+static int
+visit_keep(void *context, const ctpy_eval_batch *batch, bool last)
+{
+    batch_visit *v = context;
+    return keep_batch(v->loop, batch, last && v->round_is_last, v->names);
+}
+
+/* The batches of this round, of all ranks: by way of the store, which may let them wait
+ * on the device, unless compute_metrics is to see each. */
+static int
+keep_round(ctpy_eval_loop *loop, const ctpy_eval_batch *own, bool is_last,
+           ctpy_state *names)
+{
+    batch_visit context = {loop, names, is_last};
+    const int failed = loop->by_batch ? ctpy_eval_share(&loop->ranks, names, own, true,
+                                                        visit_keep, &context)
+                                      : keep_batch(loop, own, is_last, names);
+    return failed < 0
+               ? -1
+               : ctpy_trainer_fire(loop->op, names->str_on_prediction_step, NULL);
+}
+
+/* One round: this rank's batch, or its last one again, which then counts for nothing.
+ * *inputs becomes the next batch, NULL when there is none. Returns how many ranks go
+ * on, or -1. */
+static int
+run_round(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs, PyObject **spare,
+          ctpy_state *names)
+{
+    taken_batch taken = {0};
+    int first, going;
+    const bool counts = *inputs != NULL;
+    if (counts) {
+        Py_XSETREF(*spare, *inputs);
+        *inputs = NULL;
+    }
+    ((Trainer *)loop->op)->spare = !counts;
+    if (check_stop() == 0 && take_batch(loop, *spare, &taken, names) == 0) {
+        taken.batch.rows = counts ? taken.batch.rows : 0;
+        *inputs = counts ? PyIter_Next(iterator) : NULL;
+    }
+    ((Trainer *)loop->op)->spare = false;
+    going = ctpy_eval_meet(&loop->ranks, names, *inputs != NULL, &first);
+    if (going >= 0 && keep_round(loop, &taken.batch, going == 0, names) < 0) {
+        going = -1;
+    }
+    taken_fini(&taken);
+    return going;
+}
+
+static int
+run_rounds(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs,
+           PyObject **spare, ctpy_state *names)
+{
+    const ct_comm *comm = ctpy_comm_borrow(names, loop->ranks.group);
+    int first, going = -1;
+    if (comm != NULL) {
+        *inputs = PyIter_Next(iterator);
+        going = ctpy_eval_meet(&loop->ranks, names, *inputs != NULL, &first);
+    }
+    if (going > 0 && going < comm->world_size) { /* some have nothing to run at all */
+        *spare = ctpy_eval_lend(&loop->ranks, names, *inputs, first);
+        going = *spare == NULL ? -1 : going;
+    }
+    while (going > 0) {
+        going = run_round(loop, iterator, inputs, spare, names);
+    }
+    return going;
+}
+
+/* Batches that the ranks run side by side; a failure of one is a failure of all. */
+static int
+run_together(ctpy_eval_loop *loop, PyObject *iterator, ctpy_state *names)
+{
+    PyObject *inputs = NULL, *spare = NULL;
+    int first;
+    int result = run_rounds(loop, iterator, &inputs, &spare, names);
+    if (result < 0 && !loop->ranks.told) {
+        result = ctpy_eval_meet(&loop->ranks, names, false, &first);
+    }
+    Py_XDECREF(inputs);
+    Py_XDECREF(spare);
+    return result;
+}
+
+int
+ctpy_eval_run(ctpy_eval_loop *loop, ctpy_state *names)
+{
+    PyObject *iterator = PyObject_GetIter(loop->loader);
+    if (iterator == NULL) {
+        return -1;
+    }
+    int result = loop->ranks.group == NULL ? run_alone(loop, iterator, names)
+                                           : run_together(loop, iterator, names);
+    Py_DECREF(iterator);
+    return result;
 }

@@ -12,6 +12,7 @@ loop_fini(ctpy_eval_loop *loop)
     for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
         Py_CLEAR(*fields[i]);
     }
+    Py_CLEAR(loop->ranks.group);
     ctpy_eval_store_fini(&loop->store);
 }
 
@@ -64,7 +65,7 @@ read_main_input(ctpy_eval_loop *loop, const ctpy_state *names)
     return failed ? -1 : 0;
 }
 
-/* A gather_function that somebody has set on this trainer; our own has one rank. */
+/* A gather_function that somebody has set on this trainer; ours goes with the store. */
 static int
 read_gather(ctpy_eval_loop *loop, const ctpy_state *names)
 {
@@ -75,6 +76,7 @@ read_gather(ctpy_eval_loop *loop, const ctpy_state *names)
     }
     PyObject *found = PyDict_GetItemWithError(fields, names->str_gather_function);
     loop->gather = found == NULL || found == Py_None ? NULL : Py_NewRef(found);
+    loop->ranks.gathered = loop->gather != NULL;
     Py_DECREF(fields);
     return PyErr_Occurred() ? -1 : 0;
 }
@@ -141,7 +143,7 @@ set_eval_dataloader(const ctpy_eval_loop *loop, const ctpy_state *names)
 
 static int
 run_wrapped(ctpy_eval_loop *loop, PyObject *adapter, PyObject *description,
-            Py_ssize_t n_rows, const ctpy_state *names)
+            Py_ssize_t n_rows, ctpy_state *names)
 {
     if (ctpy_eval_ready_model(loop, adapter, names) < 0 ||
         tell(loop, description, n_rows) < 0 || set_eval_dataloader(loop, names) < 0 ||
@@ -159,15 +161,19 @@ run_wrapped(ctpy_eval_loop *loop, PyObject *adapter, PyObject *description,
 }
 
 static int
-run(ctpy_eval_loop *loop, PyObject *description, PyObject *loss_only,
-    const ctpy_state *names)
+run(ctpy_eval_loop *loop, PyObject *description, PyObject *loss_only, ctpy_state *names)
 {
     PyObject *adapter = PyObject_GetAttr(loop->op, names->str__adapter);
     const Py_ssize_t n_rows = dataset_length(loop->loader, names);
     int result = -1;
-    if (adapter != NULL && read_settings(loop, loss_only, names) == 0 &&
+    if (adapter != NULL &&
+        ctpy_eval_ranks_init(&loop->ranks, loop->op, loop->loader) == 0 &&
+        read_settings(loop, loss_only, names) == 0 &&
         ctpy_eval_store_init(&loop->store, loop->op, loop->args, n_rows) == 0 &&
         (loop->model = ctpy_eval_wrap_model(loop->op, names)) != NULL) {
+        if (loop->ranks.group != NULL && !loop->by_batch) {
+            loop->store.ranks = &loop->ranks;
+        }
         result = run_wrapped(loop, adapter, description, n_rows, names);
         result = ctpy_eval_release_model(loop, adapter, names) < 0 ? -1 : result;
     }
@@ -190,7 +196,7 @@ count_samples(const ctpy_eval_loop *loop, const ctpy_state *names, Py_ssize_t *n
         }
     }
     if (*n <= 0) {
-        *n = loop->n_rows;
+        *n = loop->store.n_rows;
     }
     return 0;
 }
@@ -222,7 +228,7 @@ compute_whole(ctpy_eval_loop *loop, PyObject *const *arrays)
 }
 
 static PyObject *
-finish(ctpy_eval_loop *loop, PyObject *prefix, const ctpy_state *names)
+finish(ctpy_eval_loop *loop, PyObject *prefix, ctpy_state *names)
 {
     PyObject *arrays[CTPY_EVAL_KINDS] = {NULL}, *metrics = NULL, *output = NULL;
     Py_ssize_t n_samples;
@@ -257,7 +263,7 @@ evaluation_loop(PyObject *op, PyObject *args, PyObject *kwargs, const char *form
     static char *keywords[] = {"dataloader",           "description",
                                "prediction_loss_only", "ignore_keys",
                                "metric_key_prefix",    NULL};
-    const ctpy_state *names = ctpy_state_borrow(op);
+    ctpy_state *names = ctpy_state_borrow(op);
     PyObject *loader, *description, *loss_only = Py_None, *ignore = Py_None;
     PyObject *prefix = names->str_eval, *output = NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, &loader,

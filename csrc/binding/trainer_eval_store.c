@@ -140,9 +140,8 @@ keep(ctpy_eval_store *store, const ctpy_state *names, int kind, PyObject *value)
     return result;
 }
 
-/* A loss as a number: of a vector, which an override may return, its mean. */
-static int
-loss_value(PyObject *loss, const ctpy_state *names, double *value)
+int
+ctpy_eval_loss_value(PyObject *loss, const ctpy_state *names, double *value)
 {
     int failed;
     PyObject *mean = NULL, *shape = ctpy_get_optional(loss, names->str_shape, &failed);
@@ -181,7 +180,7 @@ static int
 add_loss(ctpy_eval_store *store, const ctpy_state *names, const ctpy_eval_batch *batch)
 {
     double value;
-    if (loss_value(batch->loss, names, &value) < 0) {
+    if (ctpy_eval_loss_value(batch->loss, names, &value) < 0) {
         return -1;
     }
     store->has_loss = 1;
@@ -194,9 +193,12 @@ add_loss(ctpy_eval_store *store, const ctpy_state *names, const ctpy_eval_batch 
     return store->keep_losses ? keep_row_losses(store, names, value, batch->rows) : 0;
 }
 
+/* Puts the batch of one rank into the sinks. */
 static int
-commit(ctpy_eval_store *store, const ctpy_state *names, const ctpy_eval_batch *batch)
+commit_one(ctpy_eval_store *store, const ctpy_state *names,
+           const ctpy_eval_batch *batch)
 {
+    store->n_rows += batch->rows;
     if (batch->loss != Py_None && add_loss(store, names, batch) < 0) {
         return -1;
     }
@@ -209,12 +211,35 @@ commit(ctpy_eval_store *store, const ctpy_state *names, const ctpy_eval_batch *b
     return 0;
 }
 
+typedef struct visit_context {
+    ctpy_eval_store *store;
+    const ctpy_state *names;
+} visit_context;
+
+static int
+visit_commit(void *context, const ctpy_eval_batch *batch, bool Py_UNUSED(last))
+{
+    visit_context *c = context;
+    return commit_one(c->store, c->names, batch);
+}
+
+/* Puts this rank's batch, and those that the others have in this round, into the sinks.
+ */
+static int
+commit(ctpy_eval_store *store, ctpy_state *names, const ctpy_eval_batch *batch)
+{
+    visit_context context = {store, names};
+    return store->ranks == NULL ? commit_one(store, names, batch)
+                                : ctpy_eval_share(store->ranks, names, batch, false,
+                                                  visit_commit, &context);
+}
+
 /* Brings the first n waiting batches into host memory. */
 static int
-commit_waiting(ctpy_eval_store *store, const ctpy_state *names, Py_ssize_t n)
+commit_waiting(ctpy_eval_store *store, ctpy_state *names, Py_ssize_t n)
 {
     for (Py_ssize_t i = 0; i < n; i++) {
-        ctpy_eval_batch batch;
+        ctpy_eval_batch batch = {.whole = Py_None};
         long long targets;
         if (!PyArg_ParseTuple(PyList_GET_ITEM(store->waiting, i), "OOOOnL",
                               &batch.values[0], &batch.values[1], &batch.values[2],
@@ -230,7 +255,7 @@ commit_waiting(ctpy_eval_store *store, const ctpy_state *names, Py_ssize_t n)
 }
 
 int
-ctpy_eval_store_add(ctpy_eval_store *store, const ctpy_state *names,
+ctpy_eval_store_add(ctpy_eval_store *store, ctpy_state *names,
                     const ctpy_eval_batch *batch)
 {
     if (store->max_waiting == 0) {
@@ -248,7 +273,7 @@ ctpy_eval_store_add(ctpy_eval_store *store, const ctpy_state *names,
 }
 
 int
-ctpy_eval_store_flush(ctpy_eval_store *store, const ctpy_state *names)
+ctpy_eval_store_flush(ctpy_eval_store *store, ctpy_state *names)
 {
     return commit_waiting(store, names, PyList_GET_SIZE(store->waiting));
 }

@@ -95,8 +95,10 @@ def test_concat_of_different_structures_is_refused() -> None:
 def test_gather_and_truncate_on_one_rank() -> None:
     tensors = (torch.arange(4), [np.arange(6)])
     assert utils.nested_gather(tensors, None) is tensors
-    with pytest.raises(RuntimeError, match="eval_loss from several ranks"):
-        utils.nested_gather(tensors, "distributed", name="eval_loss")
+    alone = utils.nested_gather(tensors, "distributed")
+    assert alone[0].tolist() == [0, 1, 2, 3]
+    assert utils.distributed_concat(tensors, 2)[1][0].tolist() == [0, 1]
+    assert utils.distributed_concat(None) is None
     short = utils.nested_truncate(tensors, 2)
     assert short[0].tolist() == [0, 1]
     assert short[1][0].tolist() == [0, 1]
