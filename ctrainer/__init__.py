@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PrinterCallback,
         TrainerCallback,
     )
+    from ctrainer.comm.data_parallel import DataParallel
     from ctrainer.enums import IntervalStrategy, SchedulerType
     from ctrainer.plotting import plot
     from ctrainer.progress import ProgressCallback
@@ -33,6 +34,7 @@ _HOMES = {
     "EMA": "average",
     "SWA": "average",
     "Communicator": "_C",
+    "DataParallel": "comm.data_parallel",
     "DefaultFlowCallback": "callbacks",
     "EarlyStoppingCallback": "callbacks",
     "EvalPrediction": "trainer_utils",
@@ -65,6 +67,7 @@ __all__ = [
     "EMA",
     "SWA",
     "Communicator",
+    "DataParallel",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "EvalPrediction",

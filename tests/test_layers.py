@@ -46,11 +46,12 @@ FLOORS = (
     {"ct_factored", "ct_update"},
     {"ct_device", "ct_plugin", "ct_reduce"}
     | {"ct_comm", "ct_comm_bytes", "ct_comm_local", "ct_comm_memory"}
-    | {"ct_comm_self", "ct_comm_shm"}
+    | {"ct_comm_self", "ct_comm_shm", "ct_comm_sync"}
     | {"ct_exchange", "ct_exchange_slots"},
     set[str](),
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
-    {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_config", "ct_step", "ct_probe"},
+    {"ct_bucket", "ct_codec", "ct_reducer"}
+    | {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_config", "ct_step", "ct_probe"},
 )
 POLICIES = FLOORS.index(set())
 

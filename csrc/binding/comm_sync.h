@@ -1,0 +1,12 @@
+/* Making ranks alike, for the binding's own files. */
+#ifndef CTPY_COMM_SYNC_H
+#define CTPY_COMM_SYNC_H
+
+#include "binding/ctpy.h"
+
+/* The elements of every tensor become the root's. 0 or -1; nothing for an empty
+ * sequence. */
+int ctpy_broadcast_sequence(ctpy_state *state, PyObject *communicator,
+                            PyObject *tensors, int root);
+
+#endif

@@ -1,0 +1,258 @@
+/* ctrainer._C.GradReducer: gradients averaged over ranks during the backward pass. */
+#include "binding/grad_reducer.h"
+
+#include "core/ct_alloc.h"
+
+enum {
+    MIB = 1 << 20
+};
+
+/* ---- lifetime ----------------------------------------------------------------------
+ */
+
+static int
+GradReducer_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    GradReducer *self = (GradReducer *)op;
+    Py_VISIT(Py_TYPE(op));
+#define VISIT(name) Py_VISIT(self->name);
+    GRAD_REDUCER_OBJECTS(VISIT)
+#undef VISIT
+    return 0;
+}
+
+/* Those that parameters still hold do nothing from now on. */
+static void
+silence_hooks(GradReducer *self)
+{
+    for (Py_ssize_t i = 0; self->hooks != NULL && i < PyList_GET_SIZE(self->hooks);
+         i++) {
+        ((GradHook *)PyList_GET_ITEM(self->hooks, i))->reducer = NULL;
+    }
+}
+
+/* What is under way may still write into the tensors. */
+static int
+GradReducer_clear(PyObject *op)
+{
+    GradReducer *self = (GradReducer *)op;
+    silence_hooks(self);
+    if (self->communicator != NULL) {
+        grad_reducer_abandon(self);
+    }
+#define CLEAR(name) Py_CLEAR(self->name);
+    GRAD_REDUCER_OBJECTS(CLEAR)
+#undef CLEAR
+    return 0;
+}
+
+static void
+GradReducer_dealloc(PyObject *op)
+{
+    GradReducer *self = (GradReducer *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    (void)GradReducer_clear(op);
+    ct_reducer_fini(&self->core);
+    ct_free(self->used);
+    ct_free(self->absent);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+/* ---- making one --------------------------------------------------------------------
+ */
+
+static PyObject *
+new_list(Py_ssize_t n)
+{
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
+        PyList_SET_ITEM(list, i, Py_NewRef(Py_None));
+    }
+    return list;
+}
+
+static int
+hold(GradReducer *self, PyObject *communicator, PyObject *params, PyObject *names)
+{
+    self->communicator = Py_NewRef(communicator);
+    self->params = PySequence_Tuple(params);
+    self->names = PySequence_Tuple(names);
+    if (self->params == NULL || self->names == NULL) {
+        return -1;
+    }
+    const Py_ssize_t n = PyTuple_GET_SIZE(self->params);
+    if (PyTuple_GET_SIZE(self->names) != n) {
+        PyErr_Format(PyExc_ValueError, "%zd parameters and %zd names; expected as many",
+                     n, PyTuple_GET_SIZE(self->names));
+        return -1;
+    }
+    self->memory = PyList_New(0);
+    self->hooks = PyList_New(0);
+    self->handles = PyList_New(0);
+    self->views = new_list(n);
+    self->given = new_list(n);
+    return self->memory == NULL || self->hooks == NULL || self->handles == NULL ||
+                   self->views == NULL || self->given == NULL
+               ? -1
+               : 0;
+}
+
+static int
+parse_limits(double bucket_cap_mb, ct_bucket_limits *limits)
+{
+    if (!(bucket_cap_mb > 0.0 && bucket_cap_mb <= 1e9)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "bucket_cap_mb must be above 0 and at most 1e9");
+        return -1;
+    }
+    limits->cap_bytes = (size_t)(bucket_cap_mb * MIB);
+    limits->first_bytes = limits->cap_bytes < MIB ? limits->cap_bytes : MIB;
+    return 0;
+}
+
+static PyObject *
+GradReducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"communicator",
+                            "params",
+                            "names",
+                            "allocate",
+                            "queue_callback",
+                            "bucket_cap_mb",
+                            "gradient_as_bucket_view",
+                            "find_unused_parameters",
+                            "static_graph",
+                            NULL};
+    PyObject *communicator, *params, *given_names, *allocate, *queue = Py_None;
+    double bucket_cap_mb = 25.0;
+    int views = true, unused = false, is_static = false;
+    ct_bucket_limits limits = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|O$dppp:GradReducer", names,
+                                     &communicator, &params, &given_names, &allocate,
+                                     &queue, &bucket_cap_mb, &views, &unused,
+                                     &is_static) ||
+        parse_limits(bucket_cap_mb, &limits) < 0) {
+        return NULL;
+    }
+    GradReducer *self = (GradReducer *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->allocate = Py_NewRef(allocate);
+    self->queue_callback = Py_NewRef(queue);
+    self->grads_are_views = views;
+    self->find_unused = unused;
+    self->static_graph = is_static;
+    if (ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), communicator) == NULL ||
+        hold(self, communicator, params, given_names) < 0 ||
+        grad_reducer_set_up(self, &limits) < 0) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+/* ---- what Python sees --------------------------------------------------------------
+ */
+
+PyDoc_STRVAR(close_doc, "close($self, /)\n--\n\n"
+                        "Take the hooks off the parameters; nothing is averaged from "
+                        "now on.");
+
+static PyObject *
+GradReducer_close(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    GradReducer *self = (GradReducer *)op;
+    ctpy_state *state = ctpy_state_borrow(op);
+    silence_hooks(self);
+    grad_reducer_abandon(self);
+    while (PyList_GET_SIZE(self->handles) > 0) {
+        const Py_ssize_t last = PyList_GET_SIZE(self->handles) - 1;
+        PyObject *handle = Py_NewRef(PyList_GET_ITEM(self->handles, last));
+        PyObject *answer = PyList_SetSlice(self->handles, last, last + 1, NULL) < 0
+                               ? NULL
+                               : PyObject_CallMethodNoArgs(handle, state->str_remove);
+        Py_DECREF(handle);
+        Py_XDECREF(answer);
+        if (answer == NULL) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+GradReducer_buckets(PyObject *op, void *Py_UNUSED(closure))
+{
+    const GradReducer *self = (GradReducer *)op;
+    const ct_bucket_plan *p = &self->core.plan;
+    PyObject *all = PyList_New((Py_ssize_t)p->n_buckets);
+    for (size_t b = 0; all != NULL && b < p->n_buckets; b++) {
+        PyObject *one = PyList_New((Py_ssize_t)p->buckets[b].n_params);
+        for (size_t k = 0; one != NULL && k < p->buckets[b].n_params; k++) {
+            const uint32_t i = p->order[p->buckets[b].first + k];
+            PyList_SET_ITEM(one, (Py_ssize_t)k,
+                            Py_NewRef(PyTuple_GET_ITEM(self->names, i)));
+        }
+        if (one == NULL) {
+            Py_CLEAR(all);
+            break;
+        }
+        PyList_SET_ITEM(all, (Py_ssize_t)b, one);
+    }
+    return all;
+}
+
+static PyGetSetDef GradReducer_getset[] = {
+    {"buckets", GradReducer_buckets, NULL,
+     "The parameters' names, by bucket, in the order of the exchange.", NULL},
+    {NULL,      NULL,                NULL, NULL,                        NULL},
+};
+
+static PyMemberDef GradReducer_members[] = {
+    {"communicator", T_OBJECT_EX, offsetof(GradReducer, communicator), READONLY,
+     "The group over which gradients are averaged."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyMethodDef GradReducer_methods[] = {
+    {"after_forward",  GradReducer_after_forward,  METH_O,       GradReducer_after_forward_doc},
+    {"before_forward", GradReducer_before_forward, METH_VARARGS,
+     GradReducer_before_forward_doc                                                           },
+    {"close",          GradReducer_close,          METH_NOARGS,  close_doc                    },
+    {"reduce",         GradReducer_reduce,         METH_NOARGS,  GradReducer_reduce_doc       },
+    {NULL,             NULL,                       0,            NULL                         },
+};
+
+PyDoc_STRVAR(
+    GradReducer_doc,
+    "GradReducer(communicator, params, names, allocate, queue_callback=None, *,\n"
+    "            bucket_cap_mb=25.0, gradient_as_bucket_view=True,\n"
+    "            find_unused_parameters=False, static_graph=False)\n--\n\n"
+    "Averages the gradients of params over the ranks, while autograd computes them.\n\n"
+    "params: tensors of floating point in host memory, each with its name, the same "
+    "on\n"
+    "every rank. allocate(params) gives a flat tensor and a list of views of it, one\n"
+    "like each. queue_callback(fn) has autograd call fn when its pass ends; with None\n"
+    "nothing is hooked and reduce() does all. The rest is as in DataParallel.\n\n"
+    "Raises TypeError naming a parameter of another kind.");
+
+static PyType_Slot GradReducer_slots[] = {
+    {Py_tp_doc,      (void *)GradReducer_doc},
+    {Py_tp_new,      GradReducer_new        },
+    {Py_tp_traverse, GradReducer_traverse   },
+    {Py_tp_clear,    GradReducer_clear      },
+    {Py_tp_dealloc,  GradReducer_dealloc    },
+    {Py_tp_methods,  GradReducer_methods    },
+    {Py_tp_getset,   GradReducer_getset     },
+    {Py_tp_members,  GradReducer_members    },
+    {0,              NULL                   },
+};
+
+PyType_Spec GradReducer_spec = {
+    .name = "ctrainer._C.GradReducer",
+    .basicsize = sizeof(GradReducer),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = GradReducer_slots,
+};

@@ -1,0 +1,79 @@
+/* The insides of GradReducer, for the files that implement it. */
+#ifndef CTPY_GRAD_REDUCER_H
+#define CTPY_GRAD_REDUCER_H
+
+#include "binding/communicator.h"
+#include "core/ct_reducer.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Every Python object that a reducer holds. */
+#define GRAD_REDUCER_OBJECTS(X)                                                        \
+    X(communicator)                                                                    \
+    X(params)         /* tuple */                                                      \
+    X(names)          /* tuple of str */                                               \
+    X(allocate)       /* allocate(params) -> (flat tensor, views of it like them) */   \
+    X(queue_callback) /* None: nothing is hooked */                                    \
+    X(memory)         /* list of the buckets' flat tensors */                          \
+    X(views)          /* list by parameter; None where it is alone */                  \
+    X(given)          /* list by parameter: what lies in the exchange, or None */      \
+    X(hooks)          /* list of GradHook */                                           \
+    X(handles)        /* list of what removes them */
+
+typedef struct GradReducer {
+    PyObject_HEAD
+#define FIELD(name) PyObject *name;
+    GRAD_REDUCER_OBJECTS(FIELD)
+#undef FIELD
+    ct_reducer core;
+    int64_t *used; /* by parameter: whether a rank has a gradient for it */
+    bool *absent;  /* by parameter: it was given for want of a gradient */
+    bool grads_are_views, find_unused, static_graph;
+    bool usage_known; /* `used` holds for every pass */
+    bool syncs;       /* the next backward pass is exchanged */
+    bool queued;      /* autograd will tell the end of the pass */
+    bool busy;        /* a call is under way without the GIL */
+} GradReducer;
+
+/* Called by autograd: with a parameter when its gradient is there, with the gradient of
+ * an output when a pass begins, with nothing when it ends. */
+typedef struct GradHook {
+    PyObject_HEAD
+    GradReducer *reducer; /* borrowed; NULL when it has gone */
+    Py_ssize_t index;     /* a parameter's, or one of those below */
+} GradHook;
+
+enum {
+    GRAD_HOOK_OUTPUT = -1,
+    GRAD_HOOK_END = -2
+};
+
+/* grad_hook.c: a new hook, which hooks keeps until the reducer goes; borrowed, NULL
+ * with an exception. */
+PyObject *grad_hook_add(GradReducer *self, Py_ssize_t index);
+
+/* grad_reducer_setup.c: plans, allocates and hooks, when the objects are there. */
+int grad_reducer_set_up(GradReducer *self, const ct_bucket_limits *limits);
+
+/* grad_reducer_pass.c: what happens in a backward pass. 0 or -1. */
+int grad_reducer_on_gradient(GradReducer *self, Py_ssize_t param);
+int grad_reducer_on_output(GradReducer *self);
+int grad_reducer_on_end(GradReducer *self);
+void grad_reducer_abandon(GradReducer *self);
+PyObject *GradReducer_reduce(PyObject *op, PyObject *unused);
+extern const char GradReducer_reduce_doc[];
+
+/* grad_reducer_give.c: brings tensors to the core. `give` announces param's gradient;
+ * `give_absent` what it has though autograd brought none, or zeros. */
+int grad_reducer_give(GradReducer *self, Py_ssize_t param, PyObject *grad);
+int grad_reducer_give_absent(GradReducer *self, Py_ssize_t param);
+int grad_reducer_give_zeros(GradReducer *self, Py_ssize_t param);
+const char *grad_reducer_name(const GradReducer *self, Py_ssize_t param);
+
+/* grad_reducer_forward.c */
+PyObject *GradReducer_before_forward(PyObject *op, PyObject *args);
+PyObject *GradReducer_after_forward(PyObject *op, PyObject *output);
+extern const char GradReducer_before_forward_doc[], GradReducer_after_forward_doc[];
+
+#endif

@@ -1,0 +1,49 @@
+/* Which parameters' gradients are exchanged together.
+ *
+ * Gradients arrive about in the reverse order of the parameters, so buckets are filled
+ * in that order: one is closed by the parameter that brings it to its limit. Every
+ * bucket has one dtype. The first of a dtype is small, so that the exchange begins
+ * early. These are the rules of Li et al., "PyTorch Distributed: Experiences on
+ * Accelerating Data Parallel Training", 2020, section 3.2.3. The plan depends on
+ * lengths, dtypes and limits alone: ranks with the same parameters have the same plan.
+ */
+#ifndef CT_BUCKET_H
+#define CT_BUCKET_H
+
+#include "core/ct_span.h"
+#include "core/ct_status.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct ct_bucket_limits {
+    size_t first_bytes; /* of the first bucket of each dtype */
+    size_t cap_bytes;   /* of the others */
+    size_t alone_bytes; /* a longer parameter has a bucket to itself; 0: none has */
+} ct_bucket_limits;
+
+typedef struct ct_bucket {
+    ct_dtype dtype;
+    size_t first, n_params; /* plan->order[first .. first + n_params) */
+    size_t n;               /* elements */
+    bool alone;             /* of one parameter: can be exchanged where it lies */
+} ct_bucket;
+
+/* Starts as {0}. */
+typedef struct ct_bucket_plan {
+    ct_bucket *buckets; /* in the order of their first parameters' arrival */
+    size_t n_buckets, n_params;
+    uint32_t *order;     /* parameters, bucket by bucket */
+    uint32_t *bucket_of; /* by parameter */
+    size_t *offset;      /* by parameter: elements before it in its bucket */
+} ct_bucket_plan;
+
+/* params[i].n and .dtype are read. Fewer than 2^32 parameters. */
+CT_NODISCARD ct_status ct_bucket_plan_init(ct_bucket_plan *plan, const ct_span *params,
+                                           size_t n_params,
+                                           const ct_bucket_limits *limits,
+                                           ct_error *err);
+void ct_bucket_plan_fini(ct_bucket_plan *plan);
+
+#endif

@@ -1,0 +1,41 @@
+/* How a bucket of gradients travels: whole, or compressed.
+ *
+ * A codec begins one collective for a bucket when it is full, and when that has ended
+ * makes the average over the ranks from what has come. Every rank has the same codec
+ * and gets the same bits. What is not a number on one rank is none on all afterwards,
+ * and leaves no trace in what a codec remembers. */
+#ifndef CT_CODEC_H
+#define CT_CODEC_H
+
+#include "core/ct_comm.h"
+#include "core/ct_device.h"
+
+#include <stdbool.h>
+
+typedef struct ct_codec ct_codec;
+
+/* A bucket in its turn. */
+typedef struct ct_parcel {
+    size_t bucket; /* which; each comes once in a backward pass */
+    ct_span flat;  /* the gradients; then their average */
+} ct_parcel;
+
+typedef struct ct_codec_ops {
+    const char *name;
+    ct_status (*start)(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel,
+                       ct_work **work, ct_error *err);
+    /* After the work has been waited for. NULL: the work left the average. */
+    ct_status (*finish)(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel,
+                        ct_error *err);
+    void (*free)(ct_codec *codec);
+    bool meets_again; /* finish has collectives of its own */
+} ct_codec_ops;
+
+struct ct_codec {
+    const ct_codec_ops *ops;
+};
+
+/* Averages as they are. Nothing to free, one for all. */
+extern ct_codec ct_codec_whole;
+
+#endif

@@ -1,0 +1,267 @@
+#include "core/ct_reducer.h"
+
+#include "core/ct_alloc.h"
+
+#include <math.h>
+
+/* ---- a codec that does nothing ------------------------------------------------------
+ */
+
+static ct_status
+whole_start(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_work **work,
+            ct_error *err)
+{
+    (void)codec;
+    const ct_request request = {
+        .what = CT_ALL_REDUCE, .op = CT_REDUCE_MEAN, .in = parcel->flat};
+    return ct_comm_start(comm, &request, work, err);
+}
+
+static const ct_codec_ops whole_ops = {.name = "no", .start = whole_start};
+
+ct_codec ct_codec_whole = {&whole_ops};
+
+/* ---- lifetime ----------------------------------------------------------------------
+ */
+
+static void
+set_places(ct_reducer *r, const ct_span *params)
+{
+    for (size_t i = 0; i < r->plan.n_params; i++) {
+        r->params[i].place = (ct_span){.n = params[i].n, .dtype = params[i].dtype};
+        r->params[i].expected = 1;
+    }
+    for (size_t b = 0; b < r->plan.n_buckets; b++) {
+        const ct_bucket *bucket = &r->plan.buckets[b];
+        r->buckets[b].flat = (ct_span){.n = bucket->n, .dtype = bucket->dtype};
+    }
+}
+
+ct_status
+ct_reducer_init(ct_reducer *r, const ct_device *device, void *stream,
+                const ct_span *params, size_t n_params, const ct_bucket_limits *limits,
+                ct_error *err)
+{
+    *r = (ct_reducer){
+        .device = device, .stream = stream, .codec = &ct_codec_whole, .factor = 1.0};
+    ct_status status = ct_bucket_plan_init(&r->plan, params, n_params, limits, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    r->params = ct_calloc(n_params + 1, sizeof *r->params);
+    r->buckets = ct_calloc(r->plan.n_buckets + 1, sizeof *r->buckets);
+    if (r->params == NULL || r->buckets == NULL) {
+        ct_reducer_fini(r);
+        return ct_fail(err, CT_ENOMEM, "no memory to reduce %zu parameters", n_params);
+    }
+    set_places(r, params);
+    return CT_OK;
+}
+
+void
+ct_reducer_fini(ct_reducer *r)
+{
+    ct_free(r->buckets);
+    ct_free(r->params);
+    ct_bucket_plan_fini(&r->plan);
+    *r = (ct_reducer){0};
+}
+
+void
+ct_reducer_lend(ct_reducer *r, size_t bucket, void *memory)
+{
+    const ct_bucket *b = &r->plan.buckets[bucket];
+    r->buckets[bucket].flat.data = memory;
+    for (size_t k = b->first; k < b->first + b->n_params; k++) {
+        const uint32_t i = r->plan.order[k];
+        r->params[i].place.data =
+            (char *)memory + r->plan.offset[i] * ct_dtype_size(b->dtype);
+    }
+}
+
+/* ---- a cycle -----------------------------------------------------------------------
+ */
+
+void
+ct_reducer_begin(ct_reducer *r)
+{
+    for (size_t b = 0; b < r->plan.n_buckets; b++) {
+        r->buckets[b].pending = r->plan.buckets[b].n_params;
+        r->buckets[b].work = NULL;
+    }
+    for (size_t i = 0; i < r->plan.n_params; i++) {
+        r->params[i].seen = 0;
+        r->params[i].grad.data = NULL;
+    }
+    r->started = 0;
+    r->active = true;
+}
+
+bool
+ct_reducer_is_complete(const ct_reducer *r, size_t param)
+{
+    const ct_reducer_param *p = &r->params[param];
+    return !r->learning && p->seen > 0 && p->seen >= p->expected;
+}
+
+/* Starts full buckets in the plan's order, as far as it goes. */
+static ct_status
+start_full(ct_reducer *r, ct_comm *comm, ct_error *err)
+{
+    while (r->started < r->plan.n_buckets && r->buckets[r->started].pending == 0) {
+        ct_reducer_bucket *bucket = &r->buckets[r->started];
+        const ct_parcel parcel = {r->started, bucket->flat};
+        ct_status status =
+            r->codec->ops->start(r->codec, comm, &parcel, &bucket->work, err);
+        if (status != CT_OK) {
+            return status;
+        }
+        r->started++;
+    }
+    return CT_OK;
+}
+
+/* Brings a gradient to where its bucket is exchanged. */
+static ct_status
+bring(ct_reducer *r, size_t i, const ct_span *grad, ct_error *err)
+{
+    ct_reducer_param *p = &r->params[i];
+    const uint32_t b = r->plan.bucket_of[i];
+    p->grad = *grad;
+    if (r->plan.buckets[b].alone) {
+        p->place = *grad;
+        r->buckets[b].flat = *grad;
+        return CT_OK;
+    }
+    return grad->data == p->place.data
+               ? CT_OK
+               : r->device->copy(r->stream, &p->place, grad, 1, err);
+}
+
+ct_status
+ct_reducer_announce(ct_reducer *r, ct_comm *comm, size_t param, const ct_span *grad,
+                    ct_error *err)
+{
+    ct_reducer_param *p = &r->params[param];
+    ct_status status = bring(r, param, grad, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    p->seen++;
+    const bool counts = r->learning ? p->seen == 1 : p->seen >= p->expected;
+    if (counts) {
+        r->buckets[r->plan.bucket_of[param]].pending--;
+    }
+    return counts && !r->learning ? start_full(r, comm, err) : CT_OK;
+}
+
+/* ---- the end of a cycle ------------------------------------------------------------
+ */
+
+static ct_status
+wait_for(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
+{
+    ct_work *work = r->buckets[b].work;
+    r->buckets[b].work = NULL;
+    return work == NULL ? CT_OK : ct_comm_wait(comm, work, err);
+}
+
+static ct_status
+unpack(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
+{
+    const ct_parcel parcel = {b, r->buckets[b].flat};
+    const ct_codec_ops *ops = r->codec->ops;
+    return ops->finish == NULL ? CT_OK : ops->finish(r->codec, comm, &parcel, err);
+}
+
+/* A codec that meets again may do so only when nothing else is under way. */
+static ct_status
+wait_for_all(ct_reducer *r, ct_comm *comm, ct_error *err)
+{
+    const bool apart = r->codec->ops->meets_again;
+    ct_status status = CT_OK;
+    for (size_t b = 0; status == CT_OK && b < r->plan.n_buckets; b++) {
+        status = wait_for(r, comm, b, err);
+        if (status == CT_OK && !apart) {
+            status = unpack(r, comm, b, err);
+        }
+    }
+    for (size_t b = 0; status == CT_OK && apart && b < r->plan.n_buckets; b++) {
+        status = unpack(r, comm, b, err);
+    }
+    return status;
+}
+
+static ct_status
+scale_all(ct_reducer *r, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (size_t b = 0; status == CT_OK && b < r->plan.n_buckets; b++) {
+        status = r->device->scale(r->stream, r->factor, (double)INFINITY,
+                                  &r->buckets[b].flat, 1, err);
+    }
+    return status;
+}
+
+static ct_status
+copy_back(ct_reducer *r, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < r->plan.n_params; i++) {
+        const ct_reducer_param *p = &r->params[i];
+        if (p->grad.data != p->place.data) {
+            status = r->device->copy(r->stream, &p->grad, &p->place, 1, err);
+        }
+    }
+    return status;
+}
+
+static ct_status
+check_complete(const ct_reducer *r, ct_error *err)
+{
+    for (size_t i = 0; i < r->plan.n_params; i++) {
+        if (r->params[i].seen == 0) {
+            return ct_fail(err, CT_EINVAL, "parameter %zu has no gradient", i);
+        }
+    }
+    return CT_OK;
+}
+
+static ct_status
+finish(ct_reducer *r, ct_comm *comm, ct_error *err)
+{
+    ct_status status = check_complete(r, err);
+    if (status == CT_OK) {
+        status = start_full(r, comm, err);
+    }
+    if (status == CT_OK) {
+        status = wait_for_all(r, comm, err);
+    }
+    if (status == CT_OK && r->factor != 1.0) {
+        status = scale_all(r, err);
+    }
+    return status == CT_OK && r->copies_back ? copy_back(r, err) : status;
+}
+
+ct_status
+ct_reducer_finish(ct_reducer *r, ct_comm *comm, ct_error *err)
+{
+    const ct_status status = finish(r, comm, err);
+    if (status != CT_OK) {
+        ct_reducer_abort(r, comm);
+    }
+    r->active = false;
+    return status;
+}
+
+void
+ct_reducer_abort(ct_reducer *r, ct_comm *comm)
+{
+    for (size_t b = 0; b < r->started; b++) {
+        if (wait_for(r, comm, b, NULL) != CT_OK) {
+            continue; /* the failure that led here has been told */
+        }
+    }
+    r->started = 0;
+    r->active = false;
+}

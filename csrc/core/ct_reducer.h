@@ -1,0 +1,72 @@
+/* Averages gradients over the ranks, bucket by bucket, while they are being computed.
+ *
+ * A cycle is one backward pass. Each parameter's gradient is announced when it is
+ * there; a bucket whose gradients all are is exchanged, and buckets go in the order of
+ * the plan on every rank, whatever arrives first, so that all ranks call the same
+ * collectives. At the end of the pass ct_reducer_finish waits for the rest. Before it
+ * every parameter has to have been announced: those without a gradient as zeros. */
+#ifndef CT_REDUCER_H
+#define CT_REDUCER_H
+
+#include "core/ct_bucket.h"
+#include "core/ct_codec.h"
+
+typedef struct ct_reducer_param {
+    ct_span place; /* in the bucket's memory; of one alone the gradient itself */
+    ct_span grad;  /* announced in this cycle; .data NULL: not yet */
+    uint32_t expected, seen; /* announcements in a cycle */
+} ct_reducer_param;
+
+typedef struct ct_reducer_bucket {
+    ct_span flat;
+    size_t pending; /* parameters still to come */
+    ct_work *work;
+} ct_reducer_bucket;
+
+typedef struct ct_reducer {
+    const ct_device *device;
+    void *stream;
+    ct_bucket_plan plan;
+    ct_reducer_param *params;
+    ct_reducer_bucket *buckets;
+    ct_codec *codec;  /* the caller's; alive as long as this */
+    size_t started;   /* buckets under way: those before it in the plan */
+    bool active;      /* within a cycle */
+    bool learning;    /* starts nothing before the end, and counts announcements */
+    bool copies_back; /* averages are brought to where the gradients were */
+    double factor;    /* of the averages; 1 */
+} ct_reducer;
+
+/* Plans for parameters of these lengths and dtypes; the memory of buckets that are not
+ * alone is given by ct_reducer_lend. On failure there is nothing to release. */
+CT_NODISCARD ct_status ct_reducer_init(ct_reducer *r, const ct_device *device,
+                                       void *stream, const ct_span *params,
+                                       size_t n_params, const ct_bucket_limits *limits,
+                                       ct_error *err);
+void ct_reducer_fini(ct_reducer *r); /* not within a cycle */
+
+/* The memory of a bucket: as many elements as it has, alive as long as r. */
+void ct_reducer_lend(ct_reducer *r, size_t bucket, void *memory);
+
+/* Begins a cycle. */
+void ct_reducer_begin(ct_reducer *r);
+
+/* Whether a parameter has been announced as often in this cycle as it may be. */
+bool ct_reducer_is_complete(const ct_reducer *r, size_t param);
+
+/* Announces a gradient, of the parameter's length and dtype, which is copied into its
+ * bucket, unless it lies there or the bucket is its alone; a parameter must not be
+ * complete. Starts the buckets whose turn has come. After CT_ECOMM: ct_reducer_abort.
+ */
+CT_NODISCARD ct_status ct_reducer_announce(ct_reducer *r, ct_comm *comm, size_t param,
+                                           const ct_span *grad, ct_error *err);
+
+/* Ends the cycle: the averages are in the buckets, and with copies_back where the
+ * gradients were. CT_EINVAL when a parameter is missing; on any failure as
+ * ct_reducer_abort. */
+CT_NODISCARD ct_status ct_reducer_finish(ct_reducer *r, ct_comm *comm, ct_error *err);
+
+/* Gives up a cycle: waits for what is under way, whatever comes of it. */
+void ct_reducer_abort(ct_reducer *r, ct_comm *comm);
+
+#endif

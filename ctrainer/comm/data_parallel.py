@@ -1,0 +1,150 @@
+"""A module whose gradients are averaged over a group of ranks, in C."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ctrainer import _C
+from ctrainer.adapters import parallel
+from ctrainer.comm.run import world
+
+
+def is_wrapped(module: Any) -> bool:
+    """Whether something averages this module's gradients already: torch or ours."""
+    return isinstance(module, DistributedDataParallel | DataParallel)
+
+
+class DataParallel(nn.Module):
+    """Every rank has the module and a part of the batch; gradients become averages.
+
+    The average is taken while the backward pass runs: a bucket of gradients is
+    exchanged as soon as all of it is there. At the beginning parameters and buffers
+    become those of rank 0. Every rank has to make it, with the same arguments, and to
+    run forward and backward as often as the others.
+
+    module: in host memory, its parameters of any floating point dtypes. communicator:
+    the ranks; by default those of comm.world(). The others are as in torch's
+    DistributedDataParallel: bucket_cap_mb=25, the size of a bucket in MiB;
+    find_unused_parameters=False, parameters without a gradient count as zeros rather
+    than being an error; static_graph=False, the same parameters get gradients as often
+    in every pass; broadcast_buffers=True, buffers become those of rank 0 in each
+    forward pass; gradient_as_bucket_view=True, where torch has False, gradients are
+    views of the buckets, whose memory they share; init_sync=True, rank 0's parameters
+    and buffers for all, after a check that all have the same names, shapes and dtypes.
+
+    state_dict() has the names of `module` with "module." before them, as torch's has.
+    Other attributes are the module's.
+
+    Raises:
+        ValueError: the ranks' modules differ, or nothing is to be trained.
+        TypeError: a parameter is not in host memory.
+        RuntimeError: another rank fails, or stays away; in backward(): parameters got
+            no gradient, or got a second one.
+
+    Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+    Training", 2020.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        communicator: _C.Communicator | None = None,
+        *,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+    ) -> None:
+        super().__init__()
+        _check(module)
+        self.module = module
+        self.communicator = world() if communicator is None else communicator
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.broadcast_buffers = broadcast_buffers
+        self.require_backward_grad_sync = True
+        if init_sync:
+            synchronize(module, self.communicator)
+        named = parallel.trainable(module)
+        self.reducer = _C.GradReducer(
+            self.communicator,
+            list(named.values()),
+            list(named),
+            parallel.allocate,
+            parallel.queue_callback,
+            bucket_cap_mb=25 if bucket_cap_mb is None else bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+        )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        syncs = self.require_backward_grad_sync
+        buffers = self._buffers_to_send() if syncs else ()
+        self.reducer.before_forward(torch.is_grad_enabled(), syncs, buffers)
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self.reducer.after_forward(output)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of passes that begin in here stay each rank's own, and add up.
+
+        The first pass after it averages the sum. Its forward pass counts, as in torch.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+            return getattr(self.module, name)
+
+    def _buffers_to_send(self) -> list[torch.Tensor]:
+        """What rank 0 sends before a forward pass in which batch statistics count."""
+        return parallel.shared_buffers(self.module) if self.broadcast_buffers else []
+
+
+def synchronize(module: nn.Module, communicator: _C.Communicator) -> None:
+    """Make parameters and buffers those of rank 0.
+
+    Raises ValueError on all ranks, naming the first difference, unless all have the
+    same names, shapes and dtypes.
+    """
+    tensors = parallel.shared_tensors(module)
+    both = dict(module.named_parameters()) | dict(module.named_buffers())
+    lines = parallel.describe({name: both[name] for name in tensors})
+    _C.check_ranks_agree(communicator, "parameter or buffer", lines)
+    _C.broadcast_tensors(communicator, list(tensors.values()))
+
+
+def _check(module: nn.Module) -> None:
+    if is_wrapped(module):
+        raise ValueError(
+            f"the module is a {type(module).__name__} already, whose gradients are "
+            "averaged; wrap what is in it, its .module"
+        )
+    if not parallel.trainable(module):
+        raise ValueError(
+            f"no parameter of this {type(module).__name__} needs a gradient, so there "
+            "is nothing to average: use the module as it is"
+        )

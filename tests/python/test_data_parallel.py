@@ -1,0 +1,256 @@
+"""DataParallel on two processes, beside torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fairseq_ranks import run_ranks, told
+
+BODY = """
+from copy import deepcopy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from ctrainer import _C, DataParallel
+from ctrainer.comm.data_parallel import is_wrapped
+from ctrainer.comm.process_group import communicator
+
+shared = _C.shared_memory_communicator(folder, rank, world, 60.0)
+gloo = communicator()
+found = {}
+
+class Net(nn.Module):
+    "Parameters of several dtypes, layouts and lengths; some used by one rank alone."
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4).double()
+        self.long = nn.Linear(4, 40000).double()
+        self.ours = nn.Linear(4, 1).double()
+        self.nobodys = nn.Linear(2, 2)
+        self.tied = self.head
+    def forward(self, x, branch=True, all_of_it=False):
+        h = self.norm(self.conv(x)).mean((2, 3)).double()
+        h = self.tied(self.head(h).repeat(1, 2))
+        out = {"sum": self.long(h).mean(1), "extra": [h.sum(), None, "text"]}
+        if branch:
+            out["sum"] = out["sum"] + self.ours(h).squeeze(1)
+        if all_of_it:
+            out["sum"] = out["sum"] + sum(p.sum() for p in self.nobodys.parameters())
+        return out
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+def grads(module):
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+def same(a, b):
+    return all((x is None) == (y is None) and (x is None or torch.equal(x, y))
+               for x, y in zip(a, b, strict=True))
+
+def data(step):
+    torch.manual_seed(100 + 2 * step + rank)
+    return torch.randn(4, 3, 6, 6)
+
+def loss(module, step, **kwargs):
+    return module(data(step), **kwargs)["sum"].square().mean()
+
+def train(wrapped, steps=3, **kwargs):
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step != 1)
+        if step == 1:
+            with wrapped.no_sync():
+                loss(wrapped, 10, **kwargs).backward()
+        loss(wrapped, step, **kwargs).backward()
+        optimizer.step()
+    return grads(wrapped), [t.clone() for t in wrapped.state_dict().values()]
+
+def both(kwargs, **options):
+    theirs = train(DistributedDataParallel(make(), **options), **kwargs)
+    named = {"finite": all(t.isfinite().all().item() for t in theirs[1])}
+    for name, group in (("shm", shared), ("gloo", gloo)):
+        for views in (True, False):
+            wrapped = DataParallel(
+                make(rank), group, gradient_as_bucket_view=views, **options)
+            ours = train(wrapped, **kwargs)
+            named[f"{name} {views}"] = same(ours[0], theirs[0]) and same(
+                ours[1], theirs[1])
+    return named
+
+everything = {"all_of_it": True}
+found["all used"] = both(everything)
+found["small buckets"] = both(everything, bucket_cap_mb=0.001)
+found["buffers stay"] = both(everything, broadcast_buffers=False)
+found["unused"] = both({"branch": rank == 0}, find_unused_parameters=True)
+found["static"] = both(everything, static_graph=True)
+
+# What one process gets from the whole batch
+alone = make().eval()
+torch.manual_seed(5)
+batch = torch.randn(8, 3, 6, 6)
+alone(batch, all_of_it=True)["sum"].square().mean().backward()
+ours = DataParallel(make(), shared).eval()
+ours(batch[rank::2], all_of_it=True)["sum"].square().mean().backward()
+found["whole batch"] = max(
+    ((a - b).abs().max() / (a.abs().max() + 1e-30)).item()
+    for a, b in zip(grads(alone), grads(ours), strict=True))
+
+def error(run):
+    try:
+        run()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+
+# Two passes without zeroing add up, and a second time through the same graph is refused
+found["unused refused"] = error(lambda: loss(ours, 0).backward())
+ours.zero_grad()
+value = ours(data(0), all_of_it=True)["sum"].mean()
+value.backward(retain_graph=True)
+once = grads(ours)
+value.backward()
+found["again"] = [torch.allclose(a, 2 * b, rtol=1e-6, atol=1e-6 * b.abs().max().item())
+                  for a, b in zip(grads(ours), once, strict=True)]
+
+# A rank that knows nothing of a number
+ours.zero_grad()
+x = batch[rank::2].clone()
+x[0, 0, 0, 0] = float("nan") if rank == 1 else 0.0
+ours(x, all_of_it=True)["sum"].mean().backward()
+found["nan"] = [not bool(g.isfinite().all()) for g in grads(ours)]
+
+# No part of a rank's output depends on a parameter
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+    def forward(self, x, use):
+        return (x * self.weight).sum() if use else (x * 2).sum()
+some = DataParallel(Sometimes(), shared, find_unused_parameters=True)
+some(torch.ones(3, requires_grad=True), rank == 0).backward()
+found["one rank has one"] = some.weight.grad.tolist()
+
+# Checkpoints that run their part in a pass of their own
+from torch.utils.checkpoint import checkpoint
+class Folded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x):
+        h = checkpoint(self.a, x, use_reentrant=True)
+        return checkpoint(self.b, h, use_reentrant=True).sum()
+torch.manual_seed(3)
+plain = Folded()
+folded = DataParallel(deepcopy(plain), shared)
+x = torch.full((2, 4), 1.0 + rank, requires_grad=True)
+folded(x).backward()
+plain(torch.full((2, 4), 1.5, requires_grad=True)).backward()
+found["checkpoints"] = [torch.allclose(a, b) for a, b in
+                        zip(grads(folded), grads(plain), strict=True)]
+
+odd = nn.Linear(3, 2 + rank)
+found["differ"] = error(lambda: DataParallel(odd, shared))
+found["frozen"] = error(lambda: DataParallel(nn.Linear(2, 2).requires_grad_(False)))
+found["wrapped"] = [is_wrapped(ours), is_wrapped(odd),
+                    error(lambda: DataParallel(ours, shared)).split(" is a ")[1][:20]]
+found["keys"] = list(ours.state_dict())[:2]
+found["forwarded"] = ours.head is ours.module.head
+found["missing"] = error(lambda: ours.no_such)
+
+# It goes, and what it leaves on the parameters does nothing
+module = nn.Linear(2, 1)
+gone = DataParallel(module, shared)
+gone.reducer.close()
+module(torch.full((1, 2), rank + 1.0)).sum().backward()
+found["closed"] = module.weight.grad.tolist()
+gone = DataParallel(nn.Linear(2, 1), shared)
+module = gone.module
+del gone
+import gc; gc.collect()
+module(torch.full((1, 2), rank + 1.0)).sum().backward()
+found["gone"] = module.weight.grad.tolist()
+tell(found)
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pytest.importorskip("torch")
+    return told(run_ranks(tmp_path_factory.mktemp("ranks"), BODY))
+
+
+CASES = ["all used", "small buckets", "buffers stay", "unused", "static"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_gives_the_bits_of_torchs_wrapper(
+    found: list[dict[str, Any]], case: str
+) -> None:
+    names = ["finite", "shm True", "shm False", "gloo True", "gloo False"]
+    expected = dict.fromkeys(names, True)
+    assert [rank[case] for rank in found] == [expected, expected]
+
+
+def test_gradients_are_those_of_the_whole_batch(found: list[dict[str, Any]]) -> None:
+    # Convolutions add in another order in float32, of which 2^-24 is half a unit
+    assert max(rank["whole batch"] for rank in found) < 1e-5
+
+
+def test_parameters_without_a_gradient_are_named(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["unused refused"].startswith(
+            "RuntimeError: the backward pass has ended and these parameters got no "
+            "gradient: 'nobodys.weight', 'nobodys.bias'. "
+        )
+
+
+def test_a_second_pass_adds_its_average(found: list[dict[str, Any]]) -> None:
+    # Two sums and a mean more, of 2^-24 each
+    assert all(all(rank["again"]) for rank in found)
+
+
+def test_a_nan_of_one_rank_is_seen_by_all(found: list[dict[str, Any]]) -> None:
+    assert found[0]["nan"] == found[1]["nan"]
+    assert any(found[0]["nan"])
+
+
+def test_a_rank_that_uses_no_parameter_takes_part(found: list[dict[str, Any]]) -> None:
+    assert [rank["one rank has one"] for rank in found] == [[0.5] * 3, [0.5] * 3]
+
+
+def test_checkpoints_with_passes_of_their_own(found: list[dict[str, Any]]) -> None:
+    assert all(all(rank["checkpoints"]) for rank in found)
+
+
+def test_modules_that_differ_are_refused_on_all_ranks(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank in found:
+        assert rank["differ"] == (
+            "ValueError: the ranks differ: parameter or buffer 0 is 'weight float32 "
+            "[2, 3]' on rank 0 and 'weight float32 [3, 3]' on rank 1; all ranks must "
+            "have the same, in the same order"
+        )
+
+
+def test_what_cannot_be_wrapped_says_why(found: list[dict[str, Any]]) -> None:
+    assert found[0]["frozen"].startswith("ValueError: no parameter of this Linear")
+    assert found[0]["wrapped"] == [True, False, "DataParallel already"]
+
+
+def test_state_has_torchs_names_and_attributes_are_the_modules(
+    found: list[dict[str, Any]],
+) -> None:
+    assert found[0]["keys"] == ["module.conv.weight", "module.conv.bias"]
+    assert found[0]["forwarded"]
+    assert "no_such" in found[0]["missing"]
+
+
+def test_a_module_whose_wrapper_has_gone_is_a_rank_of_its_own(
+    found: list[dict[str, Any]],
+) -> None:
+    assert [rank["closed"] for rank in found] == [[[1.0, 1.0]], [[2.0, 2.0]]]
+    assert [rank["gone"] for rank in found] == [[[1.0, 1.0]], [[2.0, 2.0]]]
