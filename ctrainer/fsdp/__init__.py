@@ -5,12 +5,17 @@ from ctrainer.fsdp.consolidate import (
     consolidate_sharded_state_dicts,
     reshard_checkpoints,
 )
+from ctrainer.fsdp.memory_plan import MemoryPlan, UnitSize, memory_plan, units_of
 from ctrainer.fsdp.shard_files import load_shard, save_shard
 
 __all__ = [
+    "MemoryPlan",
+    "UnitSize",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
     "load_shard",
+    "memory_plan",
     "reshard_checkpoints",
     "save_shard",
+    "units_of",
 ]

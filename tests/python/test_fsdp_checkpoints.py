@@ -319,8 +319,9 @@ def test_memory_stays_below_one_parameter(result: str, tmp_path: Path) -> None:
     job = Job([Unit("", {n: torch.full((6, 1 << 20), 2.5) for n in names})], 2)
     prefix = save(job, tmp_path)
     del job
-    warm = save(nested_job(2), tmp_path / "..")  # modules are imported by now
-    consolidate_sharded_model_checkpoints(warm, save_path=str(tmp_path / "warm.pth"))
+    (tmp_path / "warm").mkdir()
+    warm = save(nested_job(2), tmp_path / "warm")
+    consolidate_sharded_model_checkpoints(warm)  # all modules are imported by now
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = peak_kib()
     full, _ = consolidate_sharded_model_checkpoints(

@@ -1,0 +1,76 @@
+"""The memory and traffic that sharded training is said to need."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from ctrainer import __main__
+from ctrainer.fsdp import UnitSize, memory_plan
+from ctrainer.fsdp.memory_plan import DECODERS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_models_have_the_parameters_that_were_published() -> None:
+    """Source: the model cards of Llama 3.1 and 3.2."""
+    counted = {name: model.parameters for name, model in DECODERS.items()}
+    assert counted == {"1B": 1_235_814_400, "8B": 8_030_261_248, "70B": 70_553_706_496}
+
+
+def test_a_plan_adds_up_for_units_worked_out_by_hand() -> None:
+    """2 ranks, multiples of 128: groups are padded to 256 elements. The root's 300 and
+    100 become 512 and 256, the inner units' 1000 and 600 become 1024 and 768."""
+    units = [
+        UnitSize((300,), (100,), kept=True),
+        UnitSize((1000,)),
+        UnitSize((), (600,)),
+    ]
+    plan = memory_plan(
+        units, 2, compute_dtype="bfloat16", reduce_dtype="float32", prefetch=1
+    )
+    trainable, frozen = 512 + 1024, 256 + 768
+    assert plan.parameters == (trainable + frozen) // 2 * 4
+    assert plan.gradients == trainable // 2 * 4
+    assert plan.optimizer == trainable // 2 * 8
+    assert plan.gathered == (512 + 256 + 1024) * 2
+    assert plan.prefetched == 1024 * 2
+    assert plan.full_gradients == (512 + 1024) * 4
+    assert plan.gather_traffic == (512 + 256 + 2 * (1024 + 768)) * 2 // 2
+    assert plan.reduce_traffic == trainable * 4 // 2
+    kept = memory_plan(units, 2, reshard_after_forward=False, prefetch=1)
+    assert kept.gathered == (trainable + frozen) * 4
+    assert kept.prefetched == 0
+    assert kept.gather_traffic == (trainable + frozen) * 4 // 2
+    assert memory_plan(units, 1).traffic == 0
+
+
+def test_what_is_sharded_falls_with_the_ranks_and_the_rest_does_not() -> None:
+    units = DECODERS["1B"].units()
+    few, many = (memory_plan(units, n, compute_dtype="bfloat16") for n in (8, 1024))
+    assert few.sharded / many.sharded == pytest.approx(128, rel=1e-2)
+    assert few.transient == pytest.approx(many.transient, rel=1e-2)
+    assert few.total == few.sharded + few.transient
+
+
+def test_sizes_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"world_size .* got 0"):
+        memory_plan([], 0)
+    with pytest.raises(ValueError, match=r"compute_dtype must be one of .*'int8'"):
+        memory_plan([], 1, compute_dtype="int8")
+
+
+def test_the_page_is_current_and_the_command_prints_its_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = ROOT / "docs" / "make_fsdp_memory.py"
+    spec = importlib.util.spec_from_file_location("make_fsdp_memory", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page()
+    assert __main__.main(["plan", "--model", "70B", "--world_size", "64"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] in module.page()
