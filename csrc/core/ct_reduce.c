@@ -1,5 +1,6 @@
 #include "core/ct_reduce.h"
 
+#include "core/ct_dtype.h"
 #include "math/ct_half_math.h"
 
 #include <math.h>
@@ -25,10 +26,11 @@ combine_floats(double a, double b, ct_reduce_op op)
     return a + b;
 }
 
+/* Of a power of two the reciprocal is exact, and to multiply by it is the same. */
 static inline double
 divide_floats(double sum, size_t n)
 {
-    return sum / (double)n;
+    return (n & (n - 1)) == 0 ? sum * (1.0 / (double)n) : sum / (double)n;
 }
 
 static inline int64_t
@@ -75,106 +77,48 @@ divide_integers(int64_t sum, size_t n)
     X(CT_U8, uint8_t, int64_t, integers, AS_IS, AS_U8)                                 \
     X(CT_BOOL, bool, int64_t, integers, AS_IS, AS_BOOL)
 
-/* Rows are taken a tile at a time: each loop has one operation and one dtype, so that
- * compilers vectorise it. */
-#define FOLD(family, load, op)                                                         \
-    for (size_t i = 0; i < n; i++) {                                                   \
-        sums[i] = combine_##family(sums[i], load(row[i]), op);                         \
-    }
-#define DEFINE(dtype, type, wide, family, load, store)                                 \
-    static void fold_##dtype(wide sums[], const type row[], size_t n, ct_reduce_op op) \
-    {                                                                                  \
-        if (op == CT_REDUCE_MAX) {                                                     \
-            FOLD(family, load, CT_REDUCE_MAX)                                          \
-        }                                                                              \
-        else if (op == CT_REDUCE_MIN) {                                                \
-            FOLD(family, load, CT_REDUCE_MIN)                                          \
-        }                                                                              \
-        else {                                                                         \
-            FOLD(family, load, CT_REDUCE_SUM)                                          \
-        }                                                                              \
-    }                                                                                  \
-                                                                                       \
-    static void tile_##dtype(type out[], const void *const *in, size_t n_in,           \
-                             size_t at, size_t n, ct_reduce_op op)                     \
-    {                                                                                  \
-        wide sums[TILE];                                                               \
-        for (size_t i = 0; i < n; i++) {                                               \
-            sums[i] = load(((const type *)in[0])[at + i]);                             \
-        }                                                                              \
-        for (size_t r = 1; r < n_in; r++) {                                            \
-            fold_##dtype(sums, (const type *)in[r] + at, n, op);                       \
-        }                                                                              \
-        for (size_t i = 0; op == CT_REDUCE_MEAN && i < n; i++) {                       \
-            sums[i] = divide_##family(sums[i], n_in);                                  \
-        }                                                                              \
-        for (size_t i = 0; i < n; i++) {                                               \
-            out[at + i] = store(sums[i]);                                              \
-        }                                                                              \
-    }                                                                                  \
-                                                                                       \
-    static void reduce_##dtype(void *out, const void *const *in, size_t n_in,          \
-                               size_t n, ct_reduce_op op)                              \
-    {                                                                                  \
-        for (size_t at = 0; at < n; at += TILE) {                                      \
-            tile_##dtype(out, in, n_in, at, n - at < TILE ? n - at : TILE, op);        \
-        }                                                                              \
-    }
-EACH_DTYPE(DEFINE)
-#undef DEFINE
-#undef FOLD
+/* All loops are compiled for each of these sets and chosen at run time; the results
+ * have the same bits. GCC inlines what was compiled for the base across a list of
+ * features, but not across an arch=. */
+#define CT_SET base
+#include "core/ct_reduce_body.h"
+#undef CT_SET
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define HAVE_X86_LEVELS 1
+#pragma GCC push_options
+#pragma GCC target("sse4.2,popcnt,avx,avx2,bmi,bmi2,f16c,fma,lzcnt,movbe")
+#define CT_SET v3
+#include "core/ct_reduce_body.h"
+#undef CT_SET
+#pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl")
+#pragma GCC target("prefer-vector-width=512")
+#define CT_SET v4
+#include "core/ct_reduce_body.h"
+#undef CT_SET
+#pragma GCC pop_options
+#endif
 
-/* The sum of two floats is that of doubles, rounded twice, which changes nothing: a
- * double has more than twice a float's bits and two (Figueroa, "When is double rounding
- * innocuous?", 1995). So a float has of the 16-bit types', of which float16 has 11. */
-#define ADD_TWO(dtype, type, load, store)                                              \
-    static void add_two_##dtype(void *out, const void *a, const void *b, size_t n)     \
-    {                                                                                  \
-        for (size_t i = 0; i < n; i++) {                                               \
-            const float x = load(((const type *)a)[i]);                                \
-            const float y = load(((const type *)b)[i]);                                \
-            ((type *)out)[i] = store(x + y);                                           \
-        }                                                                              \
-    }
-ADD_TWO(CT_F32, float, AS_IS, AS_IS)
-ADD_TWO(CT_BF16, uint16_t, ct_f32_from_bf16, ct_bf16_from_f32)
-ADD_TWO(CT_F16, uint16_t, ct_f32_from_f16, ct_f16_from_f32)
-#undef ADD_TWO
-
-typedef void add_two_fn(void *out, const void *a, const void *b, size_t n);
-
-/* NULL where that is not known to be the same. */
-static add_two_fn *
-add_two_of(ct_dtype dtype)
+size_t
+ct_reduce_sets(ct_reduce_fn *sets[CT_REDUCE_MOST_SETS])
 {
-    switch (dtype) {
-    case CT_F32:
-        return add_two_CT_F32;
-    case CT_BF16:
-        return add_two_CT_BF16;
-    case CT_F16:
-        return add_two_CT_F16;
-    default:
-        return NULL;
+    size_t n = 0;
+    sets[n++] = reduce_base;
+#ifdef HAVE_X86_LEVELS
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("x86-64-v3")) {
+        sets[n++] = reduce_v3;
     }
+    if (__builtin_cpu_supports("x86-64-v4")) {
+        sets[n++] = reduce_v4;
+    }
+#endif
+    return n;
 }
 
 void
 ct_reduce(void *out, const void *const *in, size_t n_in, size_t n, ct_dtype dtype,
           ct_reduce_op op)
 {
-    if (n_in == 2 && op == CT_REDUCE_SUM && add_two_of(dtype) != NULL) {
-        add_two_of(dtype)(out, in[0], in[1], n);
-        return;
-    }
-    switch (dtype) {
-#define CALL(dtype, type, wide, family, load, store)                                   \
-    case dtype:                                                                        \
-        reduce_##dtype(out, in, n_in, n, op);                                          \
-        return;
-        EACH_DTYPE(CALL)
-#undef CALL
-    case CT_DTYPE_COUNT:
-        return;
-    }
+    ct_reduce_fn *sets[CT_REDUCE_MOST_SETS];
+    sets[ct_reduce_sets(sets) - 1](out, in, n_in, n, dtype, op);
 }

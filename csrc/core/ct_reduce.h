@@ -16,4 +16,13 @@
 void ct_reduce(void *out, const void *const *in, size_t n_in, size_t n, ct_dtype dtype,
                ct_reduce_op op);
 
+/* The same, compiled for each instruction set that this processor has, slowest first;
+ * the results have the same bits. Returns how many. */
+enum {
+    CT_REDUCE_MOST_SETS = 3
+};
+typedef void ct_reduce_fn(void *out, const void *const *in, size_t n_in, size_t n,
+                          ct_dtype dtype, ct_reduce_op op);
+size_t ct_reduce_sets(ct_reduce_fn *sets[CT_REDUCE_MOST_SETS]);
+
 #endif

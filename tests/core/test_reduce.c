@@ -1,4 +1,5 @@
 #include "core/ct_reduce.h"
+#include "ct_random.h"
 #include "ct_kernels.h"
 #include "ct_test.h"
 
@@ -107,6 +108,80 @@ test_two_floats_are_added_with_the_same_bits(void)
     }
 }
 
+static void
+fill_with_noise(void *data, size_t bytes, uint64_t seed)
+{
+    ct_random r = {seed};
+    for (size_t i = 0; i < bytes; i++) {
+        ((unsigned char *)data)[i] = (unsigned char)ct_random_below(&r, 256);
+    }
+}
+
+/* What is a NaN may be another one. */
+static bool
+is_same(ct_dtype dtype, const void *a, const void *b, size_t i)
+{
+    const size_t item = ct_dtype_size(dtype);
+    const char *x = (const char *)a + i * item, *y = (const char *)b + i * item;
+    return memcmp(x, y, item) == 0 ||
+           (ct_dtype_is_float(dtype) && isnan(ct_load(dtype, a, i)) &&
+            isnan(ct_load(dtype, b, i)));
+}
+
+static void
+check_sets_on(ct_dtype dtype, size_t n_in, ct_reduce_op op)
+{
+    enum {
+        N = 1061,
+        MOST = 5
+    };
+    static _Alignas(16) unsigned char in[MOST][N * 8], first[N * 8], out[N * 8];
+    const void *rows[MOST];
+    ct_reduce_fn *sets[CT_REDUCE_MOST_SETS];
+    for (size_t r = 0; r < n_in; r++) {
+        fill_with_noise(in[r], sizeof in[r], 77 * r + (uint64_t)dtype + 1);
+        for (size_t i = 0; dtype == CT_BOOL && i < N; i++) {
+            in[r][i] &= 1;
+        }
+        rows[r] = in[r];
+    }
+    const size_t n_sets = ct_reduce_sets(sets);
+    sets[0](first, rows, n_in, N, dtype, op);
+    for (size_t s = 1; s < n_sets; s++) {
+        sets[s](out, rows, n_in, N, dtype, op);
+        for (size_t i = 0; i < N; i++) {
+            CHECK(is_same(dtype, first, out, i));
+        }
+    }
+}
+
+static void
+test_every_instruction_set_gives_the_same_bits(void)
+{
+    for (int dtype = 0; dtype < CT_DTYPE_COUNT; dtype++) {
+        for (int op = CT_REDUCE_SUM; op <= CT_REDUCE_MIN; op++) {
+            for (size_t n_in = 1; n_in <= 5; n_in++) {
+                check_sets_on((ct_dtype)dtype, n_in, (ct_reduce_op)op);
+            }
+        }
+    }
+}
+
+/* As double has it, where the sum is none of the type. */
+static void
+test_means_do_not_overflow(void)
+{
+    const float large[] = {0x1.fffffep127f, 0x1.8p127f};
+    const void *rows[] = {&large[0], &large[1]};
+    float mean;
+    ct_reduce(&mean, rows, 2, 1, CT_F32, CT_REDUCE_MEAN);
+    CHECK(mean == (float)(((double)large[0] + (double)large[1]) / 2.0));
+    const double halves[] = {60000.0, 65000.0};
+    CHECK(reduced(CT_F16, halves, 2, CT_REDUCE_MEAN) == 62496.0); /* 62500, nearest */
+    const double thirds[] = {1.0, 1.0, 2.0};
+    CHECK(reduced(CT_F64, thirds, 3, CT_REDUCE_MEAN) == 4.0 / 3.0);
+}
+
 #define CHECK_INTEGERS(dtype, type, sum)                                               \
     do {                                                                               \
         const type rows[3][2] = {                                                      \
@@ -182,6 +257,8 @@ main(void)
     test_floats_of_every_width();
     test_floats_are_added_in_order_in_double_and_rounded_once();
     test_a_nan_stays_wherever_it_is();
+    test_every_instruction_set_gives_the_same_bits();
+    test_means_do_not_overflow();
     test_integers_of_every_width();
     test_bools_say_any_or_all();
     test_the_result_may_replace_one_of_the_rows();
