@@ -41,13 +41,13 @@ ONLY_IN = {
 FLOORS = (
     {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool", "ct_meeting"}
     | {"ct_crc32c", "ct_crc_table", "ct_io", "ct_deadline", "ct_segment", "ct_crew"}
-    | {"ct_lanes", "ct_packet", "ct_pages"},
+    | {"ct_interrupt", "ct_lanes", "ct_packet", "ct_pages", "ct_segment_hold"},
     {"ct_adamw", "ct_hyper", "ct_sgd"},
     {"ct_factored", "ct_update"},
-    {"ct_device", "ct_plugin", "ct_reduce"}
+    {"ct_device", "ct_plugin", "ct_reduce", "ct_reduce_body"}
     | {"ct_comm", "ct_comm_bytes", "ct_comm_local", "ct_comm_memory"}
     | {"ct_comm_self", "ct_comm_shm", "ct_comm_sync"}
-    | {"ct_exchange", "ct_exchange_slots"},
+    | {"ct_exchange", "ct_exchange_slots", "ct_shm_queue"},
     set[str](),
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
     {"ct_bucket", "ct_codec", "ct_reducer"}

@@ -2,6 +2,7 @@
 #include "binding/ctpy.h"
 
 #include "core/ct_device.h"
+#include "core/ct_interrupt.h"
 #include "core/ct_pool.h"
 
 static int
@@ -31,6 +32,17 @@ check_environment(void)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
+/* Asked by threads that wait for other processes without the GIL; leaves what the
+ * handler raised. Python runs handlers on the main thread alone. */
+static bool
+is_interrupted(void)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    const bool raised = PyErr_CheckSignals() < 0;
+    PyGILState_Release(gil);
+    return raised;
+}
+
 /* A failure needs no cleanup here: the module is released, and module_clear drops
  * whatever was set. */
 static int
@@ -39,6 +51,7 @@ module_exec(PyObject *module)
     if (check_environment() < 0) {
         return -1;
     }
+    ct_interrupt_set(is_interrupted);
     ctpy_state *state = PyModule_GetState(module);
 #define CTPY_NAME(name)                                                                \
     if (intern(#name, &state->str_##name) < 0) {                                       \

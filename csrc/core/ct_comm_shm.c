@@ -1,93 +1,52 @@
-/* A collective is one transfer of ct_exchange.h; a long all_reduce is two. */
 #include "core/ct_comm_shm.h"
 
 #include "core/ct_alloc.h"
-#include "core/ct_exchange.h"
+#include "core/ct_pages.h"
+#include "core/ct_shm_queue.h"
 
 #include <stdio.h>
 #include <string.h>
 
 enum {
-    SHORT_BYTES = 64 << 10, /* all_reduces up to here take one transfer, not two */
     LONGEST_KEY = 255
 };
 
 typedef struct member {
     ct_comm base; /* first: a ct_comm * of ours is a member * */
     ct_segment segment;
-    ct_exchange exchange;
+    ct_shm_queue queue;
     double timeout_seconds;
     char key[]; /* names the group */
 } member;
 
-/* ---- collectives -------------------------------------------------------------------
- */
-
-/* What all requests have in common: parts of the length of the shorter span. */
-static ct_transfer
-transfer_of(const member *self, const ct_request *r, size_t part, ct_sink sink)
+static ct_status
+run(ct_comm *comm, const ct_request *request, ct_error *err)
 {
-    return (ct_transfer){
-        .request = r,
-        .from = r->in.data,
-        .to = r->out.data,
-        .item = ct_dtype_size(r->in.dtype),
-        .part = part,
-        .total = part * (size_t)self->base.world_size,
-        .sink = sink,
-    };
+    return ct_shm_run(&((member *)comm)->queue, request, err);
 }
 
-/* Every rank reduces all elements: one exchange. */
 static ct_status
-all_reduce_short(member *self, const ct_request *r, ct_error *err)
+shm_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
 {
-    ct_transfer t = transfer_of(self, r, r->in.n, CT_SINK_REDUCE);
-    t.to = r->in.data;
-    return ct_exchange_run(&self->exchange, &t, NULL, err);
+    return ct_shm_start(&((member *)comm)->queue, request, work, err);
 }
 
-/* Every rank reduces a share, then gathers those of the others. */
 static ct_status
-all_reduce_long(member *self, const ct_request *r, ct_error *err)
+shm_wait(ct_comm *comm, ct_work *work, ct_error *err)
 {
-    const size_t ranks = (size_t)self->base.world_size;
-    const size_t share = (r->in.n + ranks - 1) / ranks;
-    const size_t begin = (size_t)self->base.rank * share;
-    ct_transfer t = transfer_of(self, r, share, CT_SINK_REDUCE);
-    char *own = (char *)r->in.data + (begin < r->in.n ? begin : r->in.n) * t.item;
-    t.total = r->in.n;
-    t.each_own = true;
-    t.to = own;
-    bool in_place = false;
-    ct_status status = ct_exchange_run(&self->exchange, &t, &in_place, err);
-    if (status == CT_OK && !in_place) {
-        t.each_own = false;
-        t.sink = CT_SINK_GATHER;
-        t.from = own;
-        t.to = r->in.data;
-        status = ct_exchange_run(&self->exchange, &t, NULL, err);
-    }
-    return status;
+    return ct_shm_wait(&((member *)comm)->queue, work, err);
 }
 
 static ct_status
 shm_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
 {
-    const ct_request r = {.what = CT_ALL_REDUCE, .in = *span, .op = op};
-    /* Of two ranks each reads as much either way. */
-    const bool is_short =
-        comm->world_size <= 2 || span->n * ct_dtype_size(span->dtype) <= SHORT_BYTES;
-    return is_short ? all_reduce_short((member *)comm, &r, err)
-                    : all_reduce_long((member *)comm, &r, err);
+    return run(comm, &(ct_request){.what = CT_ALL_REDUCE, .in = *span, .op = op}, err);
 }
 
 static ct_status
 shm_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
 {
-    const ct_request r = {.what = CT_ALL_GATHER, .out = *out, .in = *in};
-    const ct_transfer t = transfer_of((member *)comm, &r, in->n, CT_SINK_GATHER);
-    return ct_exchange_run(&((member *)comm)->exchange, &t, NULL, err);
+    return run(comm, &(ct_request){.what = CT_ALL_GATHER, .out = *out, .in = *in}, err);
 }
 
 static ct_status
@@ -95,36 +54,26 @@ shm_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
                    ct_reduce_op op, ct_error *err)
 {
     const ct_request r = {.what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
-    ct_transfer t = transfer_of((member *)comm, &r, out->n, CT_SINK_REDUCE);
-    t.each_own = true;
-    return ct_exchange_run(&((member *)comm)->exchange, &t, NULL, err);
+    return run(comm, &r, err);
 }
 
 static ct_status
 shm_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
 {
-    const ct_request r = {.what = CT_ALL_TO_ALL, .out = *out, .in = *in};
-    ct_transfer t = transfer_of((member *)comm, &r, in->n / (size_t)comm->world_size,
-                                CT_SINK_GATHER);
-    t.each_own = true;
-    return ct_exchange_run(&((member *)comm)->exchange, &t, NULL, err);
+    return run(comm, &(ct_request){.what = CT_ALL_TO_ALL, .out = *out, .in = *in}, err);
 }
 
 static ct_status
 shm_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
 {
     const ct_request r = {.what = CT_BROADCAST, .in = *span, .root = root};
-    ct_transfer t = transfer_of((member *)comm, &r, span->n, CT_SINK_COPY);
-    t.to = span->data;
-    return ct_exchange_run(&((member *)comm)->exchange, &t, NULL, err);
+    return run(comm, &r, err);
 }
 
 static ct_status
 shm_barrier(ct_comm *comm, ct_error *err)
 {
-    const ct_request r = {.what = CT_BARRIER};
-    const ct_transfer t = transfer_of((member *)comm, &r, 0, CT_SINK_REDUCE);
-    return ct_exchange_run(&((member *)comm)->exchange, &t, NULL, err);
+    return run(comm, &(ct_request){.what = CT_BARRIER}, err);
 }
 
 /* ---- memory that others read in place ----------------------------------------------
@@ -155,7 +104,7 @@ join_lane(const member *self, size_t bytes, ct_pages **lane, ct_error *err)
     char key[LONGEST_KEY + 64];
     ct_segment segment = {.fd = -1};
     const size_t rank = (size_t)self->base.rank;
-    (void)snprintf(key, sizeof key, "memory %zu of %s", self->exchange.lanes.n,
+    (void)snprintf(key, sizeof key, "memory %zu of %s", self->queue.exchange.lanes.n,
                    self->key);
     ct_status status = ct_segment_join(
         &segment, key, self->base.rank, self->base.world_size,
@@ -170,7 +119,7 @@ shm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
 {
     member *self = (member *)comm;
     ct_pages *lane = NULL;
-    ct_status status = ct_lanes_reserve(&self->exchange.lanes, err);
+    ct_status status = ct_lanes_reserve(&self->queue.exchange.lanes, err);
     if (status == CT_OK) {
         status = agree_on_bytes(self, bytes, err);
     }
@@ -178,7 +127,7 @@ shm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
         status = join_lane(self, ct_pages_round(bytes), &lane, err);
     }
     if (status == CT_OK) {
-        ct_lanes_add(&self->exchange.lanes, lane);
+        ct_lanes_add(&self->queue.exchange.lanes, lane);
         status = shm_barrier(comm, err);
     }
     if (status != CT_OK) {
@@ -196,7 +145,7 @@ static void
 shm_free(ct_comm *comm)
 {
     member *self = (member *)comm;
-    ct_exchange_fini(&self->exchange);
+    ct_exchange_fini(&self->queue.exchange);
     ct_segment_leave(&self->segment);
     ct_free(self);
 }
@@ -209,6 +158,8 @@ static const ct_comm_ops shm_ops = {
     .all_to_all = shm_all_to_all,
     .broadcast = shm_broadcast,
     .barrier = shm_barrier,
+    .start = shm_start,
+    .wait = shm_wait,
     .memory = shm_memory,
     .free = shm_free,
     .batch_bytes = 128 << 10, /* a slot */
@@ -263,8 +214,8 @@ join(member *self, ct_error *err)
         ct_segment_join(&self->segment, self->key, rank, world_size,
                         ct_exchange_bytes(world_size), self->timeout_seconds, err);
     if (status == CT_OK) {
-        status = ct_exchange_init(&self->exchange, &self->segment, rank, world_size,
-                                  self->timeout_seconds, err);
+        status = ct_exchange_init(&self->queue.exchange, &self->segment, rank,
+                                  world_size, self->timeout_seconds, err);
     }
     return status == CT_OK ? shm_barrier(&self->base, err) : status;
 }

@@ -3,6 +3,7 @@
 
 #include "core/ct_alloc.h"
 #include "core/ct_deadline.h"
+#include "core/ct_interrupt.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -25,7 +26,8 @@ enum {
 typedef enum reason {
     LATE = 1,
     DEAD,
-    GONE
+    GONE,
+    INTERRUPTED
 } reason;
 
 /* A counter and how many sleep until it changes. */
@@ -157,6 +159,10 @@ fail_broken(const ct_crew *c, const char *what, ct_error *err)
         return ct_fail(err, CT_ECOMM,
                        "%s on rank %d of %d: rank %d (process %d) has left the group",
                        what, c->rank, c->world_size, culprit, process);
+    case INTERRUPTED:
+        return ct_fail(err, CT_ECOMM,
+                       "%s on rank %d of %d: rank %d (process %d) was interrupted",
+                       what, c->rank, c->world_size, culprit, process);
     case LATE:
         break;
     }
@@ -250,10 +256,26 @@ sleep_until(ct_crew *c, int rank, ct_crew_count which, uint32_t value, const cha
             return fail_broken(c, what, err);
         }
         sleep_while(t, seen);
+        if (ct_interrupted()) {
+            break_crew(c, INTERRUPTED, c->rank);
+            return ct_fail(err, CT_EHOST, "%s was interrupted", what);
+        }
         look_after(c, rank, deadline);
         seen = atomic_load(&t->count);
     }
     return CT_OK;
+}
+
+bool
+ct_crew_has(const ct_crew *c, ct_crew_count which, uint32_t value)
+{
+    for (int rank = 0; rank < c->world_size; rank++) {
+        if (rank != c->rank &&
+            !has_reached(&c->board->places[rank].tallies[which], value)) {
+            return false;
+        }
+    }
+    return true;
 }
 
 ct_status

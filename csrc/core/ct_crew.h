@@ -36,8 +36,12 @@ CT_NODISCARD ct_status ct_crew_check(const ct_crew *crew, const char *what,
  * it. What was written before is seen by who has waited. */
 void ct_crew_raise(ct_crew *crew, ct_crew_count which, uint32_t value);
 
+/* Whether that counter of every other rank is at `value` or beyond. */
+bool ct_crew_has(const ct_crew *crew, ct_crew_count which, uint32_t value);
+
 /* Waits until that counter of every other rank is at `value` or beyond. CT_ECOMM when
- * the crew is broken or this breaks it; `what` begins the text. */
+ * the crew is broken or this breaks it; `what` begins the text. CT_EHOST: interrupted
+ * (ct_interrupt.h), which breaks it for the others. */
 CT_NODISCARD ct_status ct_crew_wait(ct_crew *crew, ct_crew_count which, uint32_t value,
                                     const char *what, ct_error *err);
 

@@ -1,6 +1,8 @@
 #define _POSIX_C_SOURCE 200809L
 #include "core/ct_deadline.h"
 
+#include "core/ct_interrupt.h"
+
 #include <errno.h>
 #include <math.h>
 #include <poll.h>
@@ -35,15 +37,22 @@ ct_deadline_nap(ct_deadline deadline, double seconds)
     (void)nanosleep(&time, NULL);
 }
 
-bool
-ct_deadline_poll(ct_deadline deadline, int fd)
+ct_status
+ct_deadline_poll(ct_deadline deadline, int fd, ct_error *err)
 {
+    const double longest = 0.1; /* between two looks at interruptions, in seconds */
     struct pollfd asked = {.fd = fd, .events = POLLIN};
-    int n;
-    do {
-        /* Longer than a day is polled for a day at a time. */
-        const double left = fmin(ct_deadline_left(deadline), 86400.0);
-        n = poll(&asked, 1, (int)ceil(left * 1e3));
-    } while ((n < 0 && errno == EINTR) || (n == 0 && ct_deadline_left(deadline) > 0.0));
-    return n > 0;
+    for (;;) {
+        const double left = ct_deadline_left(deadline);
+        const int n = poll(&asked, 1, (int)ceil(fmin(left, longest) * 1e3));
+        if (n > 0) {
+            return CT_OK;
+        }
+        if (ct_interrupted()) {
+            return ct_fail(err, CT_EHOST, "interrupted");
+        }
+        if ((n < 0 && errno != EINTR) || left <= 0.0) {
+            return ct_fail(err, CT_ECOMM, "nothing came in time");
+        }
+    }
 }

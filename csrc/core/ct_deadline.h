@@ -2,7 +2,7 @@
 #ifndef CT_DEADLINE_H
 #define CT_DEADLINE_H
 
-#include <stdbool.h>
+#include "core/ct_status.h"
 
 typedef struct ct_deadline {
     double at_seconds; /* on CLOCK_MONOTONIC */
@@ -14,7 +14,8 @@ double ct_deadline_left(ct_deadline deadline); /* seconds; never below 0 */
 /* Sleeps `seconds`, or until the deadline. */
 void ct_deadline_nap(ct_deadline deadline, double seconds);
 
-/* Whether `fd` has something to read (or has been hung up) before the deadline. */
-bool ct_deadline_poll(ct_deadline deadline, int fd);
+/* Waits until `fd` has something to read (or has been hung up). CT_ECOMM, without a
+ * text, when that does not happen before the deadline; CT_EHOST: ct_interrupt.h. */
+CT_NODISCARD ct_status ct_deadline_poll(ct_deadline deadline, int fd, ct_error *err);
 
 #endif

@@ -47,27 +47,45 @@ write_note(const ct_exchange *self, const ct_transfer *t, ct_note *n)
     }
 }
 
+/* Whether that counter of the others is there, waiting for it if told to. */
 static ct_status
-give(const ct_exchange *self, const ct_transfer *t, uint32_t index, ct_error *err)
+reach(const ct_exchange *self, const ct_transfer *t, ct_crew_count which,
+      uint32_t value, bool waits, bool *reached, ct_error *err)
+{
+    ct_status status = CT_OK;
+    *reached = ct_crew_has(self->crew, which, value);
+    if (!*reached && waits) {
+        status = ct_crew_wait(self->crew, which, value,
+                              ct_collective_name(t->request->what), err);
+        *reached = status == CT_OK;
+    }
+    return status;
+}
+
+/* Makes the next piece, once its slot is free. */
+static ct_status
+give(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error *err)
 {
     const int rank = self->rank;
-    const uint32_t piece = self->done + index;
-    const bool in_place = index != 0 && self->direct[rank] != NULL;
+    const uint32_t piece = self->done + t->given;
+    const bool in_place = t->given != 0 && self->direct[rank] != NULL;
+    ct_status status = CT_OK;
+    *given = true;
     if (!in_place) {
-        ct_status status = ct_crew_wait(self->crew, CT_CREW_USED, piece + 1 - CT_SLOTS,
-                                        ct_collective_name(t->request->what), err);
-        if (status != CT_OK) {
-            return status;
-        }
+        status = reach(self, t, CT_CREW_USED, piece + 1 - CT_SLOTS, waits, given, err);
     }
-    if (index == 0) {
+    if (!*given) {
+        return status;
+    }
+    if (t->given == 0) {
         write_note(self, t, ct_slot_note(self, rank, piece));
         self->direct[rank] = may_be_read_alone(t) ? located(self, rank) : NULL;
     }
     if (self->direct[rank] == NULL && gives(self, t)) {
-        ct_slot_fill(self, t, piece, index * t->piece);
+        ct_slot_fill(self, t, piece, t->given * t->piece);
     }
     ct_crew_raise(self->crew, CT_CREW_MADE, piece + 1);
+    t->given++;
     return CT_OK;
 }
 
@@ -109,43 +127,29 @@ find_direct(ct_exchange *self, const ct_transfer *t)
 }
 
 static ct_status
-take_when_made(ct_exchange *self, const ct_transfer *t, uint32_t index, ct_error *err)
+post(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 {
-    const uint32_t piece = self->done + index;
-    ct_status status = ct_crew_wait(self->crew, CT_CREW_MADE, piece + 1,
-                                    ct_collective_name(t->request->what), err);
+    if (ct_request_check(t->request, self->world_size, NULL) != CT_OK) {
+        t->part = t->total = 0;
+    }
+    t->piece = ct_slot_length(self, t);
+    t->stage = CT_STAGE_MEET;
+    ct_status status =
+        ct_crew_check(self->crew, ct_collective_name(t->request->what), err);
     if (status == CT_OK) {
-        ct_slots_take(self, t, piece, index * t->piece);
-        ct_crew_raise(self->crew, CT_CREW_USED, piece + 1);
+        status = give(self, t, waits, moved, err);
+    }
+    if (!*moved) {
+        t->stage = CT_STAGE_POST;
     }
     return status;
 }
 
-/* Ends the exchange after `pieces`; who was read in place waits for the readers. */
 static ct_status
-finish(ct_exchange *self, const ct_transfer *t, uint32_t pieces, ct_error *err)
+meet(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 {
-    self->done += pieces;
-    if (self->direct[self->rank] == NULL) {
-        return CT_OK;
-    }
-    return ct_crew_wait(self->crew, CT_CREW_USED, self->done,
-                        ct_collective_name(t->request->what), err);
-}
-
-/* The first slots say what each rank wants; nobody goes on before all have compared. */
-static ct_status
-meet(ct_exchange *self, const ct_transfer *t, ct_error *err)
-{
-    const char *what = ct_collective_name(t->request->what);
-    ct_status status = ct_crew_check(self->crew, what, err);
-    if (status == CT_OK) {
-        status = give(self, t, 0, err);
-    }
-    if (status == CT_OK) {
-        status = ct_crew_wait(self->crew, CT_CREW_MADE, self->done + 1, what, err);
-    }
-    if (status != CT_OK) {
+    ct_status status = reach(self, t, CT_CREW_MADE, self->done + 1, waits, moved, err);
+    if (status != CT_OK || !*moved) {
         return status;
     }
     status = check_alike(self, err);
@@ -154,12 +158,16 @@ meet(ct_exchange *self, const ct_transfer *t, ct_error *err)
     }
     if (status != CT_OK) {
         ct_crew_raise(self->crew, CT_CREW_USED, ++self->done);
+        return status;
     }
-    return status;
+    t->in_place = find_direct(self, t);
+    t->pieces = t->in_place ? 1 : count_pieces(t);
+    t->stage = CT_STAGE_MOVE;
+    return CT_OK;
 }
 
-static ct_status
-move_in_place(ct_exchange *self, ct_transfer *t, ct_error *err)
+static void
+take_in_place(const ct_exchange *self, ct_transfer *t)
 {
     if (t->request->what == CT_ALL_REDUCE && t->sink == CT_SINK_REDUCE) {
         ct_lanes_reduce(self, t->request);
@@ -168,57 +176,77 @@ move_in_place(ct_exchange *self, ct_transfer *t, ct_error *err)
         t->piece = t->part;
         ct_slots_take(self, t, self->done, 0);
     }
-    ct_crew_raise(self->crew, CT_CREW_USED, self->done + 1);
-    return finish(self, t, 1, err);
 }
 
 static ct_status
-move_in_pieces(ct_exchange *self, const ct_transfer *t, ct_error *err)
+take(const ct_exchange *self, ct_transfer *t, bool waits, bool *taken, ct_error *err)
 {
-    const uint32_t pieces = count_pieces(t);
-    ct_status status = CT_OK;
-    for (uint32_t index = 0; status == CT_OK && index < pieces; index++) {
-        if (index + 1 < pieces) {
-            status = give(self, t, index + 1, err);
-        }
-        if (status == CT_OK) {
-            status = take_when_made(self, t, index, err);
-        }
-    }
-    return status == CT_OK ? finish(self, t, pieces, err) : status;
-}
-
-static ct_status
-transfer(ct_exchange *self, const ct_transfer *wanted, bool *in_place, ct_error *err)
-{
-    ct_transfer t = *wanted;
-    if (ct_request_check(t.request, self->world_size, NULL) != CT_OK) {
-        t.part = t.total = 0;
-    }
-    t.piece = ct_slot_length(self, &t);
-    ct_status status = meet(self, &t, err);
-    if (status != CT_OK) {
+    const uint32_t piece = self->done + t->taken;
+    ct_status status = reach(self, t, CT_CREW_MADE, piece + 1, waits, taken, err);
+    if (status != CT_OK || !*taken) {
         return status;
     }
-    *in_place = find_direct(self, &t);
-    return *in_place ? move_in_place(self, &t, err) : move_in_pieces(self, &t, err);
+    if (t->in_place) {
+        take_in_place(self, t);
+    }
+    else {
+        ct_slots_take(self, t, piece, t->taken * t->piece);
+    }
+    ct_crew_raise(self->crew, CT_CREW_USED, piece + 1);
+    t->taken++;
+    return CT_OK;
+}
+
+/* A piece ahead is given before the next is taken. */
+static ct_status
+move(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
+{
+    ct_status status = CT_OK;
+    while (status == CT_OK && *moved && t->taken < t->pieces) {
+        if (t->given < t->pieces && t->given < t->taken + 2) {
+            status = give(self, t, waits, moved, err);
+        }
+        if (status == CT_OK && *moved) {
+            status = take(self, t, waits, moved, err);
+        }
+    }
+    if (t->taken == t->pieces) {
+        self->done += t->pieces;
+        t->stage = CT_STAGE_FINISH;
+    }
+    return status;
+}
+
+static ct_status
+finish(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
+{
+    ct_status status = CT_OK;
+    if (self->direct[self->rank] != NULL) {
+        status = reach(self, t, CT_CREW_USED, self->done, waits, moved, err);
+    }
+    if (*moved) {
+        t->stage = CT_STAGE_ENDED;
+    }
+    return status;
 }
 
 ct_status
-ct_exchange_run(ct_exchange *self, const ct_transfer *wanted, bool *in_place,
-                ct_error *err)
+ct_exchange_step(ct_exchange *self, ct_transfer *t, bool waits, ct_error *err)
 {
-    bool is_in_place = false;
-    if (__atomic_exchange_n(&self->busy, true, __ATOMIC_ACQUIRE)) {
-        return ct_fail(err, CT_EINVAL,
-                       "%s while another thread of rank %d is in a collective of the "
-                       "same group",
-                       ct_collective_name(wanted->request->what), self->rank);
+    static ct_status (*const stages[])(ct_exchange *, ct_transfer *, bool, bool *,
+                                       ct_error *) = {
+        [CT_STAGE_POST] = post,
+        [CT_STAGE_MEET] = meet,
+        [CT_STAGE_MOVE] = move,
+        [CT_STAGE_FINISH] = finish,
+    };
+    ct_status status = CT_OK;
+    bool moved = true;
+    while (status == CT_OK && moved && t->stage != CT_STAGE_ENDED) {
+        status = stages[t->stage](self, t, waits, &moved, err);
     }
-    const ct_status status = transfer(self, wanted, &is_in_place, err);
-    __atomic_store_n(&self->busy, false, __ATOMIC_RELEASE);
-    if (in_place != NULL) {
-        *in_place = is_in_place;
+    if (status != CT_OK) {
+        t->stage = CT_STAGE_ENDED;
     }
     return status;
 }

@@ -17,7 +17,6 @@ typedef struct ct_exchange {
     const ct_segment *segment; /* the caller's; begins with the crew */
     ct_crew *crew;
     int rank, world_size;
-    bool busy;         /* a thread is in a transfer */
     uint32_t done;     /* pieces of all transfers before */
     const void **rows; /* of a reduction, by rank */
     char **direct;     /* by rank: what it gives, if it lies in lanes */
@@ -31,6 +30,14 @@ typedef enum ct_sink {
     CT_SINK_COPY    /* the root's alone */
 } ct_sink;
 
+typedef enum ct_stage {
+    CT_STAGE_POST, /* say what is wanted, and give the first piece */
+    CT_STAGE_MEET, /* nobody goes on before all have compared */
+    CT_STAGE_MOVE,
+    CT_STAGE_FINISH, /* who is read in place stays for the readers */
+    CT_STAGE_ENDED
+} ct_stage;
+
 /* Parts lie `part` elements apart; all have that length but the last ones of `total`
  * elements, which may be shorter or empty. */
 typedef struct ct_transfer {
@@ -41,7 +48,11 @@ typedef struct ct_transfer {
     size_t part, total;
     bool each_own;
     ct_sink sink;
-    size_t piece; /* elements of a part at a time; the exchange's to set */
+    /* The exchange's own, all zeros at the start. */
+    ct_stage stage;
+    size_t piece;                  /* elements of a part at a time */
+    uint32_t pieces, given, taken; /* how many there are, and how far it is */
+    bool in_place;                 /* where all give lies in lanes */
 } ct_transfer;
 
 /* What the exchange takes of a segment, from its start. */
@@ -53,15 +64,17 @@ CT_NODISCARD ct_status ct_exchange_init(ct_exchange *exchange,
                                         int world_size, double timeout_seconds,
                                         ct_error *err);
 
-/* Moves the data; every rank calls it with a like request. All ranks are refused alike
- * (CT_EINVAL) or none is; of a request that is refused nothing is read. CT_ECOMM when a
- * rank is gone or late.
+/* Moves the data; every rank calls it with a like request. With `waits` it has ended
+ * when this returns; without it goes as far as others let it, and to go on it is called
+ * again, with no other transfer between. Failing ends it.
+ *
+ * All ranks are refused alike (CT_EINVAL) or none is; of a request that is refused
+ * nothing is read. CT_ECOMM when a rank is gone or late, CT_EHOST when interrupted.
  *
  * Where what all give lies in lanes, it is read there, in one piece; of an all_reduce
- * then all is done, with the results written into all lanes, and *in_place, which may
- * be NULL, is true. */
-CT_NODISCARD ct_status ct_exchange_run(ct_exchange *exchange, const ct_transfer *wanted,
-                                       bool *in_place, ct_error *err);
+ * then all is done, with the results written into all lanes. */
+CT_NODISCARD ct_status ct_exchange_step(ct_exchange *exchange, ct_transfer *transfer,
+                                        bool waits, ct_error *err);
 
 /* Leaves the crew and the lanes; all zeros is fine. */
 void ct_exchange_fini(ct_exchange *exchange);

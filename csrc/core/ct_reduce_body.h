@@ -60,7 +60,7 @@ EACH_DTYPE(DEFINE)
  * "When is double rounding innocuous?", 1995). So a float has of the 16-bit types', of
  * which float16 has 11. Means are made in double, where no sum overflows. */
 #define TWO(dtype, type, real, load, store, store_wide)                                \
-    static void CT_OF_SET(add_two_##dtype)(type * out, const type *a, const type *b,   \
+    static void CT_OF_SET(add_two_##dtype)(type out[], const type a[], const type b[], \
                                            size_t n)                                   \
     {                                                                                  \
         for (size_t i = 0; i < n; i++) {                                               \
@@ -69,8 +69,8 @@ EACH_DTYPE(DEFINE)
         }                                                                              \
     }                                                                                  \
                                                                                        \
-    static void CT_OF_SET(mean_two_##dtype)(type * out, const type *a, const type *b,  \
-                                            size_t n)                                  \
+    static void CT_OF_SET(mean_two_##dtype)(type out[], const type a[],                \
+                                            const type b[], size_t n)                  \
     {                                                                                  \
         for (size_t i = 0; i < n; i++) {                                               \
             const double x = load(a[i]), y = load(b[i]);                               \

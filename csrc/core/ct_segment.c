@@ -2,6 +2,7 @@
 #include "core/ct_segment.h"
 
 #include "core/ct_deadline.h"
+#include "core/ct_interrupt.h"
 #include "core/ct_io.h"
 
 #include <errno.h>
@@ -179,8 +180,14 @@ static ct_status
 serve(const meeting *m, int visitor, int memory, bool *has_come, ct_error *err)
 {
     hello h;
-    if (!is_our_user(visitor) || !ct_deadline_poll(m->deadline, visitor) ||
-        recv(visitor, &h, sizeof h, 0) != (ssize_t)sizeof h) {
+    if (!is_our_user(visitor)) {
+        return CT_OK;
+    }
+    const ct_status heard = ct_deadline_poll(m->deadline, visitor, err);
+    if (heard == CT_EHOST) {
+        return heard;
+    }
+    if (heard != CT_OK || recv(visitor, &h, sizeof h, 0) != (ssize_t)sizeof h) {
         return CT_OK;
     }
     const answer reply = judge(m, &h, has_come);
@@ -208,7 +215,11 @@ serve_all(const meeting *m, int server, int memory, ct_error *err)
     bool has_come[CT_SEGMENT_MOST_RANKS] = {false};
     ct_status status = CT_OK;
     while (status == CT_OK && first_missing(m, has_come) < m->world_size) {
-        if (!ct_deadline_poll(m->deadline, server)) {
+        status = ct_deadline_poll(m->deadline, server, err);
+        if (status == CT_EHOST) {
+            return status;
+        }
+        if (status != CT_OK) {
             return ct_fail(
                 err, CT_ECOMM, "rank %d of %d of %s did not come within %g seconds",
                 first_missing(m, has_come), m->world_size, m->key, m->timeout_seconds);
@@ -269,6 +280,9 @@ visit(const meeting *m, int *fd, ct_error *err)
         if (errno != ECONNREFUSED && errno != EAGAIN && errno != EINTR) {
             return fail_system(m, "reach rank 0 of", err);
         }
+        if (ct_interrupted()) {
+            return ct_fail(err, CT_EHOST, "interrupted");
+        }
         if (ct_deadline_left(m->deadline) <= 0.0) {
             return ct_fail(err, CT_ECOMM,
                            "rank 0 of %d of %s did not come within %g seconds",
@@ -289,8 +303,14 @@ ask_for_memory(const meeting *m, int server, int *memory, ct_error *err)
                      .rank = m->rank,
                      .world_size = m->world_size,
                      .bytes = m->bytes};
-    if (send(server, &h, sizeof h, MSG_NOSIGNAL) != (ssize_t)sizeof h ||
-        !ct_deadline_poll(m->deadline, server)) {
+    if (send(server, &h, sizeof h, MSG_NOSIGNAL) != (ssize_t)sizeof h) {
+        return ct_fail(err, CT_ECOMM, "rank 0 of %s went away", m->key);
+    }
+    const ct_status heard = ct_deadline_poll(m->deadline, server, err);
+    if (heard == CT_EHOST) {
+        return heard;
+    }
+    if (heard != CT_OK) {
         return ct_fail(err, CT_ECOMM, "rank 0 of %s does not answer rank %d", m->key,
                        m->rank);
     }
@@ -358,32 +378,6 @@ ct_segment_join(ct_segment *segment, const char *key, int rank, int world_size,
         (void)close(fd);
     }
     return status;
-}
-
-/* Locks of fcntl belong to the process: a forked child has none of them, and the kernel
- * lets go of them when the process ends, whether or not anybody has waited for it. */
-static struct flock
-place_of(int rank)
-{
-    return (struct flock){
-        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
-}
-
-ct_status
-ct_segment_hold(const ct_segment *segment, int rank, ct_error *err)
-{
-    struct flock place = place_of(rank);
-    if (fcntl(segment->fd, F_SETLK, &place) != 0) {
-        return ct_fail_io(err, errno, "hold this rank's place in", "shared memory");
-    }
-    return CT_OK;
-}
-
-bool
-ct_segment_is_held(const ct_segment *segment, int rank)
-{
-    struct flock place = place_of(rank);
-    return fcntl(segment->fd, F_GETLK, &place) != 0 || place.l_type != F_UNLCK;
 }
 
 void

@@ -209,6 +209,84 @@ test_memory_of_different_sizes_is_refused(void)
     run_processes(2, 30.0, -1, ask_for_different_memory);
 }
 
+/* Begun on one rank before the other comes near; large and small, staged and not. */
+static void
+begin_several(ct_comm *comm)
+{
+    enum {
+        MANY = 6
+    };
+    ct_work *works[MANY];
+    ct_pages *memory;
+    float *values[MANY];
+    const size_t n = LARGEST;
+    CHECK(ct_comm_memory(comm, 2 * n * sizeof(float), &memory, NULL) == CT_OK);
+    for (int k = 0; k < MANY; k++) {
+        const size_t length = k < 2 ? n : k == 2 ? 3 : lengths[k];
+        values[k] = k < 2 ? (float *)(void *)memory->data + (size_t)k * n
+                          : values_of(comm->rank, length);
+        for (size_t i = 0; i < length; i++) {
+            values[k][i] = value_at(comm->rank, i);
+        }
+        const ct_request r = {
+            .what = k == 2 ? CT_BROADCAST : CT_ALL_REDUCE,
+            .in = {values[k], length, CT_F32}
+        };
+        CHECK(ct_comm_start(comm, &r, &works[k], NULL) == CT_OK);
+    }
+    CHECK(ct_comm_wait(comm, works[1], NULL) == CT_OK); /* and the one before */
+    CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+    for (int k = 0; k < MANY; k++) {
+        const size_t length = k < 2 ? n : k == 2 ? 3 : lengths[k];
+        CHECK(k == 1 || ct_comm_wait(comm, works[k], NULL) == CT_OK);
+        for (size_t i = 0; i < length; i++) {
+            CHECK(values[k][i] ==
+                  (k == 2 ? value_at(0, i)
+                          : reduced_at(comm->world_size, i, CT_REDUCE_SUM)));
+        }
+        if (k >= 2) {
+            ct_free(values[k]);
+        }
+    }
+    ct_pages_free(memory);
+}
+
+static void
+test_what_has_begun_ends_in_order(void)
+{
+    run_processes(2, 30.0, -1, begin_several);
+    run_processes(3, 30.0, -1, begin_several);
+}
+
+static void
+begin_alone(ct_comm *comm)
+{
+    float value = (float)comm->rank + 1.0f;
+    ct_work *work;
+    ct_error err;
+    const ct_request r = {
+        .what = CT_ALL_REDUCE, .in = {&value, 1, CT_F32}
+    };
+    const ct_request other = {.what = CT_BARRIER};
+    if (comm->rank == 1) {
+        CHECK(comm->ops->barrier(comm, &err) == CT_EINVAL);
+        CHECK(strstr(err.message, "rank 0 called all_reduce") != NULL);
+        CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+        return;
+    }
+    CHECK(ct_comm_start(comm, &r, &work, NULL) == CT_OK);
+    CHECK(value == 1.0f);
+    CHECK(ct_comm_run(comm, &other, NULL) == CT_OK);
+    CHECK(ct_comm_wait(comm, work, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "rank 1 barrier") != NULL);
+}
+
+static void
+test_what_ranks_disagree_on_is_told_by_wait(void)
+{
+    run_processes(2, 30.0, -1, begin_alone);
+}
+
 static void
 broadcast_from_each(ct_comm *comm)
 {
@@ -296,6 +374,8 @@ main(void)
     test_memory_of_the_group_is_read_where_it_is();
     test_memory_of_different_sizes_is_refused();
     test_discarded_memory_reads_as_zeroes();
+    test_what_has_begun_ends_in_order();
+    test_what_ranks_disagree_on_is_told_by_wait();
     test_a_broadcast_is_the_roots();
     test_ranks_are_added_in_order_whoever_comes_first();
     test_every_dtype_is_added();

@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "core/ct_alloc.h"
 #include "core/ct_comm_shm.h"
+#include "core/ct_interrupt.h"
 #include "ct_processes.h"
 #include "ct_rank_values.h"
 #include "ct_test.h"
@@ -178,6 +179,43 @@ test_a_rank_that_does_not_come_in_time_breaks_the_group(void)
     run_processes(3, 0.3, -1, come_late);
 }
 
+static int to_absent[2]; /* a pipe to the rank that stays away until it is told */
+
+static bool
+interrupt(void)
+{
+    return true;
+}
+
+/* Rank 0 is interrupted while it waits for rank 2. */
+static void
+interrupt_a_wait(ct_comm *comm)
+{
+    ct_error err;
+    char byte = 0;
+    if (comm->rank == 0) {
+        ct_interrupt_set(interrupt);
+        CHECK(comm->ops->barrier(comm, &err) == CT_EHOST);
+        ct_interrupt_set(NULL);
+        CHECK(write(to_absent[1], &byte, 1) == 1);
+    }
+    if (comm->rank == 2) {
+        CHECK(read(to_absent[0], &byte, 1) == 1);
+    }
+    for (int i = 0; i < 2; i++) {
+        CHECK(comm->ops->barrier(comm, &err) == CT_ECOMM);
+        CHECK(strstr(err.message, "rank 0 (process ") != NULL);
+        CHECK(strstr(err.message, ") was interrupted") != NULL);
+    }
+}
+
+static void
+test_an_interrupted_wait_breaks_the_group(void)
+{
+    CHECK(pipe(to_absent) == 0);
+    run_processes(3, 30.0, -1, interrupt_a_wait);
+}
+
 static void
 be_slow(ct_comm *comm)
 {
@@ -217,6 +255,18 @@ test_ranks_that_never_come_are_named(void)
     CHECK(strstr(err.message, "did not come within 0.1 seconds") != NULL);
     CHECK(ct_comm_shm_new(&comm, key, 1, 2, 0.1, &err) == CT_ECOMM);
     CHECK(strstr(err.message, "rank 0 of 2") == err.message && comm == NULL);
+}
+
+static void
+test_a_rank_that_waits_for_others_to_join_can_be_interrupted(void)
+{
+    char key[64];
+    ct_comm *comm = NULL;
+    process_key(key, sizeof key);
+    ct_interrupt_set(interrupt);
+    CHECK(ct_comm_shm_new(&comm, key, 0, 2, 30.0, NULL) == CT_EHOST);
+    CHECK(ct_comm_shm_new(&comm, key, 1, 2, 30.0, NULL) == CT_EHOST && comm == NULL);
+    ct_interrupt_set(NULL);
 }
 
 static pid_t
@@ -302,6 +352,8 @@ main(void)
     test_a_rank_that_dies_makes_the_others_fail_at_once();
     test_a_rank_may_die_in_a_collective();
     test_a_rank_that_does_not_come_in_time_breaks_the_group();
+    test_an_interrupted_wait_breaks_the_group();
+    test_a_rank_that_waits_for_others_to_join_can_be_interrupted();
     test_a_slow_rank_is_waited_for();
     test_ranks_that_never_come_are_named();
     test_a_group_can_be_made_anew_after_a_death();

@@ -26,6 +26,7 @@ def start_ranks(code: str, environs: list[Mapping[str, str]]) -> list[subprocess
         subprocess.Popen(
             [sys.executable, "-c", code],
             env={**os.environ, **environ},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -116,6 +117,48 @@ def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
     assert set(os.listdir("/dev/shm")) <= before
     with open("/proc/net/unix") as sockets:
         assert f"ctrainer-{os.geteuid()}-" not in sockets.read()
+
+
+INTERRUPT = """
+import os, signal, sys, threading, time, numpy as np
+from ctrainer.comm import from_environment
+group = from_environment(60.0)
+values = np.ones(200000)
+if group.rank == 0:
+    def interrupt():
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+    work = group.all_reduce(values, async_op=True)
+    try:
+        threading.Thread(target=interrupt).start()
+        work.wait()
+    except KeyboardInterrupt:
+        print("interrupted", values[0], flush=True)
+    sys.stdin.read()
+else:
+    sys.stdin.readline()
+    try:
+        group.all_reduce(values)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_ctrl_c_ends_a_wait_and_tells_the_other_ranks() -> None:
+    run = uuid.uuid4().hex
+    ranks = start_ranks(INTERRUPT, [torchrun(0, 2, run), torchrun(1, 2, run)])
+    try:
+        first, second = ranks
+        assert first.stdout is not None
+        assert first.stdout.readline() == "interrupted 1.0\n"
+        text = second.communicate("go\n", timeout=TIMEOUT)[0]
+        first.communicate(timeout=TIMEOUT)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert text.startswith("all_reduce on rank 1 of 2: rank 0 (process ")
+    assert text.endswith(") was interrupted\n")
+    assert [rank.returncode for rank in ranks] == [0, 0]
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:
