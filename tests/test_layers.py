@@ -41,7 +41,8 @@ ONLY_IN = {
 FLOORS = (
     {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool", "ct_meeting"}
     | {"ct_crc32c", "ct_crc_table", "ct_io", "ct_deadline", "ct_segment", "ct_crew"}
-    | {"ct_interrupt", "ct_lanes", "ct_packet", "ct_pages", "ct_segment_hold"},
+    | {"ct_interrupt", "ct_lanes", "ct_packet", "ct_pages", "ct_segment_hold"}
+    | {"ct_mapping"},
     {"ct_adamw", "ct_hyper", "ct_sgd"},
     {"ct_factored", "ct_update"},
     {"ct_device", "ct_plugin", "ct_reduce", "ct_reduce_body"}
@@ -51,6 +52,7 @@ FLOORS = (
     set[str](),
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
     {"ct_bucket", "ct_codec", "ct_reducer"}
+    | {"ct_fsdp"}
     | {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_config", "ct_step", "ct_probe"},
 )
 POLICIES = FLOORS.index(set())

@@ -58,6 +58,19 @@ find_types(ctpy_state *state)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+int
+ctpy_is_torch_tensor(ctpy_state *state, PyObject *op)
+{
+    if (Py_IS_TYPE(op, (PyTypeObject *)state->torch_tensor)) {
+        return 1;
+    }
+    if (state->torch_tensor == NULL && find_types(state) < 0) {
+        return -1;
+    }
+    return state->torch_tensor == NULL ? 0
+                                       : PyObject_IsInstance(op, state->torch_tensor);
+}
+
 ctpy_problem
 ctpy_span_check(const ct_span *span, int contiguous)
 {

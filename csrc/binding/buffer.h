@@ -26,6 +26,9 @@ typedef struct ctpy_place {
     Py_ssize_t group, index;
 } ctpy_place;
 
+/* Is op a torch.Tensor or of a subclass? 1, 0, or -1 with an exception. */
+int ctpy_is_torch_tensor(ctpy_state *state, PyObject *op);
+
 /* Fills *view from an exact torch.Tensor, torch.nn.Parameter or numpy.ndarray. -1 with
  * an exception that names the place. */
 int

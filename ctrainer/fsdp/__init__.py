@@ -5,12 +5,23 @@ from ctrainer.fsdp.consolidate import (
     consolidate_sharded_state_dicts,
     reshard_checkpoints,
 )
+from ctrainer.fsdp.flatten import FlatParameter, FlattenParamsWrapper
 from ctrainer.fsdp.memory_plan import MemoryPlan, UnitSize, memory_plan, units_of
+from ctrainer.fsdp.module import (
+    FullyShardedDataParallel,
+    XlaFullyShardedDataParallel,
+)
 from ctrainer.fsdp.shard_files import load_shard, save_shard
+from ctrainer.fsdp.state import TrainingState
 
 __all__ = [
+    "FlatParameter",
+    "FlattenParamsWrapper",
+    "FullyShardedDataParallel",
     "MemoryPlan",
+    "TrainingState",
     "UnitSize",
+    "XlaFullyShardedDataParallel",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
     "load_shard",

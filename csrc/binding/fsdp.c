@@ -1,0 +1,451 @@
+/* ctrainer._C.FSDPUnit: parameters that are sharded, gathered and reduced together. */
+#include "binding/fsdp.h"
+
+#include "binding/mapped_memory.h"
+#include "core/ct_alloc.h"
+
+#include <math.h>
+#include <string.h>
+
+ctpy_state *
+fsdp_state_borrow(FSDPUnit *self)
+{
+    return ctpy_state_borrow((PyObject *)self);
+}
+
+/* ---- lifetime ----------------------------------------------------------------------
+ */
+
+static PyObject *
+FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+{
+    FSDPUnit *self = (FSDPUnit *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->state = FSDP_IDLE;
+        self->require_sync = self->reshard_after_forward = 1;
+        self->counts_are_old = true;
+        self->core.ledger = &self->ledger;
+    }
+    return (PyObject *)self;
+}
+
+/* Every object that a unit owns. */
+#define EACH_OBJECT(f, self)                                                           \
+    f((self)->communicator);                                                           \
+    f((self)->full);                                                                   \
+    f((self)->grads);                                                                  \
+    f((self)->shards);                                                                 \
+    f((self)->root);                                                                   \
+    f((self)->units)
+
+static int
+FSDPUnit_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(op));
+    EACH_OBJECT(Py_VISIT, (FSDPUnit *)op);
+    return 0;
+}
+
+/* The memory stays until dealloc: the core's tables point at it. */
+static int
+FSDPUnit_clear(PyObject *op)
+{
+    FSDPUnit *self = (FSDPUnit *)op;
+    ct_fsdp_move_account(&self->core, &self->ledger);
+    Py_CLEAR(self->shards);
+    Py_CLEAR(self->root);
+    Py_CLEAR(self->units);
+    return 0;
+}
+
+static void
+FSDPUnit_dealloc(PyObject *op)
+{
+    FSDPUnit *self = (FSDPUnit *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    ct_fsdp_fini(&self->core);
+    EACH_OBJECT(Py_CLEAR, self);
+    ct_free(self->leaves);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+/* ---- construction ------------------------------------------------------------------
+ */
+
+static int
+dtype_of(const char *name, ct_dtype *dtype)
+{
+    static const ct_dtype known[] = {CT_F32, CT_BF16, CT_F16};
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+        if (strcmp(ct_dtype_name(known[i]), name) == 0) {
+            *dtype = known[i];
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "dtype is '%.100s'; expected float32, bfloat16 or float16", name);
+    return -1;
+}
+
+static int
+read_groups(PyObject *groups, size_t *sizes, bool *trainable)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(groups); i++) {
+        Py_ssize_t size;
+        int trains;
+        PyObject *group = PyTuple_GET_ITEM(groups, i);
+        if (!PyTuple_Check(group) || !PyArg_ParseTuple(group, "np", &size, &trains)) {
+            return -1;
+        }
+        if (size < 0) {
+            PyErr_Format(PyExc_ValueError, "group %zd has size %zd, below 0", i, size);
+            return -1;
+        }
+        sizes[i] = (size_t)size;
+        trainable[i] = trains != 0;
+    }
+    return 0;
+}
+
+static int
+lay_out(FSDPUnit *self, PyObject *groups, int world_size)
+{
+    const size_t n = (size_t)PyTuple_GET_SIZE(groups);
+    size_t *sizes = PyMem_New(size_t, n + 1);
+    bool *trainable = PyMem_New(bool, n + 1);
+    int result = -1;
+    ct_error err;
+    if (sizes == NULL || trainable == NULL) {
+        PyErr_NoMemory();
+    }
+    else if (read_groups(groups, sizes, trainable) == 0) {
+        ct_fsdp made;
+        const ct_status status =
+            ct_fsdp_init(&made, &ct_device_cpu, sizes, trainable, n, world_size, &err);
+        if (status == CT_OK) {
+            made.ledger = &self->ledger;
+            self->core = made;
+        }
+        result = status == CT_OK ? 0 : ctpy_raise_int(&err);
+    }
+    PyMem_Free(trainable);
+    PyMem_Free(sizes);
+    return result;
+}
+
+static PyObject *
+new_memory(const ctpy_state *state, size_t bytes, int watched)
+{
+    PyObject *args = Py_BuildValue("(n)", (Py_ssize_t)bytes);
+    PyObject *kwargs = Py_BuildValue("{s:i}", "watched", watched);
+    PyObject *memory =
+        args == NULL || kwargs == NULL
+            ? NULL
+            : PyObject_Call((PyObject *)state->MappedMemory, args, kwargs);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(args);
+    return memory;
+}
+
+static int
+map_memory(FSDPUnit *self, ct_dtype compute, int watched)
+{
+    const ctpy_state *state = fsdp_state_borrow(self);
+    self->full = new_memory(state, ct_fsdp_full_bytes(&self->core, compute), watched);
+    self->grads = self->full == NULL
+                      ? NULL
+                      : new_memory(state, ct_fsdp_grad_bytes(&self->core), watched);
+    if (self->grads == NULL) {
+        return -1;
+    }
+    self->core.full = &((MappedMemory *)self->full)->pages;
+    self->core.grads = &((MappedMemory *)self->grads)->pages;
+    return 0;
+}
+
+static int
+FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"communicator", "groups",  "compute_dtype",
+                            "reduce_dtype", "watched", "lone_gather",
+                            "lone_reduce",  NULL};
+    FSDPUnit *self = (FSDPUnit *)op;
+    PyObject *communicator, *groups;
+    const char *compute = "float32", *reduce = "float32";
+    int watched = 0, lone_gather = 0, lone_reduce = 0;
+    ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$ssppp:FSDPUnit", names,
+                                     &communicator, &PyTuple_Type, &groups, &compute,
+                                     &reduce, &watched, &lone_gather, &lone_reduce) ||
+        dtype_of(compute, &config.compute) < 0 ||
+        dtype_of(reduce, &config.reduce) < 0) {
+        return -1;
+    }
+    if (self->communicator != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "a FSDPUnit is made once");
+        return -1;
+    }
+    ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), communicator);
+    if (comm == NULL || lay_out(self, groups, comm->world_size) < 0 ||
+        map_memory(self, config.compute, watched) < 0) {
+        return -1;
+    }
+    config.postdivide = (double)comm->world_size;
+    config.lone_gather = lone_gather != 0;
+    config.lone_reduce = lone_reduce != 0;
+    self->core.config = config;
+    self->communicator = Py_NewRef(communicator);
+    return 0;
+}
+
+PyDoc_STRVAR(add_parameter_doc,
+             "add_parameter($self, group, at, numel, /)\n--\n\n"
+             "Name a trainable parameter, elements [at, at + numel) of a group; return "
+             "its index.");
+
+static PyObject *
+FSDPUnit_add_parameter(PyObject *op, PyObject *args)
+{
+    FSDPUnit *self = (FSDPUnit *)op;
+    Py_ssize_t group, at, numel;
+    ct_error err;
+    if (!PyArg_ParseTuple(args, "nnn:add_parameter", &group, &at, &numel)) {
+        return NULL;
+    }
+    if (group < 0 || (size_t)group >= self->core.n_groups || at < 0 || numel < 0 ||
+        (size_t)at + (size_t)numel > self->core.groups[group].n ||
+        !self->core.groups[group].trainable) {
+        return PyErr_Format(PyExc_ValueError,
+                            "elements [%zd, %zd + %zd) of group %zd are not those of a "
+                            "trainable group",
+                            at, at, numel, group);
+    }
+    if (ct_grow((void **)&self->leaves, &self->leaves_room, self->n_leaves + 1,
+                sizeof *self->leaves, &err) != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    self->leaves[self->n_leaves] =
+        (fsdp_leaf){.group = (size_t)group, .at = (size_t)at, .n = (size_t)numel};
+    return PyLong_FromSize_t(self->n_leaves++);
+}
+
+/* ---- states ------------------------------------------------------------------------
+ */
+
+int
+fsdp_expect(FSDPUnit *self, unsigned states)
+{
+    if ((states >> self->state & 1) != 0) {
+        return 0;
+    }
+    PyObject *wanted = PyList_New(0);
+    for (int s = FSDP_IDLE; wanted != NULL && s <= FSDP_BACKWARD_POST; s++) {
+        PyObject *number = (states >> s & 1) != 0 ? PyLong_FromLong(s) : NULL;
+        if (number != NULL && PyList_Append(wanted, number) < 0) {
+            Py_CLEAR(wanted);
+        }
+        Py_XDECREF(number);
+    }
+    PyObject *answer =
+        wanted == NULL
+            ? NULL
+            : ctpy_call_hook((PyObject *)self,
+                             fsdp_state_borrow(self)->str_assert_state, &wanted, 1);
+    if (answer != NULL) {
+        PyErr_Format(PyExc_ValueError, "the unit is in state %d", self->state);
+    }
+    Py_XDECREF(answer);
+    Py_XDECREF(wanted);
+    return -1;
+}
+
+/* ---- attributes --------------------------------------------------------------------
+ */
+
+static PyObject *
+FSDPUnit_get_shards(PyObject *op, void *Py_UNUSED(closure))
+{
+    PyObject *shards = ((FSDPUnit *)op)->shards;
+    return shards == NULL ? PyTuple_New(0) : Py_NewRef(shards);
+}
+
+static int
+FSDPUnit_set_shards(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    FSDPUnit *self = (FSDPUnit *)op;
+    PyObject *shards = value == NULL ? NULL : PySequence_Tuple(value);
+    if (shards == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "shards cannot be deleted");
+        }
+        return -1;
+    }
+    if ((size_t)PyTuple_GET_SIZE(shards) != self->core.n_groups) {
+        PyErr_Format(PyExc_ValueError, "expected %zu shards, one a group, got %zd",
+                     self->core.n_groups, PyTuple_GET_SIZE(shards));
+        Py_DECREF(shards);
+        return -1;
+    }
+    Py_XSETREF(self->shards, shards);
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_gathered(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(((FSDPUnit *)op)->core.gathered);
+}
+
+static PyObject *
+FSDPUnit_get_offsets(PyObject *op, void *Py_UNUSED(closure))
+{
+    const ct_fsdp *core = &((FSDPUnit *)op)->core;
+    PyObject *offsets = PyTuple_New((Py_ssize_t)core->n_groups);
+    for (size_t i = 0; offsets != NULL && i < core->n_groups; i++) {
+        PyObject *at = PyLong_FromSize_t(core->groups[i].at);
+        if (at == NULL) {
+            Py_CLEAR(offsets);
+        }
+        else {
+            PyTuple_SET_ITEM(offsets, (Py_ssize_t)i, at);
+        }
+    }
+    return offsets;
+}
+
+static PyObject *
+FSDPUnit_get_factors(PyObject *op, void *Py_UNUSED(closure))
+{
+    const ct_fsdp_config *config = &((FSDPUnit *)op)->core.config;
+    return Py_BuildValue("dd", config->predivide, config->postdivide);
+}
+
+static int
+FSDPUnit_set_factors(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    ct_fsdp_config *config = &((FSDPUnit *)op)->core.config;
+    double pre, post;
+    if (value == NULL || !PyTuple_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "divide_factors is a tuple of two numbers");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(value, "dd", &pre, &post)) {
+        return -1;
+    }
+    if (!(pre > 0.0 && post > 0.0 && isfinite(pre) && isfinite(post))) {
+        PyErr_Format(PyExc_ValueError,
+                     "gradients are divided by numbers above 0, got %R", value);
+        return -1;
+    }
+    config->predivide = pre;
+    config->postdivide = post;
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_peak(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((FSDPUnit *)op)->ledger.peak);
+}
+
+static int
+FSDPUnit_set_peak(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    ct_fsdp_ledger *ledger = &((FSDPUnit *)op)->ledger;
+    const size_t peak = value == NULL ? 0 : PyLong_AsSize_t(value);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    ledger->peak = peak < ledger->live ? ledger->live : peak;
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_live(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((FSDPUnit *)op)->ledger.live);
+}
+
+static PyGetSetDef FSDPUnit_getset[] = {
+    {"divide_factors", FSDPUnit_get_factors,  FSDPUnit_set_factors,
+     "What gradients are divided by, before and after their sum; both above 0.",                         NULL},
+    {"gathered",       FSDPUnit_get_gathered, NULL,                 "Whether the parameters are there.",
+     NULL                                                                                                    },
+    {"live_bytes",     FSDPUnit_get_live,     NULL,
+     "Of a root: bytes of gathered parameters and of gradients not yet reduced.",                        NULL},
+    {"offsets",        FSDPUnit_get_offsets,  NULL,
+     "Where each group begins in full, in elements.",                                                    NULL},
+    {"peak_bytes",     FSDPUnit_get_peak,     FSDPUnit_set_peak,
+     "Of a root: the most that live_bytes has been; set it to 0 to count anew.",                         NULL},
+    {"shards",         FSDPUnit_get_shards,   FSDPUnit_set_shards,
+     "A parameter for each group: this rank's part of it.",                                              NULL},
+    {NULL,             NULL,                  NULL,                 NULL,                                NULL},
+};
+
+static PyMemberDef FSDPUnit_members[] = {
+    {"communicator", T_OBJECT, offsetof(FSDPUnit, communicator), READONLY,
+     "The group of ranks that share."},
+    {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
+     "The memory of the gathered parameters."},
+    {"require_sync", T_BOOL, offsetof(FSDPUnit, require_sync), 0,
+     "Whether gradients are reduced, or kept for a later backward."},
+    {"reshard_after_forward", T_BOOL, offsetof(FSDPUnit, reshard_after_forward), 0,
+     "Whether the parameters are released after the forward."},
+    {"state", T_INT, offsetof(FSDPUnit, state), 0,
+     "Where it is: a value of TrainingState."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+#define METHOD(name, flags)                                                            \
+    {#name, (PyCFunction)(void (*)(void))FSDPUnit_##name, flags, FSDPUnit_##name##_doc}
+
+static PyMethodDef FSDPUnit_methods[] = {
+    {"add_parameter", FSDPUnit_add_parameter, METH_VARARGS, add_parameter_doc},
+    METHOD(clip, METH_VARARGS),
+    METHOD(enter_backward, METH_O),
+    METHOD(finish, METH_NOARGS),
+    METHOD(forget_root, METH_NOARGS),
+    METHOD(forward, METH_VARARGS),
+    METHOD(gather, METH_NOARGS),
+    METHOD(input_done, METH_O),
+    METHOD(recover, METH_NOARGS),
+    METHOD(release, METH_NOARGS),
+    METHOD(set_units, METH_O),
+    METHOD(take_grad, METH_FASTCALL),
+    {NULL,            NULL,                   0,            NULL             },
+};
+
+PyDoc_STRVAR(
+    FSDPUnit_doc,
+    "FSDPUnit(communicator, groups, *, compute_dtype='float32',\n"
+    "         reduce_dtype='float32', watched=False, lone_gather=False,\n"
+    "         lone_reduce=False)\n--\n\n"
+    "Parameters that are sharded over the ranks of a group, gathered and reduced\n"
+    "together; ctrainer.fsdp.FullyShardedDataParallel has one for a module.\n\n"
+    "groups: a tuple of (elements with padding, trainable). watched: parameters that\n"
+    "are used while they are not there end the process, rather than reading zeros.\n"
+    "lone_gather, lone_reduce: leave the other ranks out, to measure without.\n\n"
+    "Its hooks: _grad_enabled(), _graph_task(), _queue(), _new_gradient(group) and\n"
+    "assert_state(states).");
+
+static PyType_Slot FSDPUnit_slots[] = {
+    {Py_tp_doc,      (void *)FSDPUnit_doc},
+    {Py_tp_new,      FSDPUnit_new        },
+    {Py_tp_init,     FSDPUnit_init       },
+    {Py_tp_traverse, FSDPUnit_traverse   },
+    {Py_tp_clear,    FSDPUnit_clear      },
+    {Py_tp_dealloc,  FSDPUnit_dealloc    },
+    {Py_tp_methods,  FSDPUnit_methods    },
+    {Py_tp_members,  FSDPUnit_members    },
+    {Py_tp_getset,   FSDPUnit_getset     },
+    {0,              NULL                },
+};
+
+PyType_Spec FSDPUnit_spec = {
+    .name = "ctrainer._C.FSDPUnit",
+    .basicsize = sizeof(FSDPUnit),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = FSDPUnit_slots,
+};

@@ -1,0 +1,91 @@
+/* The insides of FSDPUnit, for the files that implement it. */
+#ifndef CTPY_FSDP_H
+#define CTPY_FSDP_H
+
+#include "binding/communicator.h"
+#include "core/ct_fsdp.h"
+
+typedef enum fsdp_state {
+    FSDP_IDLE = 1, /* the values of TrainingState */
+    FSDP_FORWARD,
+    FSDP_BACKWARD_PRE,
+    FSDP_BACKWARD_POST
+} fsdp_state;
+
+/* A trainable parameter's place in its group, and what is there of its gradient. */
+typedef struct fsdp_leaf {
+    size_t group, at, n;
+    bool filled; /* there is a gradient, which the next one is added to */
+    bool seen;   /* it has arrived since the unit was last complete */
+} fsdp_leaf;
+
+typedef struct FSDPUnit {
+    PyObject_HEAD
+    ct_fsdp core;
+    ct_fsdp_ledger ledger;  /* of a root: of all units below it */
+    PyObject *communicator; /* NULL before __init__ */
+    PyObject *full, *grads; /* MappedMemory */
+    PyObject *shards;       /* a tuple, one parameter a group */
+    PyObject *root;         /* the FSDPUnit above, itself in a root; NULL: not known */
+    PyObject *units;        /* of a root: a list of those below and itself */
+    fsdp_leaf *leaves;
+    size_t n_leaves, leaves_room, n_seen;
+    /* Inputs with a gradient to come, in all forwards since the last backward, and how
+     * many of them have come in this one. Both alike: nobody needs the parameters. */
+    size_t inputs_hooked, inputs_seen;
+    int state; /* fsdp_state */
+    char reshard_after_forward, require_sync;
+    bool counts_are_old; /* the next forward counts its inputs anew */
+    bool entered;        /* a pre-backward hook has run in this backward */
+    bool complete;       /* no gradient is missing in this backward */
+    bool queued;         /* of a root: a backward is under way */
+} FSDPUnit;
+
+/* fsdp.c: where a unit goes from here if it is in one of the states (bits 1 << state);
+ * else -1 with the ValueError of assert_state. */
+int fsdp_expect(FSDPUnit *self, unsigned states);
+ctpy_state *fsdp_state_borrow(FSDPUnit *self);
+FSDPUnit *fsdp_root_borrow(FSDPUnit *self); /* itself where that is not known */
+
+/* fsdp_memory.c */
+int fsdp_gather(FSDPUnit *self);
+int fsdp_reduce(FSDPUnit *self);
+void fsdp_release(FSDPUnit *self);
+bool fsdp_has_grads(const FSDPUnit *self);
+void fsdp_drop_grads(FSDPUnit *self);
+PyObject *FSDPUnit_gather(PyObject *op, PyObject *unused);
+PyObject *FSDPUnit_release(PyObject *op, PyObject *unused);
+extern const char FSDPUnit_gather_doc[], FSDPUnit_release_doc[];
+
+/* fsdp_forward.c */
+PyObject *FSDPUnit_forward(PyObject *op, PyObject *args);
+PyObject *FSDPUnit_set_units(PyObject *op, PyObject *units);
+PyObject *FSDPUnit_forget_root(PyObject *op, PyObject *unused);
+PyObject *FSDPUnit_recover(PyObject *op, PyObject *unused);
+extern const char FSDPUnit_forward_doc[], FSDPUnit_set_units_doc[],
+    FSDPUnit_forget_root_doc[], FSDPUnit_recover_doc[];
+
+/* Everything below a root as if no backward had begun; keeps the exception. */
+void fsdp_abandon(FSDPUnit *root);
+
+/* 1 while a backward of this root is under way, 0, or -1. One that has ended with an
+ * exception is abandoned. */
+int fsdp_in_backward(FSDPUnit *root);
+
+/* fsdp_backward.c: what torch's hooks call. */
+PyObject *FSDPUnit_enter_backward(PyObject *op, PyObject *grad);
+PyObject *FSDPUnit_take_grad(PyObject *op, PyObject *const *args, Py_ssize_t n);
+PyObject *FSDPUnit_input_done(PyObject *op, PyObject *grad);
+PyObject *FSDPUnit_finish(PyObject *op, PyObject *unused);
+extern const char FSDPUnit_enter_backward_doc[], FSDPUnit_take_grad_doc[],
+    FSDPUnit_input_done_doc[], FSDPUnit_finish_doc[];
+
+/* fsdp_clip.c */
+PyObject *FSDPUnit_clip(PyObject *op, PyObject *args);
+extern const char FSDPUnit_clip_doc[];
+
+/* fsdp_tensors.c: calls tensor.register_hook(hook) for every tensor in op that requires
+ * a gradient, each once, and counts them. -1 with an exception. */
+Py_ssize_t fsdp_hook_tensors(ctpy_state *state, PyObject *op, PyObject *hook);
+
+#endif

@@ -1,0 +1,116 @@
+/* The norm of gradients that are spread over ranks, and clipping by it. */
+#include "binding/fsdp.h"
+
+#include "binding/buffer.h"
+#include "binding/ctpy_optim.h"
+
+#include <math.h>
+
+typedef struct clip_job {
+    ct_span *spans;
+    size_t n;
+    double p, max_norm, total;
+} clip_job;
+
+static ct_status
+norm_over_ranks(clip_job *job, ct_comm *comm, ct_error *err)
+{
+    ct_scratch scratch = {NULL, 0};
+    double sum = 0.0;
+    ct_status status = job->n == 0 ? CT_OK
+                                   : ct_device_cpu.norm(NULL, &scratch, job->p,
+                                                        job->spans, job->n, &sum, err);
+    ct_device_cpu.scratch_release(&scratch);
+    const ct_span span = {&sum, 1, CT_F64};
+    if (status == CT_OK) {
+        status = comm->ops->all_reduce(
+            comm, &span, isinf(job->p) ? CT_REDUCE_MAX : CT_REDUCE_SUM, err);
+    }
+    job->total = isinf(job->p) ? sum : pow(sum, 1.0 / job->p);
+    return status;
+}
+
+/* NaN in any gradient makes all of them NaN, as a multiplication does. */
+static ct_status
+clip(clip_job *job, ct_comm *comm, ct_error *err)
+{
+    ct_status status = norm_over_ranks(job, comm, err);
+    const double factor = job->max_norm / (job->total + 1e-6);
+    if (status != CT_OK || job->n == 0 || factor >= 1.0) {
+        return status;
+    }
+    return ct_device_cpu.scale(NULL, factor, (double)INFINITY, job->spans, job->n, err);
+}
+
+/* The gradients that are there; *owners keeps them. */
+static int
+read_grads(ctpy_state *state, PyObject *params, clip_job *job, PyObject *owners)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
+        PyObject *grad = PyObject_GetAttr(PyList_GET_ITEM(params, i), state->str_grad);
+        int result = grad == NULL ? -1 : 0;
+        if (result == 0 && !Py_IsNone(grad)) {
+            result = ctpy_span_from(state, grad, "a gradient", 1, &job->spans[job->n]);
+            job->n += result == 0;
+            result = result < 0 ? -1 : PyList_Append(owners, grad);
+        }
+        Py_XDECREF(grad);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+run(PyObject *op, PyObject *params, clip_job *job, PyObject *owners)
+{
+    ctpy_state *state = ctpy_state_borrow(op);
+    PyObject *communicator = ((FSDPUnit *)op)->communicator;
+    ct_comm *comm = ctpy_comm_borrow(state, communicator);
+    ct_status status;
+    ct_error err;
+    if (comm == NULL || read_grads(state, params, job, owners) < 0) {
+        return -1;
+    }
+    Py_INCREF(communicator);
+    ((Communicator *)communicator)->busy++;
+    Py_BEGIN_ALLOW_THREADS
+    status = clip(job, comm, &err);
+    Py_END_ALLOW_THREADS((Communicator *)communicator)
+    ->busy--;
+    Py_DECREF(communicator);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+const char FSDPUnit_clip_doc[] =
+    "clip($self, params, max_norm, norm_type, /)\n--\n\n"
+    "Scale the gradients of a list of parameters, whose shards lie on all ranks, so\n"
+    "that their norm together is at most max_norm; return what it was. Collective.\n\n"
+    "norm_type: p > 0, or inf. Powers are added in double.";
+
+PyObject *
+FSDPUnit_clip(PyObject *op, PyObject *args)
+{
+    PyObject *params;
+    clip_job job = {.n = 0};
+    if (!PyArg_ParseTuple(args, "O!dd:clip", &PyList_Type, &params, &job.max_norm,
+                          &job.p)) {
+        return NULL;
+    }
+    if (!(job.p > 0.0)) {
+        return PyErr_Format(PyExc_ValueError, "norm_type must be above 0 or inf");
+    }
+    PyObject *owners = PyList_New(0);
+    job.spans = PyMem_New(ct_span, (size_t)PyList_GET_SIZE(params) + 1);
+    int result = -1;
+    if (job.spans == NULL) {
+        PyErr_NoMemory();
+    }
+    else if (owners != NULL) {
+        result = run(op, params, &job, owners);
+    }
+    PyMem_Free(job.spans);
+    Py_XDECREF(owners);
+    return result < 0 ? NULL : PyFloat_FromDouble(job.total);
+}

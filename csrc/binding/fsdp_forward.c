@@ -1,0 +1,224 @@
+/* A unit's forward, and which units stand under one root. */
+#include "binding/fsdp.h"
+
+/* ---- roots -------------------------------------------------------------------------
+ */
+
+FSDPUnit *
+fsdp_root_borrow(FSDPUnit *self)
+{
+    return self->root == NULL ? self : (FSDPUnit *)self->root;
+}
+
+static void
+take_root(FSDPUnit *self, FSDPUnit *root)
+{
+    Py_XSETREF(self->root, self == root ? NULL : Py_NewRef((PyObject *)root));
+    ct_fsdp_move_account(&self->core, &root->ledger);
+}
+
+const char FSDPUnit_set_units_doc[] =
+    "set_units($self, units, /)\n--\n\n"
+    "Make this unit the root of the given ones, among which it is itself.";
+
+PyObject *
+FSDPUnit_set_units(PyObject *op, PyObject *units)
+{
+    PyTypeObject *type = fsdp_state_borrow((FSDPUnit *)op)->FSDPUnit;
+    PyObject *list = PySequence_List(units);
+    if (list == NULL) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        PyObject *unit = PyList_GET_ITEM(list, i);
+        if (!PyObject_TypeCheck(unit, type)) {
+            PyErr_Format(PyExc_TypeError, "expected units, got a %.200s",
+                         Py_TYPE(unit)->tp_name);
+            Py_DECREF(list);
+            return NULL;
+        }
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        take_root((FSDPUnit *)PyList_GET_ITEM(list, i), (FSDPUnit *)op);
+    }
+    Py_XSETREF(((FSDPUnit *)op)->units, list);
+    Py_RETURN_NONE;
+}
+
+const char FSDPUnit_forget_root_doc[] =
+    "forget_root($self, /)\n--\n\n"
+    "Stand alone again, until set_units() of a root takes the unit.";
+
+PyObject *
+FSDPUnit_forget_root(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    FSDPUnit *self = (FSDPUnit *)op;
+    take_root(self, self);
+    Py_CLEAR(self->units);
+    Py_RETURN_NONE;
+}
+
+/* ---- a backward that did not end ---------------------------------------------------
+ */
+
+static void
+abandon_unit(FSDPUnit *self)
+{
+    fsdp_release(self);
+    fsdp_drop_grads(self);
+    for (size_t i = 0; i < self->n_leaves; i++) {
+        self->leaves[i].seen = false;
+    }
+    self->n_seen = self->inputs_seen = 0;
+    self->counts_are_old = true;
+    self->entered = self->complete = false;
+    self->state = FSDP_IDLE;
+}
+
+void
+fsdp_abandon(FSDPUnit *root)
+{
+    const Py_ssize_t n = root->units == NULL ? 0 : PyList_GET_SIZE(root->units);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        abandon_unit((FSDPUnit *)PyList_GET_ITEM(root->units, i));
+    }
+    root->queued = false;
+}
+
+int
+fsdp_in_backward(FSDPUnit *root)
+{
+    if (!root->queued) {
+        return 0;
+    }
+    PyObject *id = ctpy_call_hook((PyObject *)root,
+                                  fsdp_state_borrow(root)->str__graph_task, NULL, 0);
+    const long task = id == NULL ? -2 : PyLong_AsLong(id);
+    Py_XDECREF(id);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    if (task < 0) {
+        fsdp_abandon(root);
+    }
+    return task >= 0;
+}
+
+const char FSDPUnit_recover_doc[] =
+    "recover($self, /)\n--\n\n"
+    "Forget a backward that ended with an exception: what was gathered is released, "
+    "and\ngradients that had not been reduced are dropped.";
+
+PyObject *
+FSDPUnit_recover(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return fsdp_in_backward(fsdp_root_borrow((FSDPUnit *)op)) < 0 ? NULL
+                                                                  : Py_NewRef(Py_None);
+}
+
+/* ---- the forward -------------------------------------------------------------------
+ */
+
+/* What an evaluation or an update has left behind is old: shards may have changed. Only
+ * while gradients wait for the others nobody has updated anything. */
+static void
+release_old(FSDPUnit *root)
+{
+    const Py_ssize_t n = root->units == NULL ? 0 : PyList_GET_SIZE(root->units);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->units, i);
+        if (!fsdp_has_grads(unit)) {
+            fsdp_release(unit);
+        }
+    }
+}
+
+static int
+grad_enabled(FSDPUnit *self)
+{
+    PyObject *answer = ctpy_call_hook(
+        (PyObject *)self, fsdp_state_borrow(self)->str__grad_enabled, NULL, 0);
+    const int enabled = answer == NULL ? -1 : answer == Py_True;
+    Py_XDECREF(answer);
+    return enabled;
+}
+
+static Py_ssize_t
+hook_each(FSDPUnit *self, PyObject *tensors, PyObject *name)
+{
+    PyObject *hook = PyObject_GetAttr((PyObject *)self, name);
+    const Py_ssize_t n =
+        hook == NULL ? -1 : fsdp_hook_tensors(fsdp_state_borrow(self), tensors, hook);
+    Py_XDECREF(hook);
+    return n;
+}
+
+static int
+hook_inputs(FSDPUnit *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *name = fsdp_state_borrow(self)->str_input_done;
+    const Py_ssize_t a = hook_each(self, args, name);
+    const Py_ssize_t b = a < 0 || kwargs == NULL ? a : hook_each(self, kwargs, name);
+    if (b < 0) {
+        return -1;
+    }
+    if (self->counts_are_old) {
+        self->inputs_hooked = 0;
+        self->counts_are_old = false;
+    }
+    self->inputs_hooked += (size_t)a + (size_t)(kwargs == NULL ? 0 : b);
+    return 0;
+}
+
+/* Runs the module with the parameters there. Within a backward, that is when an
+ * activation checkpoint computes anew, they are needed right afterwards. */
+static PyObject *
+run(FSDPUnit *self, PyObject *fn, PyObject *args, PyObject *kwargs, int in_backward)
+{
+    PyObject *out = NULL;
+    const int grads = grad_enabled(self);
+    if (grads >= 0 && fsdp_gather(self) == 0 &&
+        (!grads || in_backward || hook_inputs(self, args, kwargs) == 0)) {
+        out = PyObject_Call(fn, args, kwargs);
+    }
+    if (!in_backward && (out == NULL || self->reshard_after_forward)) {
+        fsdp_release(self);
+    }
+    if (out != NULL && grads &&
+        hook_each(self, out, fsdp_state_borrow(self)->str_enter_backward) < 0) {
+        Py_CLEAR(out);
+    }
+    return out;
+}
+
+const char FSDPUnit_forward_doc[] =
+    "forward($self, fn, args, kwargs, /)\n--\n\n"
+    "Return fn(*args, **kwargs), run with the unit's parameters gathered.\n\n"
+    "They are released afterwards if reshard_after_forward, and gathered again when\n"
+    "the gradient of an output arrives. Collective. An exception leaves the unit as\n"
+    "it was before.";
+
+PyObject *
+FSDPUnit_forward(PyObject *op, PyObject *args)
+{
+    FSDPUnit *self = (FSDPUnit *)op;
+    PyObject *fn, *inputs, *kwargs;
+    if (!PyArg_ParseTuple(args, "OO!O!:forward", &fn, &PyTuple_Type, &inputs,
+                          &PyDict_Type, &kwargs)) {
+        return NULL;
+    }
+    PyObject *root = Py_NewRef((PyObject *)fsdp_root_borrow(self));
+    const int in_backward = fsdp_in_backward((FSDPUnit *)root);
+    PyObject *out = NULL;
+    if (in_backward >= 0) {
+        if (!in_backward && root == op) {
+            release_old(self);
+        }
+        const int before = in_backward ? self->state : FSDP_IDLE;
+        self->state = FSDP_FORWARD;
+        out = run(self, fn, inputs, kwargs, in_backward);
+        self->state = before;
+    }
+    Py_DECREF(root);
+    return out;
+}

@@ -1,0 +1,193 @@
+/* A unit's collectives: its parameters together, its gradients to their owners. */
+#include "binding/fsdp.h"
+
+#include "binding/buffer.h"
+#include "binding/ctpy_optim.h"
+
+/* ---- gathering ---------------------------------------------------------------------
+ */
+
+static int
+read_shards(FSDPUnit *self, ct_span *spans)
+{
+    ctpy_state *state = fsdp_state_borrow(self);
+    for (size_t i = 0; i < self->core.n_groups; i++) {
+        if (ctpy_span_from(state, PyTuple_GET_ITEM(self->shards, (Py_ssize_t)i),
+                           "the shard of a parameter", 0, &spans[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+gather_from(FSDPUnit *self, const ct_span *spans)
+{
+    PyObject *communicator = Py_NewRef(self->communicator);
+    PyObject *shards = Py_NewRef(self->shards); /* whose memory is read */
+    ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), communicator);
+    ct_status status = CT_OK;
+    ct_error err;
+    if (comm != NULL) {
+        ((Communicator *)communicator)->busy++;
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_fsdp_gather(&self->core, comm, spans, &err);
+        Py_END_ALLOW_THREADS((Communicator *)communicator)
+        ->busy--;
+    }
+    Py_DECREF(shards);
+    Py_DECREF(communicator);
+    return comm == NULL ? -1 : status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+int
+fsdp_gather(FSDPUnit *self)
+{
+    if (self->core.gathered || self->core.n_groups == 0) {
+        return 0;
+    }
+    if (self->shards == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the unit has no shards: set shards first");
+        return -1;
+    }
+    ct_span *spans = PyMem_New(ct_span, self->core.n_groups);
+    if (spans == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const int result = read_shards(self, spans) < 0 ? -1 : gather_from(self, spans);
+    PyMem_Free(spans);
+    return result;
+}
+
+void
+fsdp_release(FSDPUnit *self)
+{
+    ct_fsdp_release(&self->core);
+}
+
+const char FSDPUnit_gather_doc[] =
+    "gather($self, /)\n--\n\n"
+    "Bring the unit's parameters together from all ranks. Collective.\n\n"
+    "Raises what the communicator does; then nothing is gathered.";
+
+PyObject *
+FSDPUnit_gather(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return fsdp_gather((FSDPUnit *)op) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+const char FSDPUnit_release_doc[] =
+    "release($self, /)\n--\n\n"
+    "Give back the memory of what was gathered; it reads as zeros from then on.";
+
+PyObject *
+FSDPUnit_release(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    fsdp_release((FSDPUnit *)op);
+    Py_RETURN_NONE;
+}
+
+/* ---- reducing ----------------------------------------------------------------------
+ */
+
+bool
+fsdp_has_grads(const FSDPUnit *self)
+{
+    bool found = false;
+    for (size_t i = 0; !found && i < self->n_leaves; i++) {
+        found = self->leaves[i].filled;
+    }
+    return found;
+}
+
+static bool
+group_has_grads(const FSDPUnit *self, size_t group)
+{
+    bool found = false;
+    for (size_t i = 0; !found && i < self->n_leaves; i++) {
+        found = self->leaves[i].filled && self->leaves[i].group == group;
+    }
+    return found;
+}
+
+void
+fsdp_drop_grads(FSDPUnit *self)
+{
+    for (size_t i = 0; i < self->n_leaves; i++) {
+        self->leaves[i].filled = false;
+    }
+    ct_fsdp_drop_grads(&self->core);
+}
+
+/* The gradient of a shard, made where there is none; *add where there is one. */
+static PyObject *
+shard_grad(FSDPUnit *self, PyObject *shard, size_t group, int *add)
+{
+    ctpy_state *state = fsdp_state_borrow(self);
+    PyObject *grad = PyObject_GetAttr(shard, state->str_grad);
+    *add = grad != NULL && !Py_IsNone(grad);
+    if (grad == NULL || *add) {
+        return grad;
+    }
+    Py_DECREF(grad);
+    PyObject *index = PyLong_FromSize_t(group);
+    grad = index == NULL
+               ? NULL
+               : ctpy_call_hook((PyObject *)self, state->str__new_gradient, &index, 1);
+    Py_XDECREF(index);
+    return grad;
+}
+
+static int
+reduce_into(FSDPUnit *self, size_t group, PyObject *grad, int add)
+{
+    ctpy_state *state = fsdp_state_borrow(self);
+    PyObject *communicator = Py_NewRef(self->communicator);
+    ct_comm *comm = ctpy_comm_borrow(state, communicator);
+    ct_span span;
+    ct_status status = CT_OK;
+    ct_error err;
+    const bool ready =
+        comm != NULL &&
+        ctpy_span_from(state, grad, "the gradient of a shard", 1, &span) == 0;
+    if (ready) {
+        ((Communicator *)communicator)->busy++;
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_fsdp_reduce(&self->core, comm, group, &span, add != 0, &err);
+        Py_END_ALLOW_THREADS((Communicator *)communicator)
+        ->busy--;
+    }
+    Py_DECREF(communicator);
+    return !ready ? -1 : status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+static int
+reduce_group(FSDPUnit *self, size_t group)
+{
+    int add, result = -1;
+    PyObject *shard = Py_NewRef(PyTuple_GET_ITEM(self->shards, (Py_ssize_t)group));
+    PyObject *grad = shard_grad(self, shard, group, &add);
+    if (grad != NULL) {
+        result = reduce_into(self, group, grad, add);
+    }
+    if (result == 0 && !add) {
+        result = PyObject_SetAttr(shard, fsdp_state_borrow(self)->str_grad, grad);
+    }
+    Py_XDECREF(grad);
+    Py_DECREF(shard);
+    return result;
+}
+
+int
+fsdp_reduce(FSDPUnit *self)
+{
+    int result = 0;
+    for (size_t g = 0; result == 0 && g < self->core.n_groups; g++) {
+        if (group_has_grads(self, g)) {
+            result = reduce_group(self, g);
+        }
+    }
+    fsdp_drop_grads(self);
+    return result;
+}

@@ -1,0 +1,327 @@
+#include "core/ct_fsdp.h"
+
+#include "core/ct_alloc.h"
+#include "core/ct_reduce.h"
+
+#include <math.h>
+
+enum {
+    ALIGNED_ELEMS = 32, /* a group begins on a cache line whatever the dtype */
+    TILE = 4096
+};
+
+/* ---- layout ------------------------------------------------------------------------
+ */
+
+static size_t
+padded(size_t n)
+{
+    return (n + ALIGNED_ELEMS - 1) / ALIGNED_ELEMS * ALIGNED_ELEMS;
+}
+
+ct_status
+ct_fsdp_init(ct_fsdp *unit, const ct_device *device, const size_t *sizes,
+             const bool *trainable, size_t n_groups, int world_size, ct_error *err)
+{
+    *unit = (ct_fsdp){.device = device};
+    for (size_t i = 0; i < n_groups; i++) {
+        if (sizes[i] % (size_t)world_size != 0) {
+            return ct_fail(err, CT_EINVAL,
+                           "group %zu has %zu elements; expected a multiple of the %d "
+                           "ranks that share it",
+                           i, sizes[i], world_size);
+        }
+    }
+    ct_fsdp_group *groups = ct_calloc(n_groups + 1, sizeof *groups);
+    if (groups == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for a unit of %zu groups", n_groups);
+    }
+    size_t at = 0, grad_at = 0;
+    for (size_t i = 0; i < n_groups; i++) {
+        groups[i] = (ct_fsdp_group){sizes[i], at, grad_at, trainable[i]};
+        at += padded(sizes[i]);
+        grad_at += trainable[i] ? padded(sizes[i]) : 0;
+    }
+    groups[n_groups] = (ct_fsdp_group){0, at, grad_at, false}; /* where the last end */
+    unit->groups = groups;
+    unit->n_groups = n_groups;
+    return CT_OK;
+}
+
+void
+ct_fsdp_fini(ct_fsdp *unit)
+{
+    ct_free(unit->groups);
+    *unit = (ct_fsdp){.groups = NULL};
+}
+
+size_t
+ct_fsdp_full_bytes(const ct_fsdp *unit, ct_dtype compute)
+{
+    return unit->groups[unit->n_groups].at * ct_dtype_size(compute);
+}
+
+size_t
+ct_fsdp_grad_bytes(const ct_fsdp *unit)
+{
+    return unit->groups[unit->n_groups].grad_at * ct_dtype_size(CT_F32);
+}
+
+/* ---- the account -------------------------------------------------------------------
+ */
+
+static size_t
+grad_live(const ct_fsdp *unit)
+{
+    return unit->groups[unit->n_groups].grad_at * ct_dtype_size(unit->grad_dtype);
+}
+
+static size_t
+live(const ct_fsdp *unit)
+{
+    return (unit->gathered ? unit->full->bytes : 0) +
+           (unit->holds_grads ? grad_live(unit) : 0);
+}
+
+static void
+enter(ct_fsdp_ledger *ledger, size_t bytes)
+{
+    ledger->live += bytes;
+    if (ledger->live > ledger->peak) {
+        ledger->peak = ledger->live;
+    }
+}
+
+void
+ct_fsdp_move_account(ct_fsdp *unit, ct_fsdp_ledger *ledger)
+{
+    const size_t bytes = live(unit);
+    unit->ledger->live -= bytes;
+    unit->ledger = ledger;
+    enter(ledger, bytes);
+}
+
+/* ---- gathering ---------------------------------------------------------------------
+ */
+
+static ct_span
+part_of(ct_span whole, size_t at, size_t n)
+{
+    whole.data = (char *)whole.data + at * ct_dtype_size(whole.dtype);
+    whole.n = n;
+    return whole;
+}
+
+static ct_span
+full_of(const ct_fsdp *unit, const ct_fsdp_group *g)
+{
+    const ct_span all = {unit->full->data, 0, unit->config.compute};
+    return part_of(all, g->at, g->n);
+}
+
+/* This rank's part is put in its place, then the others' come around it. */
+static ct_status
+gather_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g, const ct_span *shard,
+             ct_error *err)
+{
+    const size_t n = g->n / (size_t)comm->world_size;
+    const ct_span full = full_of(unit, g);
+    const ct_span own = part_of(full, (size_t)comm->rank * n, n);
+    if (shard->n != n || shard->dtype != CT_F32) {
+        return ct_fail(err, CT_EINVAL,
+                       "a shard has %zu elements of %s; expected %zu of float32: it "
+                       "must not be cast or resized",
+                       shard->n, ct_dtype_name(shard->dtype), n);
+    }
+    ct_status status = unit->device->copy(NULL, &own, shard, 1, err);
+    return status != CT_OK || unit->config.lone_gather
+               ? status
+               : comm->ops->all_gather(comm, &full, &own, err);
+}
+
+ct_status
+ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
+{
+    ct_status status = CT_OK;
+    if (unit->gathered) {
+        return CT_OK;
+    }
+    ct_mapping_obtain(unit->full);
+    for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
+        status = gather_group(unit, comm, &unit->groups[i], &shards[i], err);
+    }
+    if (status != CT_OK) {
+        ct_mapping_release(unit->full);
+        return status;
+    }
+    unit->gathered = true;
+    enter(unit->ledger, unit->full->bytes);
+    return CT_OK;
+}
+
+void
+ct_fsdp_release(ct_fsdp *unit)
+{
+    if (unit->gathered) {
+        ct_mapping_release(unit->full);
+        unit->gathered = false;
+        unit->ledger->live -= unit->full->bytes;
+    }
+}
+
+/* ---- gradients ---------------------------------------------------------------------
+ */
+
+static ct_span
+grads_of(const ct_fsdp *unit, const ct_fsdp_group *g)
+{
+    const ct_span all = {unit->grads->data, 0, unit->grad_dtype};
+    return part_of(all, g->grad_at, g->n);
+}
+
+static size_t
+smaller(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* to += from * factor. to has the dtype of a tile, from any float dtype. */
+static ct_status
+accumulate(const ct_device *device, const ct_span *to, const ct_span *from,
+           double factor, ct_error *err)
+{
+    _Alignas(64) float tile[TILE];
+    ct_status status = CT_OK;
+    for (size_t at = 0; status == CT_OK && at < to->n; at += TILE) {
+        const size_t n = smaller(to->n - at, TILE);
+        const ct_span source = part_of(*from, at, n), converted = {tile, n, CT_F32};
+        const ct_span sum = part_of(*to, at, n);
+        const void *const rows[2] = {sum.data, tile};
+        status = device->copy(NULL, &converted, &source, 1, err);
+        if (status == CT_OK && factor != 1.0) {
+            status = device->scale(NULL, factor, (double)INFINITY, &converted, 1, err);
+        }
+        if (status == CT_OK) {
+            ct_reduce(sum.data, rows, 2, n, CT_F32, CT_REDUCE_SUM);
+        }
+    }
+    return status;
+}
+
+/* Adds without a tile where both are of one dtype, which need not be F32. */
+static ct_status
+add_grad(const ct_device *device, const ct_span *to, const ct_span *from, ct_error *err)
+{
+    if (to->dtype != from->dtype) {
+        return accumulate(device, to, from, 1.0, err);
+    }
+    const void *const rows[2] = {to->data, from->data};
+    ct_reduce(to->data, rows, 2, to->n, to->dtype, CT_REDUCE_SUM);
+    return CT_OK;
+}
+
+static void
+hold_grads(ct_fsdp *unit, ct_dtype dtype)
+{
+    if (!unit->holds_grads) {
+        ct_mapping_obtain(unit->grads);
+        unit->holds_grads = true;
+        unit->grad_dtype = dtype;
+        enter(unit->ledger, grad_live(unit));
+    }
+}
+
+ct_status
+ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at, const ct_span *grad, bool add,
+                  bool wide, ct_error *err)
+{
+    const ct_fsdp_group *g = &unit->groups[group];
+    if (at > g->n || grad->n > g->n - at) {
+        return ct_fail(err, CT_EINVAL,
+                       "a gradient of %zu elements does not fit at %zu of a group of "
+                       "%zu",
+                       grad->n, at, g->n);
+    }
+    hold_grads(unit, wide ? CT_F32 : unit->config.reduce);
+    const ct_span place = part_of(grads_of(unit, g), at, grad->n);
+    return add ? add_grad(unit->device, &place, grad, err)
+               : unit->device->copy(NULL, &place, grad, 1, err);
+}
+
+/* The sum of all ranks' parts, where this rank's part of `whole` is. */
+static ct_status
+sum_over_ranks(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
+               const ct_span *part, ct_reduce_op op, ct_error *err)
+{
+    if (unit->config.lone_reduce) {
+        return CT_OK;
+    }
+    return comm->ops->reduce_scatter(comm, part, whole, op, err);
+}
+
+/* Into the shard's gradient: from what is reduced, with the factor that is left. */
+static ct_status
+deliver(const ct_fsdp *unit, const ct_span *shard, const ct_span *part, double factor,
+        bool add, ct_error *err)
+{
+    if (add) {
+        return accumulate(unit->device, shard, part, factor, err);
+    }
+    ct_status status = unit->device->copy(NULL, shard, part, 1, err);
+    return status != CT_OK || factor == 1.0
+               ? status
+               : unit->device->scale(NULL, factor, (double)INFINITY, shard, 1, err);
+}
+
+/* The average needs no factor: it is taken in the sum's own precision. */
+static bool
+is_average(const ct_fsdp *unit, const ct_comm *comm)
+{
+    return !unit->config.lone_reduce &&
+           unit->config.predivide * unit->config.postdivide == (double)comm->world_size;
+}
+
+ct_status
+ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
+               bool add, ct_error *err)
+{
+    const ct_fsdp_group *g = &unit->groups[group];
+    const size_t n = g->n / (size_t)comm->world_size;
+    const bool average = is_average(unit, comm);
+    ct_status status = CT_OK;
+    if (shard->n != n || shard->dtype != CT_F32) {
+        return ct_fail(err, CT_EINVAL,
+                       "the gradient of a shard has %zu elements of %s; expected %zu "
+                       "of float32",
+                       shard->n, ct_dtype_name(shard->dtype), n);
+    }
+    hold_grads(unit, unit->config.reduce);
+    const ct_span whole = grads_of(unit, g);
+    ct_span part = part_of(whole, (size_t)comm->rank * n, n);
+    if (!average && unit->config.predivide != 1.0) {
+        status = unit->device->scale(NULL, 1.0 / unit->config.predivide,
+                                     (double)INFINITY, &whole, 1, err);
+    }
+    const bool direct = !add && part.dtype == CT_F32 && !unit->config.lone_reduce;
+    part = direct ? *shard : part;
+    if (status == CT_OK) {
+        status = sum_over_ranks(unit, comm, &whole, &part,
+                                average ? CT_REDUCE_MEAN : CT_REDUCE_SUM, err);
+    }
+    const double factor = average ? 1.0 : 1.0 / unit->config.postdivide;
+    if (status != CT_OK || (direct && factor == 1.0)) {
+        return status;
+    }
+    return direct ? unit->device->scale(NULL, factor, (double)INFINITY, shard, 1, err)
+                  : deliver(unit, shard, &part, factor, add, err);
+}
+
+void
+ct_fsdp_drop_grads(ct_fsdp *unit)
+{
+    if (unit->holds_grads) {
+        ct_mapping_release(unit->grads);
+        unit->holds_grads = false;
+        unit->ledger->live -= grad_live(unit);
+    }
+}

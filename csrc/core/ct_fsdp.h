@@ -1,0 +1,98 @@
+/* One unit of fully sharded data parallelism: parameters that are gathered, released
+ * and reduced together.
+ *
+ * A unit holds flat groups, each a row of parameters padded so that every rank owns an
+ * equal part, its shard. `full` is where the groups of all ranks come together for the
+ * computation, in the compute dtype; `grads` is where their gradients do. Both stay at
+ * one address, and their pages are given back in between: outside of its own forward
+ * and backward a unit takes no memory but the shards, which are the caller's.
+ *
+ * Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion
+ * parameter models", 2020, stage 3. */
+#ifndef CT_FSDP_H
+#define CT_FSDP_H
+
+#include "core/ct_comm.h"
+#include "core/ct_device.h"
+#include "core/ct_mapping.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Bytes that units have at work. `live` counts what is gathered and the gradients that
+ * are not reduced yet; `peak` is the most that there have been at once. */
+typedef struct ct_fsdp_ledger {
+    size_t live, peak;
+} ct_fsdp_ledger;
+
+typedef struct ct_fsdp_group {
+    size_t n;       /* elements with their padding: a multiple of the ranks */
+    size_t at;      /* where it begins in full, in elements */
+    size_t grad_at; /* and in grads, if it is trainable */
+    bool trainable;
+} ct_fsdp_group;
+
+typedef struct ct_fsdp_config {
+    ct_dtype compute;              /* of what is gathered: F32, BF16 or F16 */
+    ct_dtype reduce;               /* of the gradients while they are reduced */
+    double predivide, postdivide;  /* of gradients, before and after their sum */
+    bool lone_gather, lone_reduce; /* leave the other ranks out, to measure without */
+} ct_fsdp_config;
+
+typedef struct ct_fsdp {
+    const ct_device *device;
+    ct_fsdp_config config;
+    ct_fsdp_ledger *ledger; /* the caller's; it may be shared by units */
+    ct_fsdp_group *groups;
+    size_t n_groups;
+    ct_mapping *full, *grads; /* the caller's, as long as the unit */
+    bool gathered;
+    bool holds_grads;
+    ct_dtype grad_dtype; /* of what grads holds now */
+} ct_fsdp;
+
+/* Lays out n_groups groups of sizes[i] elements each. A size is a multiple of
+ * world_size. On failure the unit is {0}, which may be freed too. CT_EINVAL, CT_ENOMEM.
+ */
+CT_NODISCARD ct_status ct_fsdp_init(ct_fsdp *unit, const ct_device *device,
+                                    const size_t *sizes, const bool *trainable,
+                                    size_t n_groups, int world_size, ct_error *err);
+void ct_fsdp_fini(ct_fsdp *unit);
+
+/* What full and grads have to hold, for any dtypes of the configuration. */
+size_t ct_fsdp_full_bytes(const ct_fsdp *unit, ct_dtype compute);
+size_t ct_fsdp_grad_bytes(const ct_fsdp *unit);
+
+/* Brings every group together from shards[i], n / world_size elements of F32 each.
+ * Nothing where that is done already. Collective. On failure nothing is gathered. */
+CT_NODISCARD ct_status ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm,
+                                      const ct_span *shards, ct_error *err);
+
+/* Gives back what was gathered; elements read as 0 from then on. */
+void ct_fsdp_release(ct_fsdp *unit);
+
+/* Takes the gradient of elements [at, at + grad->n) of a group, in any float dtype: in
+ * place of what is there, or added to it. The first one after the gradients were
+ * dropped decides, with `wide`, whether they are kept in F32 until they are reduced or
+ * in the dtype that they are reduced in. */
+CT_NODISCARD ct_status ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at,
+                                         const ct_span *grad, bool add, bool wide,
+                                         ct_error *err);
+
+/* Reduces a trainable group's gradients over all ranks, divides them by both factors
+ * and writes this rank's part into `shard`, or adds it. Elements without a gradient
+ * count as 0. What grads holds of the group is used up. Collective. */
+CT_NODISCARD ct_status ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group,
+                                      const ct_span *shard, bool add, ct_error *err);
+
+void ct_fsdp_drop_grads(ct_fsdp *unit);
+
+/* Changes the account that the unit's bytes are on. */
+void ct_fsdp_move_account(ct_fsdp *unit, ct_fsdp_ledger *ledger);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

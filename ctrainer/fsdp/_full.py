@@ -1,0 +1,152 @@
+"""All values of sharded parameters: for a while, or as a state_dict."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ctrainer.fsdp import _metadata
+from ctrainer.fsdp._layout import Entry, Group
+
+
+def gathered(unit: Any, group: Group, shard: torch.Tensor) -> torch.Tensor:
+    """A group's values from all ranks, flat, of float32. Collective."""
+    full = torch.empty(group.size)
+    unit.communicator.all_gather(full, shard.detach().reshape(-1))
+    return full
+
+
+def view_of(full: torch.Tensor, entry: Entry) -> torch.Tensor:
+    return full[entry.at : entry.at + entry.numel].view(entry.param.shape)
+
+
+def own_part(unit: Any, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    begin = unit.rank * shard.numel()
+    return full[begin : begin + shard.numel()].view_as(shard)
+
+
+def groups_of(units: list[Any]) -> Iterator[tuple[Any, Group, torch.Tensor]]:
+    for unit in units:
+        for group, shard in zip(unit._groups, unit.sharded_params, strict=True):
+            yield unit, group, shard
+
+
+@contextlib.contextmanager
+def summoned(units: list[Any], writeback: bool) -> Iterator[None]:
+    """Parameters over full tensors, and back over the units' memory."""
+    fulls, homes = [], []
+    for unit, group, shard in groups_of(units):
+        full = gathered(unit, group, shard)
+        fulls.append((unit, full, shard))
+        for entry in group.entries:
+            homes.append((entry.param, entry.param.data))
+            entry.param.data = view_of(full, entry)
+    try:
+        yield
+        for unit, full, shard in fulls if writeback else ():
+            shard.detach().copy_(own_part(unit, full, shard))
+    finally:
+        for param, home in homes:
+            param.data = home
+        for unit in units:
+            unit._unit.release()
+
+
+def names_of(root: Any) -> dict[int, list[str]]:
+    """The names of each parameter before wrapping, the first place first."""
+    found: dict[int, list[str]] = {}
+    for name, unit in root.named_modules():
+        for group in getattr(unit, "_groups", ()):
+            if not hasattr(unit, "_unit"):
+                continue
+            inside = "_fsdp_wrapped_module" if len(group.entries[0].places) else ""
+            for entry in group.entries:
+                for place in entry.places:
+                    path = _metadata.join(_metadata.join(name, inside), place.path)
+                    found.setdefault(id(entry), []).append(
+                        _metadata.original_name(path)
+                    )
+    return found
+
+
+def state_dict(root: Any, units: list[Any]) -> dict[str, torch.Tensor]:
+    """One group at a time is there beside the copy that is being made."""
+    names, state = names_of(root), dict[str, torch.Tensor]()
+    for unit, group, shard in groups_of(units):
+        full = gathered(unit, group, shard)
+        for entry in group.entries:
+            value = view_of(full, entry).clone()
+            state.update(dict.fromkeys(names[id(entry)], value))
+    for name, buffer in persistent_buffers(root):
+        dtype = getattr(buffer, "_orig_dtype", buffer.dtype)
+        state[name] = buffer.detach().to(dtype, copy=True)
+    return state
+
+
+def persistent_buffers(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for module_name, module in root.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                path = _metadata.join(module_name, name)
+                yield _metadata.original_name(path), buffer
+
+
+def load_state_dict(
+    root: Any, units: list[Any], state: dict[str, Any], strict: bool
+) -> None:
+    names = names_of(root)
+    buffers = dict(persistent_buffers(root))
+    check(names, units, buffers, state, strict)
+    with torch.no_grad():
+        for unit, group, shard in groups_of(units):
+            load_group(unit, group, shard, names, state)
+        for name, buffer in buffers.items():
+            if name in state:
+                buffer.copy_(state[name])
+    for unit in units:
+        unit._unit.release()
+
+
+def load_group(
+    unit: Any,
+    group: Group,
+    shard: torch.Tensor,
+    names: dict[int, list[str]],
+    state: dict[str, Any],
+) -> None:
+    """Copies what of each parameter is in this rank's part."""
+    flat, begin = shard.detach().view(-1), unit.rank * shard.numel()
+    for entry in group.entries:
+        found = [state[name] for name in names[id(entry)] if name in state]
+        low = max(begin, entry.at)
+        high = min(begin + shard.numel(), entry.at + entry.numel)
+        if found and low < high:
+            values = found[0].detach().reshape(-1)
+            flat[low - begin : high - begin] = values[low - entry.at : high - entry.at]
+
+
+def check(
+    names: dict[int, list[str]],
+    units: list[Any],
+    buffers: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    strict: bool,
+) -> None:
+    entries = [e for _, group, _ in groups_of(units) for e in group.entries]
+    shapes = {n: e.param.shape for e in entries for n in names[id(e)]}
+    shapes.update({name: buffer.shape for name, buffer in buffers.items()})
+    wrong = [
+        f"{name} has shape {tuple(state[name].shape)}, expected {tuple(shape)}"
+        for name, shape in shapes.items()
+        if name in state and state[name].shape != shape
+    ]
+    missing = sorted(set(shapes) - set(state)) if strict else []
+    unknown = sorted(set(state) - set(shapes)) if strict else []
+    if wrong or missing or unknown:
+        raise RuntimeError(
+            f"Error(s) in loading a full state_dict: {'; '.join(wrong)} "
+            f"Missing key(s): {missing}. Unexpected key(s): {unknown}."
+        )

@@ -1,0 +1,72 @@
+"""What a checkpoint of shards says about them, so that they can be put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ctrainer.fsdp.flatten import FlattenParamsWrapper
+
+
+def shard_info(module: Any) -> dict[str, Any]:
+    return {
+        shard._name: {"_orig_size": shard._orig_size, "_orig_name": shard._orig_name}
+        for shard in module.sharded_params
+    }
+
+
+def without_wrapper(name: str) -> str:
+    """As state_dict() has it."""
+    return name.replace("_fpw_module.", "")
+
+
+def original_name(name: str) -> str:
+    """As it was before wrapping."""
+    return without_wrapper(name).replace("_fsdp_wrapped_module.", "")
+
+
+def buffer_info(root: nn.Module) -> dict[str, Any]:
+    """The dtypes that buffers had, under the names that state_dict() gives them."""
+    return {
+        without_wrapper(name): {"_orig_dtype": buffer._orig_dtype}
+        for name, buffer in root.named_buffers()
+        if hasattr(buffer, "_orig_dtype")
+    }
+
+
+def shared_info(module: Any) -> dict[str, str]:
+    """The further names of tied parameters, and the first one of each."""
+    return {
+        without_wrapper(place.path): without_wrapper(entry.places[0].path)
+        for group in module._groups
+        for entry in group.entries
+        for place in entry.places[1:]
+    }
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def shard_metadata(root: Any, wrapper: type) -> dict[str, Any]:
+    """See FullyShardedDataParallel.get_shard_metadata."""
+    shards, flats, shared = {}, {}, {}
+    for full_name, module in root.named_modules():
+        name = without_wrapper(full_name)
+        if isinstance(module, wrapper):
+            shards[name] = shard_info(module)
+            shared.update(
+                {join(name, a): join(name, b) for a, b in shared_info(module).items()}
+            )
+        if isinstance(module, FlattenParamsWrapper):
+            for i, flat in enumerate(module.flat_param_names):
+                flats[join(name.removesuffix("_fpw_module"), flat)] = module.metadata(i)
+    return {
+        "shard_info": shards,
+        "flatten_info": flats,
+        "buffer_info": buffer_info(root),
+        "shared_info": shared,
+        "world_size": root.world_size,
+        "rank": root.rank,
+    }

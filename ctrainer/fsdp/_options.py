@@ -1,0 +1,153 @@
+"""What the constructor's arguments say: checked, and who shares."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ctrainer import _C, comm
+from ctrainer.fsdp._tensors import FLOAT_DTYPES
+
+
+def check_module(module: nn.Module, wrapper: type) -> None:
+    """Refuse what is wrapped already, and containers that are never called."""
+    if isinstance(module, wrapper):
+        raise RuntimeError(
+            "Cannot wrap a module that is already wrapped with FSDP. For nested FSDP, "
+            "first wrap the inner child modules before wrapping the outer parent "
+            "module."
+        )
+    defined = (
+        hasattr(module, "forward")
+        and hasattr(module.forward, "__func__")
+        and module.forward.__func__ != nn.Module.forward
+    )
+    if not defined:
+        raise RuntimeError(
+            "The module wrapped by FSDP *must define a `forward` method and call it "
+            "during the module's forward pass for FSDP to work correctly.* "
+            "Hence, do not wrap `nn.ModuleList` or `nn.ModuleDict` with FSDP "
+            "(since they don't have `forward` defined), "
+            "and do not perform the forward pass in other ways apart from the "
+            "`forward` method. "
+            "(i.e. you should directly call the FSDP-wrapped module itself in your "
+            "code, instead of using any of its submodules or its weights)."
+        )
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Only float32 ones can be sharded, those of inner units among them."""
+    for param in module.parameters():
+        if param.dtype != torch.float32:
+            raise TypeError("only fp32 parameters are supported")
+
+
+def float_dtype(name: str, dtype: Any, default: torch.dtype) -> torch.dtype:
+    """A dtype to compute in, also by its name ("bfloat16", "torch.bfloat16")."""
+    if dtype is None:
+        return default
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name} must be one of {FLOAT_DTYPES}, not {dtype}")
+    return dtype  # type: ignore[no-any-return]
+
+
+def communicator_of(
+    process_group: Any, sharding_groups: Any, rank: int | None, world_size: int | None
+) -> _C.Communicator:
+    """The ranks that share: those given, this rank's list of ranks, or all."""
+    if process_group is not None:
+        return _adopted(process_group)
+    if sharding_groups is None:
+        return comm.world()
+    if rank is None or world_size is None:
+        raise ValueError(
+            "sharding_rank and sharding_world_size must be provided when "
+            "sharding_groups is specified"
+        )
+    found = (
+        sharding_groups
+        if isinstance(sharding_groups, _C.Communicator)
+        else _own_group(tuple(tuple(group) for group in sharding_groups))
+    )
+    if (found.rank, found.world_size) != (rank, world_size):
+        raise ValueError(
+            f"sharding_rank={rank} and sharding_world_size={world_size}, but "
+            f"sharding_groups makes this rank {found.rank} of {found.world_size}"
+        )
+    return found
+
+
+def _adopted(group: Any) -> _C.Communicator:
+    if isinstance(group, _C.Communicator):
+        return group
+    from ctrainer.comm import process_group
+
+    return process_group.communicator(group)
+
+
+@functools.cache
+def _own_group(groups: tuple[tuple[int, ...], ...]) -> _C.Communicator:
+    """The communicator of the list that this rank is in, one for all units."""
+    rank = comm.world().rank
+    own = [group for group in groups if rank in group]
+    if len(own) != 1:
+        raise ValueError(
+            f"rank {rank} must be in exactly one of the sharding_groups {groups}"
+        )
+    if len(own[0]) == comm.world().world_size:
+        return comm.world()
+    return comm.from_environment(ranks=own[0])
+
+
+def wrap_children(module: nn.Module, policy: Any, wrap: Any) -> None:
+    """Wrap the modules below this one that a policy chooses, the inner ones first.
+
+    policy: as torch's and fairscale's are, called with a module, recurse and the number
+    of its parameters that are left over, by whatever name it takes them.
+    """
+    for name, child in module.named_children():
+        wrap_children(child, policy, wrap)
+        left = sum(
+            p.numel() for p in child.parameters() if not hasattr(p, "_is_sharded")
+        )
+        if left > 0 and _chooses(policy, child, left):
+            setattr(module, name, wrap(child))
+
+
+def _chooses(policy: Any, module: nn.Module, left: int) -> bool:
+    names = inspect.signature(policy).parameters
+    counts = {"nonwrapped_numel", "unwrapped_params"} & set(names)
+    options = dict.fromkeys(counts, left)
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict) and bool(
+        policy(module=module, recurse=False, **options)
+    )
+
+
+def materialize(module: nn.Module, param_init_fn: Any) -> None:
+    """Give the modules whose own parameters are on the meta device values on the CPU.
+
+    param_init_fn: called with each such module, after which it has to be on the CPU.
+    """
+    for child in module.modules():
+        if any(p.is_meta for p in child.parameters(recurse=False)):
+            param_init_fn(child)
+            if any(p.is_meta for p in child.parameters(recurse=False)):
+                raise ValueError(
+                    "param_init_fn has left parameters of a "
+                    f"{type(child).__name__} on the meta device; expected "
+                    "module.to_empty(device='cpu', recurse=False) and their values"
+                )
+
+
+def predivide_factor(world_size: int) -> float:
+    """What gradients are divided by before their sum: about the root of the ranks."""
+    factor = 1
+    while world_size % factor == 0 and world_size / factor > factor:
+        factor *= 2
+    return float(factor)
