@@ -37,15 +37,17 @@ class BMUF(_C.BMUF):
     one of ctrainer.optim or torch.optim, or an object with fairseq's interface of an
     optimizer. communicator: who meets; by default the group of from_environment()
     where distributed_world_size is above 1. look: "nesterov" takes the outer step of
-    DiLoCo in place of BMUF's.
+    DiLoCo in place of BMUF's, "slowmo" that of SlowMo.
 
     Parameters are in host memory, of any float dtype. The global model and the momentum
     are float64 for float64 ones and float32 for all others; where the optimizer updates
     float32 copies of 16-bit parameters, those are what is averaged. What is not here,
     like backward() and scaler, is the optimizer's.
 
-    Raises ValueError for options out of range, RuntimeError in step() when another rank
-    fails or stays away.
+    Raises ValueError for options out of range, and on all ranks in step() where a first
+    block did not begin with the same parameters on all; RuntimeError in step() when
+    another rank fails or stays away. A NaN or Inf in one rank's parameters is in those
+    of all after the block.
 
     Source: Chen and Huo, "Scalable training of deep learning machines by incremental
     block training with intra-block parallel optimization and blockwise model-update
@@ -97,6 +99,36 @@ class BMUF(_C.BMUF):
         )
         group = from_environment() if communicator is None else communicator
         return cls(cfg, optimizer, group, look="nesterov")
+
+    @classmethod
+    def slowmo(
+        cls,
+        optimizer: Any,
+        communicator: _C.Communicator | None = None,
+        *,
+        every: int = 48,
+        lr: float = 1.0,
+        momentum: float = 0.5,
+    ) -> Self:
+        """SlowMo: the momentum is of the average distance over the optimizer's rate.
+
+        With g the optimizer's lr where a block ends and d the average distance,
+        u = momentum * u + d / g, and the model moves by lr * g * u. g is the first
+        group's: where all groups follow one schedule that is the same as each group's
+        own. All ranks have to start from the same parameters. ValueError in step()
+        where g is 0.
+
+        Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD
+        with Slow Momentum", 2020; every and lr are fairscale's defaults.
+        """
+        cfg = _Options(
+            global_sync_iter=every,
+            block_lr=lr,
+            block_momentum=momentum,
+            warmup_iterations=0,
+        )
+        group = from_environment() if communicator is None else communicator
+        return cls(cfg, optimizer, group, look="slowmo")
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_optimizer", "communicator"):

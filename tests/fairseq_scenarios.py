@@ -2,6 +2,7 @@
 
 SCENARIOS = """
 import logging, math, time, traceback
+from ctrainer.comm import wrappers
 from ctrainer.fairseq import metrics
 
 TWO = {"distributed_training__distributed_world_size": 2}
@@ -219,6 +220,23 @@ LOCAL = {**TWO, "distributed_training__ddp_backend": "slowmo",
 trainer, found["slowmo"] = train(mine(alike), **LOCAL)
 found["slowmo"]["wrapper"] = type(trainer.model).__name__
 _, found["slowmo bf16"] = train(mine(alike), common__bf16=True, **LOCAL)
+
+# With a momentum, a step of it after every third update
+wrappers._SLOW_FREQUENCY = 3
+trainer, found["slow momentum"] = train(mine(alike), **LOCAL,
+                                        distributed_training__slowmo_momentum=0.5)
+found["slow momentum"]["momentum"] = trainer.model._slow.block_momentum
+
+# Apart in 16 bits, with an overflow of rank 1 alone within a block
+spoilt = [dict(b) for b in alike]
+spoilt[5]["factor"] = torch.tensor(1e38)
+BMUF["bmuf__average_sync"] = False
+for way, changes in (("bmuf", BMUF), ("slowmo", LOCAL)):
+    for precision in ("fp16", "amp"):
+        name = f"{way} {precision}"
+        trainer, found[name] = train(mine(spoilt), **changes,
+                                     **{f"common__{precision}": True})
+        found[name]["scale"] = trainer.optimizer.scaler.loss_scale
 
 # The end: rank 1 has no memory within a backward pass that rank 0 is in
 found["last"] = None

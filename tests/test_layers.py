@@ -53,7 +53,8 @@ FLOORS = (
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
     {"ct_bucket", "ct_codec", "ct_reducer"}
     | {"ct_fsdp"}
-    | {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_config", "ct_step", "ct_probe"},
+    | {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_config", "ct_bmuf_meet"}
+    | {"ct_step", "ct_probe"},
 )
 POLICIES = FLOORS.index(set())
 

@@ -49,19 +49,23 @@ BMUF_dealloc(PyObject *op)
 }
 
 static int
-parse_look(const char *name, ct_block_look *look)
+parse_look(const char *name, ct_block_look *look, bool *slowmo)
 {
     static const char *const names[] = {[CT_BLOCK_PLAIN] = "plain",
                                         [CT_BLOCK_NBM] = "nbm",
                                         [CT_BLOCK_NESTEROV] = "nesterov"};
+    *slowmo = strcmp(name, "slowmo") == 0;
     for (int i = 0; i < 3; i++) {
         if (strcmp(name, names[i]) == 0) {
             *look = (ct_block_look)i;
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError, "look is '%.100s'; expected plain, nbm or nesterov",
-                 name);
+    if (*slowmo) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "look is '%.100s'; expected plain, nbm, nesterov or slowmo", name);
     return -1;
 }
 
@@ -76,12 +80,13 @@ BMUF_init(PyObject *op, PyObject *args, PyObject *kwargs)
     const char *look = "plain";
     long long every = 50, warmup = 500;
     int average = 0;
-    ct_bmuf_config config = {.lr = 1.0, .momentum = 0.875};
+    bool slowmo = false;
+    ct_bmuf_config config = {.lr = 1.0, .momentum = 0.875, .reach = 1.0};
     ct_error err;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$LddspL:BMUF", names, &inner,
                                      &communicator, &every, &config.lr,
                                      &config.momentum, &look, &average, &warmup) ||
-        parse_look(look, &config.look) < 0 ||
+        parse_look(look, &config.look, &slowmo) < 0 ||
         ctpy_comm_borrow(ctpy_state_borrow(op), communicator) == NULL) {
         return -1;
     }
@@ -97,6 +102,7 @@ BMUF_init(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_XSETREF(self->communicator, Py_NewRef(communicator));
     self->config = config;
     self->average_sync = average;
+    self->slowmo = slowmo;
     self->num_updates = 0;
     self->started = false;
     return 0;
@@ -131,6 +137,23 @@ BMUF_step(PyObject *op, PyObject *args, PyObject *kwargs)
         }
     }
     return answer;
+}
+
+PyDoc_STRVAR(
+    count_update_doc,
+    "count_update($self, /)\n--\n\n"
+    "Count an update that was made elsewhere, or skipped after an overflow,\n"
+    "and synchronise with the other ranks where a block ends: they count on it.");
+
+static PyObject *
+BMUF_count_update(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    BMUF *self = (BMUF *)op;
+    if (bmuf_check_idle(self, "count_update()") < 0) {
+        return NULL;
+    }
+    self->num_updates++;
+    return bmuf_after_update(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---- what Python sees --------------------------------------------------------------
@@ -211,6 +234,7 @@ static PyMethodDef BMUF_methods[] = {
     {"_start",           BMUF_start,                             METH_NOARGS,                  BMUF_start_doc          },
     {"get_num_updates",  BMUF_get_num_updates,                   METH_NOARGS,                  get_num_updates_doc     },
     {"set_num_updates",  BMUF_set_num_updates,                   METH_O,                       set_num_updates_doc     },
+    {"count_update",     BMUF_count_update,                      METH_NOARGS,                  count_update_doc        },
     {"step",             (PyCFunction)(void (*)(void))BMUF_step, METH_VARARGS | METH_KEYWORDS,
      step_doc                                                                                                          },
     {NULL,               NULL,                                   0,                            NULL                    },

@@ -10,9 +10,11 @@ typedef struct BMUF {
     PyObject *inner;        /* the optimizer; NULL before __init__ */
     PyObject *communicator; /* a Communicator */
     ct_bmuf core;
-    ct_bmuf_config config;
+    ct_bmuf_config config;  /* as given */
+    ct_bmuf_config meeting; /* of the block that ends: SlowMo's follow the rate */
     int64_t num_updates;
     bool average_sync;
+    bool slowmo;
     bool started; /* the global model is one of these parameters */
     bool busy;    /* a pass is under way without the GIL */
 } BMUF;

@@ -1,6 +1,8 @@
 /* What happens at the ends of blocks. */
 #include "binding/bmuf.h"
 
+#include <math.h>
+
 int
 bmuf_check_idle(const BMUF *self, const char *what)
 {
@@ -82,7 +84,7 @@ pass_take_over(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *er
 static ct_status
 pass_meet(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
-    return ct_bmuf_meet(&self->core, &self->config, comm, list, err);
+    return ct_bmuf_meet(&self->core, &self->meeting, comm, list, err);
 }
 
 static ct_status
@@ -147,10 +149,39 @@ end_warmup(BMUF *self, ctpy_state *state)
                : call_hook(self, state->str__after_sync);
 }
 
+/* What this block is computed with: SlowMo divides by the optimizer's rate. */
+static int
+settle(BMUF *self, ctpy_state *state)
+{
+    self->meeting = self->config;
+    if (!self->slowmo) {
+        return 0;
+    }
+    PyObject *answer = PyObject_CallMethodNoArgs(self->inner, state->str_get_lr);
+    const double rate = answer == NULL ? -1.0 : PyFloat_AsDouble(answer);
+    Py_XDECREF(answer);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    if (!(rate > 0.0 && isfinite(rate))) {
+        answer = PyFloat_FromDouble(rate);
+        PyErr_Format(PyExc_ValueError,
+                     "the optimizer's lr is %R where a block of SlowMo ends, which "
+                     "divides by it; expected a finite one above 0",
+                     answer);
+        Py_XDECREF(answer);
+        return -1;
+    }
+    self->meeting.lr = 1.0 / rate;
+    self->meeting.reach = self->config.lr * rate;
+    return 0;
+}
+
 static int
 end_block(BMUF *self, ctpy_state *state)
 {
-    if (run(self, state->str__synced_tensors, pass_meet) < 0 ||
+    if (settle(self, state) < 0 ||
+        run(self, state->str__synced_tensors, pass_meet) < 0 ||
         (self->average_sync && call_hook(self, state->str_average_params) < 0)) {
         return -1;
     }

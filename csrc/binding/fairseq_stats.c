@@ -253,9 +253,9 @@ fairseq_finish_update(PyObject *op, fairseq_update *u)
     if (perform_slowmo(op) < 0) {
         return NULL;
     }
-    output = !u->overflow || ((FairseqTrainer *)op)->settings.slowmo
-                 ? book_update(op, u)
-                 : Py_NewRef(Py_None);
+    const fairseq_settings *s = &((FairseqTrainer *)op)->settings;
+    const bool counts = !u->overflow || s->slowmo || (s->bmuf && s->world_size > 1);
+    output = counts ? book_update(op, u) : Py_NewRef(Py_None);
     if (output != NULL &&
         (log_scale(op) < 0 ||
          fairseq_metric(op, "log_stop_time", "(s)", "train_wall") < 0)) {

@@ -152,6 +152,29 @@ retry(PyObject *op, fairseq_update *u, PyObject **again)
     return *again == NULL ? -1 : 0;
 }
 
+/* Do workers update on their own, so that others count on every update of this one? */
+static bool
+trains_apart(PyObject *op)
+{
+    const fairseq_settings *s = &((FairseqTrainer *)op)->settings;
+    return s->world_size > 1 && (s->bmuf || s->slowmo);
+}
+
+/* BMUF counts an update that was not made. */
+static int
+skip_block_update(PyObject *op)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
+    PyObject *answer =
+        optimizer == NULL
+            ? NULL
+            : PyObject_CallMethodNoArgs(optimizer, names->str_count_update);
+    Py_XDECREF(answer);
+    Py_XDECREF(optimizer);
+    return answer == NULL ? -1 : 0;
+}
+
 /* The scaler met an overflow: nothing was updated, and the run goes on. */
 static int
 accept_overflow(PyObject *op, fairseq_update *u)
@@ -166,7 +189,12 @@ accept_overflow(PyObject *op, fairseq_update *u)
     Py_XDECREF(value);
     Py_XDECREF(type);
     u->overflow = true;
-    return failed ? -1 : fairseq_do(op, ctpy_state_borrow(op)->str_zero_grad);
+    if (failed || fairseq_do(op, ctpy_state_borrow(op)->str_zero_grad) < 0) {
+        return -1;
+    }
+    return trains_apart(op) && ((FairseqTrainer *)op)->settings.bmuf
+               ? skip_block_update(op)
+               : 0;
 }
 
 int
@@ -174,7 +202,7 @@ fairseq_run_update(PyObject *op, fairseq_update *u, PyObject **again)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     if (step(op, u) == 0) {
-        return u->overflow ? retry(op, u, again) : 1;
+        return u->overflow && !trains_apart(op) ? retry(op, u, again) : 1;
     }
     if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
         return accept_overflow(op, u) < 0 ? -1 : 1;

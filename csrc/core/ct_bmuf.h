@@ -20,6 +20,8 @@ typedef struct ct_bmuf_config {
     double momentum;   /* finite, >= 0; 0: the models are averaged, nothing else */
     double lr;         /* of blocks; finite, >= 0 */
     ct_block_look look;
+    double reach; /* what the momentum is multiplied by where it moves the model: 1, or
+                     SlowMo's lr times the optimizer's, with 1 / that for lr */
 } ct_bmuf_config;
 
 /* CT_EINVAL names the field at fault. */
@@ -66,8 +68,9 @@ typedef struct ct_bmuf {
     void *stream;
     ct_bmuf_flat global, momentum; /* nothing in them while momentum is 0 */
     size_t n[CT_BMUF_DTYPES];      /* elements in each of them */
-    ct_scratch shares;             /* of a batch: what is reduced */
-    struct ct_bmuf_piece *pieces;  /* of a batch, with room for a list */
+    bool alike;        /* the global model is known to be the same on all ranks */
+    ct_scratch shares; /* of a batch: what is reduced */
+    struct ct_bmuf_piece *pieces; /* of a batch, with room for a list */
     ct_update_span *spans;
     ct_span *to, *from;
     size_t room;
@@ -88,7 +91,8 @@ CT_NODISCARD ct_status ct_bmuf_take_over(ct_bmuf *bmuf, const ct_bmuf_config *co
                                          ct_comm *comm, const ct_bmuf_list *list,
                                          ct_error *err);
 
-/* The end of a block. After CT_ECOMM some parameters may have moved and others not. */
+/* The end of a block. CT_EINVAL on all ranks where a first block did not begin with the
+ * same model on all. After CT_ECOMM some parameters may have moved and others not. */
 CT_NODISCARD ct_status ct_bmuf_meet(ct_bmuf *bmuf, const ct_bmuf_config *config,
                                     ct_comm *comm, const ct_bmuf_list *list,
                                     ct_error *err);

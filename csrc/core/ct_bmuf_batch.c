@@ -40,6 +40,7 @@ bool
 ct_bmuf_next_batch(ct_bmuf_batch *s, ct_bmuf_piece *pieces)
 {
     s->n = s->n_pieces = 0;
+    s->start = s->at;
     while (s->tensor < s->list->n && s->n < s->most) {
         const ct_bmuf_tensor *t = &s->list->tensors[s->tensor];
         const bool fits = ct_bmuf_dtype(t->span.dtype) == s->dtype;

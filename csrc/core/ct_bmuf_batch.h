@@ -17,6 +17,8 @@ typedef struct ct_bmuf_batch {
     ct_dtype dtype;
     size_t most; /* elements in a batch */
     size_t n_pieces, n;
+    size_t start;          /* of the batch, in flat buffers */
+    void *shares;          /* of the batch: what is reduced; the caller's */
     size_t tensor, offset; /* of the next piece */
     size_t at;             /* of the next piece, in flat buffers */
 } ct_bmuf_batch;
@@ -27,5 +29,21 @@ ct_bmuf_first_batch(const ct_bmuf_list *list, ct_dtype dtype, size_t bytes);
 
 /* Takes the next pieces, at most list->n; false when there are none. */
 bool ct_bmuf_next_batch(ct_bmuf_batch *batch, ct_bmuf_piece *pieces);
+
+/* ct_bmuf.c: elements of each dtype, CT_EINVAL for an integer; and whether they are as
+ * many as when the block began. */
+CT_NODISCARD ct_status ct_bmuf_count(const ct_bmuf_list *list, size_t *n,
+                                     ct_error *err);
+CT_NODISCARD ct_status ct_bmuf_check_unchanged(const ct_bmuf *bmuf,
+                                               const ct_bmuf_list *list, ct_error *err);
+
+/* Room for a batch of so many tensors, which has at most one piece of each. */
+CT_NODISCARD ct_status ct_bmuf_reserve_operands(ct_bmuf *bmuf, size_t n, ct_error *err);
+
+static inline void *
+ct_bmuf_flat_at(const ct_bmuf_flat *flat, ct_dtype dtype, size_t at)
+{
+    return (char *)flat->memory[dtype].data + at * ct_dtype_size(dtype);
+}
 
 #endif

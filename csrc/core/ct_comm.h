@@ -51,6 +51,17 @@ typedef struct ct_request {
     ct_span out;     /* of all_gather, reduce_scatter and all_to_all */
 } ct_request;
 
+/* An all_reduce that no rank ever holds whole: this rank fills its piece of the
+ * elements from `at` on, and is then handed those of all ranks, in rank order. Pieces
+ * come in order; one may be filled before the piece before it is used. */
+typedef struct ct_stream {
+    size_t n; /* elements, as many on every rank */
+    ct_dtype dtype;
+    void *arg; /* handed to both */
+    void (*fill)(void *arg, size_t at, size_t n, void *piece);
+    void (*use)(void *arg, size_t at, size_t n, const void *const *pieces);
+} ct_stream;
+
 typedef struct ct_comm_ops {
     const char *name;
     /* In place, on every rank the same spans; waits for the result. */
@@ -80,6 +91,8 @@ typedef struct ct_comm_ops {
      * are then still in the cache; 0: each collective costs much, the fewer the better.
      */
     size_t batch_bytes;
+    /* Streams; NULL where a collective over a batch is as good. */
+    ct_status (*stream)(ct_comm *comm, const ct_stream *stream, ct_error *err);
 } ct_comm_ops;
 
 struct ct_comm {

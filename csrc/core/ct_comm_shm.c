@@ -44,6 +44,12 @@ shm_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *er
 }
 
 static ct_status
+shm_stream(ct_comm *comm, const ct_stream *stream, ct_error *err)
+{
+    return ct_shm_stream(&((member *)comm)->queue, stream, err);
+}
+
+static ct_status
 shm_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
 {
     return run(comm, &(ct_request){.what = CT_ALL_GATHER, .out = *out, .in = *in}, err);
@@ -163,6 +169,7 @@ static const ct_comm_ops shm_ops = {
     .memory = shm_memory,
     .free = shm_free,
     .batch_bytes = 128 << 10, /* a slot */
+    .stream = shm_stream,
 };
 
 /* ---- making a group ----------------------------------------------------------------

@@ -48,6 +48,7 @@ typedef struct ct_transfer {
     size_t part, total;
     bool each_own;
     ct_sink sink;
+    const ct_stream *stream; /* fills and uses what is reduced; or NULL */
     /* The exchange's own, all zeros at the start. */
     ct_stage stage;
     size_t piece;                  /* elements of a part at a time */

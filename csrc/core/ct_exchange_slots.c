@@ -77,7 +77,10 @@ ct_slot_fill(const ct_exchange *self, const ct_transfer *t, uint32_t index, size
     const size_t piece = t->piece * t->item;
     if (!t->each_own) {
         const size_t n = length_at(t, rank, at);
-        if (n != 0) {
+        if (t->stream != NULL && n != 0) {
+            t->stream->fill(t->stream->arg, at, n, slot);
+        }
+        else if (n != 0) {
             memcpy(slot, t->from + at * t->item, n * t->item);
         }
         return;
@@ -115,6 +118,10 @@ ct_slots_take(const ct_exchange *self, const ct_transfer *t, uint32_t piece, siz
     if (t->sink == CT_SINK_REDUCE && own != 0) {
         for (int rank = 0; rank < ranks; rank++) {
             self->rows[rank] = given_by(self, t, rank, piece, at);
+        }
+        if (t->stream != NULL) {
+            t->stream->use(t->stream->arg, at, own, self->rows);
+            return;
         }
         ct_reduce(t->to + at * t->item, self->rows, (size_t)ranks, own,
                   t->request->in.dtype, t->request->op);

@@ -195,6 +195,27 @@ ct_shm_run(ct_shm_queue *self, const ct_request *request, ct_error *err)
     return result_of(&w, err);
 }
 
+/* Tells itself from an all_reduce by its `out`. */
+ct_status
+ct_shm_stream(ct_shm_queue *self, const ct_stream *stream, ct_error *err)
+{
+    const ct_span all = {.n = stream->n, .dtype = stream->dtype};
+    const ct_request r = {.what = CT_ALL_REDUCE, .in = all, .out = all};
+    ct_work w;
+    ct_status status = enter(self, &r, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    append(self, &w, &r);
+    w.transfer = transfer_of(&w.request, stream->n, (size_t)self->exchange.world_size,
+                             CT_SINK_REDUCE);
+    w.transfer.stream = stream;
+    w.is_shared_out = false;
+    progress(self, &w);
+    leave(self);
+    return result_of(&w, err);
+}
+
 ct_status
 ct_shm_start(ct_shm_queue *self, const ct_request *request, ct_work **work,
              ct_error *err)

@@ -20,4 +20,8 @@ CT_NODISCARD ct_status ct_shm_start(ct_shm_queue *queue, const ct_request *reque
                                     ct_work **work, ct_error *err);
 CT_NODISCARD ct_status ct_shm_wait(ct_shm_queue *queue, ct_work *work, ct_error *err);
 
+/* As `stream` of ct_comm_ops. */
+CT_NODISCARD ct_status ct_shm_stream(ct_shm_queue *queue, const ct_stream *stream,
+                                     ct_error *err);
+
 #endif

@@ -29,8 +29,9 @@ CT_REAL(ct_block_momentum_apply)(const CT_REAL(ct_block_momentum_coef) * c,
 {
     const ct_real step = c->lr * delta;
     const ct_real smoothed = c->momentum * state[1] + step;
-    const ct_real again = c->momentum * smoothed;
-    const ct_real plain = state[0] - smoothed;
+    const ct_real move = c->reach * smoothed;
+    const ct_real again = c->momentum * move;
+    const ct_real plain = state[0] - move;
     const ct_real ahead = c->look == CT_BLOCK_NBM ? plain - again : plain;
     const ct_real nesterov = state[0] - (step + again);
 

@@ -5,7 +5,10 @@
  * block training with intra-block parallel optimization and blockwise model-update
  * filtering", 2016, in the order of operations of fairseq's optim/bmuf.py; with
  * CT_BLOCK_NESTEROV the outer step of Douillard et al., "DiLoCo: Distributed
- * Low-Communication Training of Language Models", 2023. */
+ * Low-Communication Training of Language Models", 2023. SlowMo (Wang et al., "SlowMo:
+ * Improving Communication-Efficient Distributed SGD with Slow Momentum", 2020,
+ * equations 2 and 3), with the optimizer's rate g and its own a, is lr = 1 / g, reach =
+ * a * g. */
 #ifndef CT_BLOCK_MATH_H
 #define CT_BLOCK_MATH_H
 
@@ -24,7 +27,8 @@ CT_COEF(ct_block_share, CT_BLOCK_SHARE_COEF)
 #define CT_BLOCK_MOMENTUM_COEF(REAL, FLAG)                                             \
     REAL(momentum)                                                                     \
     REAL(lr)                                                                           \
-    FLAG(look) /* a ct_block_look */
+    REAL(reach) /* 1, and of SlowMo its lr times the optimizer's */                    \
+    FLAG(look)  /* a ct_block_look */
 CT_COEF(ct_block_momentum, CT_BLOCK_MOMENTUM_COEF)
 
 #define CT_FORMULA "math/ct_block_formula.h"

@@ -7,6 +7,7 @@ fairseq/distributed/legacy_distributed_data_parallel.py.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,6 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ctrainer.bmuf import BMUF
 from ctrainer.comm.process_group import communicator
+
+# SlowMo's momentum, by default, of so many workers at most
+_SLOW_MOMENTUM = ((16, 0.0), (32, 0.2), (64, 0.5), (math.inf, 0.6))
+
+# Updates between two steps of that momentum, in fairscale
+_SLOW_FREQUENCY = 48
 
 # Elements of a bucket of the legacy exchange
 _BUCKET_ELEMENTS = 2**28
@@ -54,7 +61,12 @@ def wrap(options: Any, module: nn.Module, group: Any, device: Any) -> nn.Module:
             f"--ddp-backend=pytorch_ddp, and it is {backend}"
         )
     if backend == "slowmo":
-        return LocalDistributed(module, group, options.localsgd_frequency)
+        return LocalDistributed(
+            module,
+            group,
+            options.localsgd_frequency,
+            _slow_momentum(options, dist.get_world_size(group)),
+        )
     return LegacyDistributed(module, group)
 
 
@@ -155,17 +167,25 @@ class LegacyDistributed(_Transparent):
 
 class LocalDistributed(_Transparent):
     """Leaves every rank to its own updates, and averages the parameters after every
-    `frequency` of them: SlowMo over local SGD with a momentum of 0.
+    `frequency` of them: SlowMo over local SGD.
+
+    With a momentum above 0 every 48th average moves the model through it (BMUF.slowmo);
+    the first of these blocks begins with the average of the models after the first
+    update. The momentum starts anew where a run is resumed, as fairscale's does.
 
     Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with
     Slow Momentum", 2020; fairscale, SlowMoDistributedDataParallel.
     """
 
-    def __init__(self, module: nn.Module, group: Any, frequency: int) -> None:
+    def __init__(
+        self, module: nn.Module, group: Any, frequency: int, momentum: float = 0.0
+    ) -> None:
         super().__init__()
         self.module = module
         self._group, self._frequency = communicator(group), frequency
-        self._blocks: BMUF | None = None
+        self._momentum = momentum
+        self._averages: BMUF | None = None
+        self._slow: BMUF | None = None
         _broadcast(module, group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,12 +202,38 @@ class LocalDistributed(_Transparent):
         Its float32 copies of 16-bit parameters are averaged where it has any, which
         fp32_params, fairseq's list of them, would give a second time.
         """
-        if self._blocks is None or self._blocks.updated is not optimizer:
-            blocks = SimpleNamespace(
-                global_sync_iter=self._frequency, block_momentum=0, warmup_iterations=0
+        averages = self._averages
+        if averages is None or averages.updated is not optimizer:
+            averages = self._averages = self._begin(optimizer)
+        update = averages.get_num_updates() + 1
+        if self._slow is not None:
+            self._slow.step()
+        if self._slow is not None and update % _SLOW_FREQUENCY == 0:
+            averages.set_num_updates(update)  # they have met
+        else:
+            averages.step()
+
+    def _begin(self, optimizer: Any) -> BMUF:
+        updated = _Updated(optimizer)
+        if self._momentum > 0:
+            self._averaging(updated, every=1).step()
+            self._slow = BMUF.slowmo(
+                updated, self._group, every=_SLOW_FREQUENCY, momentum=self._momentum
             )
-            self._blocks = BMUF(blocks, _Updated(optimizer), self._group)
-        self._blocks.step()
+        return self._averaging(updated, self._frequency)
+
+    def _averaging(self, updated: _Updated, every: int) -> BMUF:
+        options = SimpleNamespace(
+            global_sync_iter=every, block_momentum=0, warmup_iterations=0
+        )
+        return BMUF(options, updated, self._group)
+
+
+def _slow_momentum(options: Any, workers: int) -> float:
+    given = getattr(options, "slowmo_momentum", None)
+    if given is None:
+        return next(m for most, m in _SLOW_MOMENTUM if workers <= most)
+    return float(given)
 
 
 class _Updated:

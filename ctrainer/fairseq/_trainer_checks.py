@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 
 def setting(cfg: Any, group: str, name: str, default: Any) -> Any:
     """cfg.group.name, or fairseq's default where the config lacks it."""
     return getattr(getattr(cfg, group, None), name, default)
-
-
-# SlowMo's momentum, by default, of so many workers at most
-_SLOW_MOMENTUM = ((16, 0.0), (32, 0.2), (64, 0.5), (math.inf, 0.6))
 
 
 def check_config(cfg: Any) -> None:
@@ -25,7 +20,6 @@ def check_config(cfg: Any) -> None:
     """
     _check_sharding(cfg)
     _check_slowmo(cfg)
-    _check_bmuf(cfg)
     if setting(cfg, "common", "fp16", False):
         assert not setting(cfg, "common", "amp", False), (
             "Cannot use fp16 and AMP together"
@@ -63,15 +57,6 @@ def _check_slowmo(cfg: Any) -> None:
     several = setting(cfg, where, "distributed_world_size", 1)
     if several < 2 or setting(cfg, where, "ddp_backend", None) != "slowmo":
         return
-    momentum = setting(cfg, where, "slowmo_momentum", None)
-    if momentum is None:
-        momentum = next(m for most, m in _SLOW_MOMENTUM if several <= most)
-    if momentum != 0:
-        raise ValueError(
-            f"distributed_training.slowmo_momentum is {momentum} (the default depends "
-            "on the number of workers): parameters are averaged without a momentum, 0; "
-            "--use-bmuf has one of blocks"
-        )
     base = setting(cfg, where, "slowmo_base_algorithm", "localsgd")
     if base != "localsgd":
         raise ValueError(
@@ -82,23 +67,6 @@ def _check_slowmo(cfg: Any) -> None:
             "distributed_training.nprocs_per_node is above 1: gradients are not "
             "exchanged within a node; set it to 1"
         )
-    _refuse_scaling(cfg, "distributed_training.ddp_backend is slowmo")
-
-
-def _refuse_scaling(cfg: Any, what: str) -> None:
-    """For workers that update on their own."""
-    for name in ("fp16", "amp"):
-        if setting(cfg, "common", name, False):
-            raise ValueError(
-                f"{what} and common.{name} is True: an overflow would be one worker's "
-                "own, which then meets the others an update later; use bf16"
-            )
-
-
-def _check_bmuf(cfg: Any) -> None:
-    several = setting(cfg, "distributed_training", "distributed_world_size", 1) > 1
-    if several and setting(cfg, "optimization", "use_bmuf", False):
-        _refuse_scaling(cfg, "optimization.use_bmuf is True")
 
 
 _WHOLE = "every worker of this trainer holds the whole model and its optimizer"

@@ -308,6 +308,7 @@ ct_block_example(ct_rule rule, size_t variant)
     if (rule == CT_RULE_block_momentum) {
         coef.block_momentum.momentum = 0.9;
         coef.block_momentum.lr = 0.7;
+        coef.block_momentum.reach = variant == 0 ? 0.3 : 1.0;
         coef.block_momentum.look = (int)variant; /* one of each ct_block_look */
     }
     else {

@@ -90,7 +90,7 @@ expect_block(model *m, const ct_bmuf_config *c, int block)
             }
             const float sum = share[0] + share[1];
             const float step = blr * sum, s = bm * m->momentum[t][i] + step;
-            const float plain = m->global[t][i] - s;
+            const float reach = (float)c->reach * s, plain = m->global[t][i] - reach;
             const float moved = c->look == CT_BLOCK_PLAIN ? plain
                                 : c->look == CT_BLOCK_NBM
                                     ? plain - bm * s
@@ -138,11 +138,12 @@ train_blocks(ct_comm *comm, const ct_bmuf_config *config)
 }
 
 static const ct_bmuf_config configs[] = {
-    {1, 1, 0.9,  0.7, CT_BLOCK_PLAIN   },
-    {1, 1, 0.5,  1.0, CT_BLOCK_NBM     },
-    {1, 1, 0.9,  0.7, CT_BLOCK_NESTEROV},
-    {1, 1, 0.0,  1.0, CT_BLOCK_PLAIN   },
-    {1, 1, 0.75, 0.0, CT_BLOCK_PLAIN   },
+    {1, 1, 0.9,  0.7, CT_BLOCK_PLAIN,    1.0},
+    {1, 1, 0.5,  1.0, CT_BLOCK_NBM,      1.0},
+    {1, 1, 0.9,  0.7, CT_BLOCK_NESTEROV, 1.0},
+    {1, 1, 0.0,  1.0, CT_BLOCK_PLAIN,    1.0},
+    {1, 1, 0.75, 0.0, CT_BLOCK_PLAIN,    1.0},
+    {1, 1, 0.25, 8.0, CT_BLOCK_PLAIN,    0.1},
 };
 
 static void
@@ -172,7 +173,7 @@ test_blocks_are_those_of_the_formula_bit_for_bit(void)
 static void
 mix_dtypes(ct_comm *comm, void *arg)
 {
-    const ct_bmuf_config config = {1, 1, 0.5, 1.0, CT_BLOCK_PLAIN};
+    const ct_bmuf_config config = {1, 1, 0.5, 1.0, CT_BLOCK_PLAIN, 1.0};
     double f64 = 4.0 + comm->rank;
     float f32[2] = {1.0f + (float)comm->rank, 8.0f};
     uint16_t bf16 = 0, copy[2] = {0, 0};
@@ -218,7 +219,7 @@ test_every_dtype_and_copies_of_lower_precision(void)
 static void
 test_momentum_and_global_model_can_be_saved(void)
 {
-    const ct_bmuf_config config = {1, 1, 0.5, 1.0, CT_BLOCK_PLAIN};
+    const ct_bmuf_config config = {1, 1, 0.5, 1.0, CT_BLOCK_PLAIN, 1.0};
     float value = 3.0f, saved = 0.0f, other = 7.0f;
     const ct_bmuf_tensor tensor = {
         .span = {&value, 1, CT_F32}
@@ -311,11 +312,15 @@ static void
 test_bad_options_are_named(void)
 {
     CHECK(ct_bmuf_check(&configs[0], NULL) == CT_OK);
-    check_named((ct_bmuf_config){0, 1, 0.9, 1.0, CT_BLOCK_PLAIN}, "global_sync_iter");
-    check_named((ct_bmuf_config){1, -1, 0.9, 1.0, CT_BLOCK_PLAIN}, "warmup_iterations");
-    check_named((ct_bmuf_config){1, 1, NAN, 1.0, CT_BLOCK_PLAIN}, "block_momentum");
-    check_named((ct_bmuf_config){1, 1, -0.1, 1.0, CT_BLOCK_PLAIN}, "block_momentum");
-    check_named((ct_bmuf_config){1, 1, 0.9, INFINITY, CT_BLOCK_PLAIN}, "block_lr");
+    check_named((ct_bmuf_config){0, 1, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0},
+                "global_sync_iter");
+    check_named((ct_bmuf_config){1, -1, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0},
+                "warmup_iterations");
+    check_named((ct_bmuf_config){1, 1, NAN, 1.0, CT_BLOCK_PLAIN, 1.0},
+                "block_momentum");
+    check_named((ct_bmuf_config){1, 1, -0.1, 1.0, CT_BLOCK_PLAIN, 1.0},
+                "block_momentum");
+    check_named((ct_bmuf_config){1, 1, 0.9, INFINITY, CT_BLOCK_PLAIN, 1.0}, "block_lr");
 }
 
 int

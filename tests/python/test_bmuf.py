@@ -30,8 +30,8 @@ torch.set_num_threads(1)
 group = from_environment(30.0)
 rank, world = group.rank, group.world_size
 
-def model(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(rank)
+def model(dtype=torch.float32, seed=rank):
+    generator = torch.Generator().manual_seed(seed)
     shapes = ((3, 4), (0,), (7,), ())
     made = [torch.randn(s, generator=generator).to(dtype) for s in shapes]
     return [torch.nn.Parameter(p) for p in made]
@@ -139,7 +139,8 @@ for (name, make), bm, nbm, average, warmup, every in itertools.product(
 ):
     cfg = config(block_momentum=bm, block_lr=0.7, use_nbm=nbm, average_sync=average,
                  warmup_iterations=warmup, global_sync_iter=every)
-    ours, theirs = model(), model()
+    start = rank if warmup else 0  # without a warm-up all have to start alike
+    ours, theirs = model(seed=start), model(seed=start)
     bmuf = ctrainer.BMUF(cfg, make(ours), group)
     original = Original(cfg, make(theirs), theirs)
     same = True
@@ -187,7 +188,7 @@ found = {}
 for look, bm, warmup in (("plain", 0.875, 2), ("nbm", 0.5, 0), ("plain", 0.0, 4),
                          ("nesterov", 0.9, 0)):
     cfg = config(block_momentum=bm, warmup_iterations=warmup, global_sync_iter=2)
-    params = model()
+    params = model(seed=0)
     whole = ctrainer.BMUF(cfg, optim.AdamW(params, lr=0.01), group, look=look)
     run(whole, params, range(3))
     file = io.BytesIO()

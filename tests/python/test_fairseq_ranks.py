@@ -12,6 +12,7 @@ from typing import Any
 import fairseq_tiny as tiny
 import numpy as np
 import pytest
+import torch
 from fairseq_ranks import Rank, run_ranks
 from fairseq_scenarios import SCENARIOS
 
@@ -291,6 +292,57 @@ def test_slowmo_averages_the_models_and_logs_every_update_of_all(
         np.testing.assert_allclose(
             found["slowmo bf16"]["losses"], found["slowmo"]["losses"], rtol=0.02
         )
+
+
+def test_slow_momentum_moves_the_model_that_workers_have_averaged(
+    both: list[Any],
+) -> None:
+    """A step of it at the third and the sixth update, averages at the second and the
+    fourth; the first block begins with the average after the first update."""
+    batches = tiny.batches(36)[0::3]
+    apart = [tiny.trainer(optimization__clip_norm=0.5) for _ in range(2)]
+    model = momentum = np.zeros(0)
+    for update in range(1, 7):
+        rate = apart[0].get_lr()
+        for rank, ours in enumerate(apart):
+            ours.train_step([batches[2 * (update - 1) + rank]])
+        mean = np.mean([parameters_of(ours) for ours in apart], axis=0)
+        if update == 1:
+            model, momentum = mean, np.zeros_like(mean)
+        if update in (3, 6):
+            momentum = 0.5 * momentum + (model - mean) / rate
+            mean = model = model - rate * momentum
+        if update != 5:
+            for ours in apart:
+                torch.nn.utils.vector_to_parameters(
+                    torch.tensor(mean, dtype=torch.float32),
+                    ours.get_model().parameters(),
+                )
+    for found in both:
+        assert found["slow momentum"]["momentum"] == 0.5
+        assert found["slow momentum"]["weights"] == both[0]["slow momentum"]["weights"]
+        np.testing.assert_allclose(found["slow momentum"]["weights"], mean, atol=4e-6)
+
+
+def parameters_of(trainer: Any) -> Any:
+    return (
+        torch.nn.utils.parameters_to_vector(trainer.get_model().parameters())
+        .detach()
+        .numpy()
+        .astype(np.float64)
+    )
+
+
+def test_an_overflow_of_a_worker_that_trains_apart_counts_as_an_update(
+    both: list[Any],
+) -> None:
+    for way in ("bmuf fp16", "bmuf amp", "slowmo fp16", "slowmo amp"):
+        for found in (rank[way] for rank in both):
+            assert found["updates"] == 6
+            assert found["weights"] == both[0][way]["weights"]
+            assert np.isfinite(found["weights"]).all()
+        # rank 1's scale alone was halved
+        assert both[1][way]["scale"] * 2 == both[0][way]["scale"]
 
 
 def test_bmuf_meets_although_one_rank_had_no_memory(both: list[Any]) -> None:

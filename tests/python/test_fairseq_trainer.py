@@ -321,36 +321,13 @@ def test_shared_parameters_stay_shared() -> None:
             {
                 "distributed_training__distributed_world_size": 2,
                 "distributed_training__ddp_backend": "slowmo",
-                "distributed_training__slowmo_momentum": 0.2,
+                "distributed_training__slowmo_base_algorithm": "sgp",
             },
-            "slowmo_momentum is 0.2",
-        ),
-        (
-            {
-                "distributed_training__distributed_world_size": 40,
-                "distributed_training__ddp_backend": "slowmo",
-            },
-            "slowmo_momentum is 0.5",
-        ),
-        (
-            {
-                "distributed_training__distributed_world_size": 2,
-                "distributed_training__ddp_backend": "slowmo",
-                "common__amp": True,
-            },
-            "an overflow would be one worker's own",
+            "slowmo_base_algorithm is 'sgp'; expected localsgd",
         ),
         ({"common__model_parallel_size": 2}, "holds the whole model"),
         ({"distributed_training__cpu_offload": True}, "requires --ddp-backend=fully"),
         ({"distributed_training__ddp_backend": "fully_sharded"}, "fully_sharded"),
-        (
-            {
-                "distributed_training__distributed_world_size": 2,
-                "optimization__use_bmuf": True,
-                "common__fp16": True,
-            },
-            "an overflow would be one worker's own",
-        ),
         ({"optimization__clip_norm": -1.0}, "clip_norm"),
         ({"common__tpu": True}, "TPU"),
     ],

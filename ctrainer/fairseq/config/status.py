@@ -103,7 +103,7 @@ HONOURED = {
     "distributed_training.localsgd_frequency": _LOCAL,
     "distributed_training.nprocs_per_node": _LOCAL + ", 1 alone",
     "distributed_training.slowmo_base_algorithm": _LOCAL + ", localsgd alone",
-    "distributed_training.slowmo_momentum": _LOCAL + ", 0 alone",
+    "distributed_training.slowmo_momentum": _LOCAL,
     "optimization.clip_norm": _STEP,
     "optimization.lr": "by the schedules",
     "optimization.max_epoch": _TRAIN,
@@ -113,7 +113,7 @@ HONOURED = {
     "optimization.stop_min_lr": _TRAIN,
     "optimization.stop_time_hours": _TRAIN,
     "optimization.update_freq": _TRAIN,
-    "optimization.use_bmuf": "by Trainer; refused with fp16 and amp of several workers",
+    "optimization.use_bmuf": "by Trainer",
 }
 # Of all options of a kind of component.
 HONOURED_COMPONENTS = {

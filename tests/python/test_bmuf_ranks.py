@@ -1,0 +1,310 @@
+"""BMUF on 3 and 4 processes, which know NumPy alone, against its formulas; and what one
+rank's trouble does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from typing import Any
+
+import pytest
+
+TIMEOUT = 60
+
+COMMON = """
+import itertools, json, os, sys, time
+from types import SimpleNamespace
+import numpy as np
+import ctrainer
+from ctrainer.comm import from_environment
+group = from_environment(30.0)
+three = from_environment(30.0, ranks=[0, 1, 2]) if group.rank < 3 else None
+rank = group.rank
+f = np.float32
+told = {}
+
+class Inner:
+    '''SGD with momentum over arrays, with the interface of fairseq's optimizers.'''
+    def __init__(self, params, rate=0.1):
+        self.param_groups = [{"params": params, "lr": rate}]
+        self.optimizer = self
+        self.state = {}
+        self.grads = [np.zeros_like(p) for p in params]
+        self.momentum = [np.zeros_like(p) for p in params]
+        self.averages = 0
+    def get_lr(self):
+        return self.param_groups[0]["lr"]
+    def set_lr(self, rate):
+        self.param_groups[0]["lr"] = rate
+    def average_params(self):
+        self.averages += 1
+    def step(self):
+        rate = f(self.get_lr())
+        for p, g, m in zip(self.param_groups[0]["params"], self.grads, self.momentum):
+            m *= f(0.9)
+            m += g
+            p -= rate * m
+    def state_dict(self):
+        return {"momentum": [m.copy() for m in self.momentum]}
+    def load_state_dict(self, state):
+        for m, saved in zip(self.momentum, state["momentum"]):
+            m[:] = saved
+
+class Empty(dict):
+    def __contains__(self, key):
+        return False
+
+LONGEST = [300]
+
+def params(seed=0):
+    generator = np.random.default_rng(seed)
+    return [generator.standard_normal(n).astype(f) 
+            for n in (5, 0, LONGEST[0], 1)]
+
+def inner(values, rate=0.1):
+    made = Inner(values, rate)
+    made.state = Empty()
+    return made
+
+def set_grads(made, update, of=rank):
+    generator = np.random.default_rng(1000 * update + of)
+    for g, p in zip(made.grads, made.param_groups[0]["params"]):
+        g[:] = generator.standard_normal(g.shape).astype(f) + f(0.1) * p
+
+def config(**more):
+    return SimpleNamespace(**more)
+
+def bits(values):
+    return [v.tobytes() for v in values]
+"""
+
+ORACLE = """
+class Block:
+    '''All ranks in one process; an operation at a time, in float32.'''
+    def __init__(self, cfg, world, look="plain"):
+        self.cfg, self.look, self.world = cfg, look, world
+        seeds = range(world) if cfg.warmup_iterations else [0] * world
+        self.inner = [inner(params(s)) for s in seeds]
+        self.start = [i.state_dict() for i in self.inner]
+        self.n = 0
+        self.begin()
+    def values(self, r):
+        return self.inner[r].param_groups[0]["params"]
+    def begin(self):
+        self.model = [p.copy() for p in self.values(0)]
+        self.smoothed = [np.zeros_like(p) for p in self.model]
+    def sum(self, rows):  # shares in double, rounded once
+        return np.sum([r.astype(np.float64) for r in rows], axis=0).astype(f)
+    def step(self, update):
+        for r, i in enumerate(self.inner):
+            set_grads(i, update, r)
+            i.step()
+        self.n += 1
+        cfg = self.cfg
+        if self.n == cfg.warmup_iterations:
+            for r, i in enumerate(self.inner):
+                self.write(r, [p.copy() for p in self.values(0)])
+                if not cfg.average_sync:
+                    i.load_state_dict(self.start[r])
+            self.begin()
+        elif self.n > cfg.warmup_iterations and self.n % cfg.global_sync_iter == 0:
+            self.meet()
+    def write(self, r, values):
+        for p, v in zip(self.values(r), values):
+            p[:] = v
+    def meet(self):
+        cfg, w = self.cfg, f(self.world)
+        bm, blr, rate = f(cfg.block_momentum), f(cfg.block_lr), self.inner[0].get_lr()
+        rows = [self.values(r) for r in range(self.world)]
+        for k in range(len(self.model)):
+            if cfg.block_momentum == 0:
+                moved = self.sum([row[k] / w for row in rows])
+            else:
+                g = self.sum([(self.model[k] - row[k]) / w for row in rows])
+                if self.look == "slowmo":
+                    s = bm * self.smoothed[k] + f(1 / rate) * g
+                    moved = self.model[k] - f(cfg.block_lr * rate) * s
+                else:
+                    s = bm * self.smoothed[k] + blr * g
+                    moved = self.model[k] - s
+                    if self.look == "nesterov":
+                        moved = self.model[k] - (blr * g + bm * s)
+                    elif cfg.use_nbm:
+                        moved = moved - bm * s
+                self.smoothed[k] = s
+            self.model[k] = moved
+        for r in range(self.world):
+            self.write(r, self.model)
+
+def compare(group, look, bm, nbm, average, warmup, every):
+    cfg = config(block_momentum=bm, block_lr=0.7, use_nbm=nbm, average_sync=average,
+                 warmup_iterations=warmup, global_sync_iter=every)
+    mine = inner(params(group.rank if warmup else 0))
+    bmuf = ctrainer.BMUF(cfg, mine, group, look=look)
+    block = Block(cfg, group.world_size, look or "plain")
+    for update in range(4):
+        set_grads(mine, update, group.rank)
+        bmuf.step()
+        block.step(update)
+        if bits(mine.param_groups[0]["params"]) != bits(block.values(group.rank)):
+            return False
+    return True
+
+found = {}
+for communicator in (group, three):
+    for options in itertools.product(
+        (None, "nesterov", "slowmo"), (0.0, 0.875), (False, True), (False, True),
+        (0, 2), (1, 3)
+    ):
+        if communicator is not None and not (options[0] and options[2]):
+            name = f"{communicator.world_size} {options}"
+            found[name] = compare(communicator, *options)
+LONGEST[0] = 70_000  # several pieces of shared memory
+found["long"] = compare(group, "nesterov", 0.875, False, False, 2, 1)
+LONGEST[0] = 300
+told["oracle"] = found
+"""
+
+TROUBLE = """
+def fresh(seed=0, **more):
+    mine = inner(params(seed))
+    cfg = config(**{"warmup_iterations": 0, "global_sync_iter": 2, **more})
+    return mine, ctrainer.BMUF(cfg, mine, group)
+
+# A NaN in one rank's parameters
+mine, bmuf = fresh()
+for update in range(2):
+    set_grads(mine, update)
+    if rank == 2 and update == 1:
+        mine.grads[2][7] = np.nan
+    bmuf.step()
+values = mine.param_groups[0]["params"]
+told["nan"] = [int(np.isnan(v).sum()) for v in values] + [bool(np.isnan(values[2][7]))]
+
+# A rank that takes its time
+results = []
+for slow in (False, True):
+    mine, bmuf = fresh()
+    for update in range(2):
+        set_grads(mine, update)
+        if slow and rank == 1:
+            time.sleep(0.3)
+        bmuf.step()
+    results.append(bits(mine.param_groups[0]["params"]))
+told["slow"] = results[0] == results[1]
+
+# An update that one rank skips counts
+mine, bmuf = fresh()
+for update in range(4):
+    set_grads(mine, update)
+    if rank == 3 and update == 2:
+        bmuf.count_update()
+    else:
+        bmuf.step()
+told["skip"] = [bmuf.get_num_updates(),
+                len(set(group.gather_bytes(b"".join(bits(
+                    mine.param_groups[0]["params"])))))]
+
+# Other parameters at the start, and no warm-up
+mine, bmuf = fresh(seed=int(rank == 1))
+bmuf.step()
+try:
+    bmuf.step()
+except ValueError as error:
+    told["unlike"] = str(error)
+mine, bmuf = fresh(seed=rank, block_momentum=0)  # averaged: alike after the first block
+bmuf.step()
+bmuf.step()
+told["averaged"] = len(set(group.gather_bytes(mine.param_groups[0]["params"][0])))
+
+# SlowMo divides by the rate
+mine = inner(params(), rate=0.0)
+try:
+    ctrainer.BMUF.slowmo(mine, group, every=1).step()
+except ValueError as error:
+    told["rate"] = str(error)
+
+# Death
+mine, bmuf = fresh()
+bmuf.step()
+if rank == 3:
+    print(json.dumps(told), flush=True)
+    os._exit(0)
+try:
+    bmuf.step()
+except RuntimeError as error:
+    told["death"] = str(error)
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, Any]]:
+    """What each of 4 ranks found."""
+    job = {
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "CTRAINER_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMMON + ORACLE + TROUBLE],
+            env={**os.environ, **job, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        texts = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [json.loads(text.splitlines()[-1]) for text in texts]
+
+
+Told = list[dict[str, Any]]
+
+
+def test_every_combination_on_3_and_4_ranks_is_the_formulas(told: Told) -> None:
+    """Bit for bit: shares are added in double and rounded once."""
+    for rank, found in enumerate(r["oracle"] for r in told):
+        combinations = 2**5 + 2 * 2**4
+        assert len(found) == combinations * (2 if rank < 3 else 1) + 1
+        assert [name for name, same in found.items() if not same] == []
+
+
+def test_a_nan_of_one_rank_is_in_all_after_the_block(told: Told) -> None:
+    for rank in told:
+        assert rank["nan"] == [0, 0, 1, 0, True]
+
+
+def test_a_slow_rank_is_waited_for(told: Told) -> None:
+    assert [rank["slow"] for rank in told] == [True] * 4
+
+
+def test_an_update_that_is_skipped_counts_in_its_block(told: Told) -> None:
+    assert [rank["skip"] for rank in told] == [[4, 1]] * 4
+
+
+def test_other_parameters_at_the_start_are_told_on_every_rank(told: Told) -> None:
+    for rank in told:
+        assert rank["unlike"].startswith("the block of rank 1 began with other param")
+        assert "have warmup_iterations" in rank["unlike"]
+        assert rank["averaged"] == 1
+
+
+def test_slowmo_without_a_rate_is_refused(told: Told) -> None:
+    for rank in told:
+        assert rank["rate"].startswith("the optimizer's lr is 0.0 where a block of Sl")
+
+
+def test_a_rank_that_dies_is_named_on_all_others(told: Told) -> None:
+    for rank in told[:3]:
+        assert "rank 3 (process " in rank["death"]
+        assert "died" in rank["death"]
