@@ -1,0 +1,272 @@
+/* Compressed gradients of threads: what arrives, what is remembered, and NaN. */
+#include "core/ct_codec_half.h"
+#include "core/ct_power_sgd.h"
+#include "core/ct_reducer.h"
+#include "ct_ranks.h"
+#include "ct_test.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    RANKS = 2,
+    ROWS = 24,
+    COLS = 16,
+    VECTOR = 5
+};
+
+/* A matrix and a vector in one bucket. */
+typedef struct model {
+    ct_reducer reducer;
+    float memory[ROWS * COLS + VECTOR], matrix[ROWS * COLS], vector[VECTOR];
+    ct_span spans[2];
+} model;
+
+static const size_t rows[] = {ROWS, 1}, lengths[] = {ROWS * COLS, VECTOR};
+
+static void
+model_init(model *m)
+{
+    const ct_bucket_limits limits = {.first_bytes = 1 << 20, .cap_bytes = 1 << 20};
+    m->spans[0] = (ct_span){m->matrix, ROWS * COLS, CT_F32};
+    m->spans[1] = (ct_span){m->vector, VECTOR, CT_F32};
+    CHECK(ct_reducer_init(&m->reducer, &ct_device_cpu, NULL, m->spans, 2, &limits,
+                          NULL) == CT_OK);
+    CHECK(m->reducer.plan.n_buckets == 1);
+    ct_reducer_lend(&m->reducer, 0, m->memory);
+}
+
+/* One pass; the averages are then in place. */
+static void
+pass(model *m, ct_comm *comm)
+{
+    ct_reducer_begin(&m->reducer);
+    for (size_t i = 2; i-- > 0;) {
+        CHECK(ct_reducer_announce(&m->reducer, comm, i, &m->spans[i], NULL) == CT_OK);
+    }
+    CHECK(ct_reducer_finish(&m->reducer, comm, NULL) == CT_OK);
+}
+
+static const float *
+average_of(const model *m, size_t param)
+{
+    return m->reducer.params[param].place.data;
+}
+
+/* Of rank 1: the product of two vectors; each rank has a multiple of it. */
+static float
+outer(size_t i)
+{
+    return (1.0f + (float)(i / COLS) / 8.0f) * (2.0f - (float)(i % COLS) / 4.0f);
+}
+
+static void
+fill(model *m, int rank)
+{
+    for (size_t i = 0; i < ROWS * COLS; i++) {
+        m->matrix[i] = outer(i) * (float)(1 + 2 * rank);
+    }
+    for (size_t i = 0; i < VECTOR; i++) {
+        m->vector[i] = (float)(i + 1) * (float)(1 + 2 * rank);
+    }
+}
+
+static void
+use(model *m, ct_codec *codec)
+{
+    m->reducer.codec = codec;
+}
+
+static void
+end(model *m)
+{
+    m->reducer.codec->ops->free(m->reducer.codec);
+    ct_reducer_fini(&m->reducer);
+}
+
+/* ---- 16 bits -----------------------------------------------------------------------
+ */
+
+static void
+round_to_half(ct_comm *comm, void *arg)
+{
+    const ct_dtype dtype = *(const ct_dtype *)arg;
+    ct_codec *codec;
+    model m;
+    model_init(&m);
+    CHECK(ct_codec_half_new(&codec, &ct_device_cpu, NULL, dtype, 1, NULL) == CT_OK);
+    use(&m, codec);
+    fill(&m, comm->rank);
+    m.matrix[1] = comm->rank == 0 ? 1.0f + 0x1p-20f : 1.0f;
+    m.matrix[2] = 60000.0f; /* whose sum no half holds */
+    pass(&m, comm);
+    CHECK(average_of(&m, 1)[0] == 2.0f && average_of(&m, 1)[4] == 10.0f);
+    CHECK(average_of(&m, 0)[1] == 1.0f);
+    CHECK(fabsf(average_of(&m, 0)[2] - 60000.0f) <= 60000.0f / 256.0f);
+    m.vector[3] = comm->rank == 1 ? NAN : 1.0f;
+    pass(&m, comm);
+    CHECK(isnan(average_of(&m, 1)[3]) && !isnan(average_of(&m, 1)[2]));
+    end(&m);
+}
+
+static void
+test_halves_are_rounded_sums_of_shares(void)
+{
+    ct_dtype dtypes[] = {CT_F16, CT_BF16};
+    run_ranks(RANKS, 30.0, round_to_half, &dtypes[0]);
+    run_ranks(RANKS, 30.0, round_to_half, &dtypes[1]);
+}
+
+/* ---- PowerSGD ----------------------------------------------------------------------
+ */
+
+static ct_codec *
+power(const model *m, size_t rank, uint64_t start, bool batched)
+{
+    ct_power_sgd_config config = ct_power_sgd_default();
+    ct_codec *codec;
+    config.rank = rank;
+    config.start_iter = start;
+    config.batched = batched;
+    CHECK(ct_power_sgd_new(&codec, &ct_device_cpu, NULL, &config, &m->reducer.plan,
+                           rows, lengths, NULL) == CT_OK);
+    return codec;
+}
+
+static void
+check_near(const float *got, const float *wanted, size_t n, float bound)
+{
+    for (size_t i = 0; i < n; i++) {
+        CHECK(fabsf(got[i] - wanted[i]) <= bound);
+    }
+}
+
+/* A matrix of the codec's rank arrives up to the rounding of float32: 40 operations of
+ * 2^-24 on numbers below 32. */
+static void
+pass_low_rank(ct_comm *comm, void *arg)
+{
+    float wanted[ROWS * COLS];
+    model m;
+    (void)arg;
+    model_init(&m);
+    use(&m, power(&m, 2, 1, false));
+    for (size_t i = 0; i < ROWS * COLS; i++) {
+        wanted[i] = outer(i) * 2.0f;
+    }
+    for (int i = 0; i < 3; i++) {
+        fill(&m, comm->rank);
+        pass(&m, comm);
+        check_near(average_of(&m, 0), wanted, ROWS * COLS, 40.0f * 32.0f * 0x1p-24f);
+        CHECK(average_of(&m, 1)[0] == 2.0f && average_of(&m, 1)[4] == 10.0f);
+    }
+    end(&m);
+}
+
+/* Of a matrix of full rank each pass brings a part, and what it misses comes later: the
+ * sum of all passes stays within a bounded distance of the sum of the gradients. */
+static float
+spread(size_t i)
+{
+    return (float)((i * 7919 + 13) % 101) / 101.0f - 0.5f;
+}
+
+static float
+distance_after(ct_comm *comm, int passes, bool batched)
+{
+    float sum[ROWS * COLS] = {0}, worst = 0.0f;
+    model m;
+    model_init(&m);
+    use(&m, power(&m, 2, 0, batched));
+    for (int t = 0; t < passes; t++) {
+        fill(&m, comm->rank);
+        for (size_t i = 0; i < ROWS * COLS; i++) {
+            m.matrix[i] = spread(i);
+        }
+        pass(&m, comm);
+        for (size_t i = 0; i < ROWS * COLS; i++) {
+            sum[i] += average_of(&m, 0)[i];
+        }
+    }
+    for (size_t i = 0; i < ROWS * COLS; i++) {
+        worst = fmaxf(worst, fabsf(sum[i] / (float)passes - spread(i)));
+    }
+    end(&m);
+    return worst;
+}
+
+static void
+make_up_for_losses(ct_comm *comm, void *arg)
+{
+    (void)arg;
+    for (int batched = 0; batched < 2; batched++) {
+        const float once = distance_after(comm, 1, batched != 0);
+        const float often = distance_after(comm, 200, batched != 0);
+        CHECK(once > 0.1f && often < 0.2f * once);
+    }
+}
+
+static void
+forget_a_nan(ct_comm *comm, void *arg)
+{
+    model m;
+    (void)arg;
+    model_init(&m);
+    use(&m, power(&m, 1, 0, false));
+    fill(&m, comm->rank);
+    pass(&m, comm);
+    fill(&m, comm->rank);
+    m.matrix[7] = comm->rank == 1 ? NAN : 0.0f;
+    pass(&m, comm);
+    CHECK(isnan(average_of(&m, 0)[0]) && isnan(average_of(&m, 1)[0]));
+    fill(&m, comm->rank);
+    pass(&m, comm);
+    CHECK(fabsf(average_of(&m, 0)[9] - outer(9) * 2.0f) < 1e-4f);
+    end(&m);
+}
+
+static void
+wait_until_it_starts(ct_comm *comm, void *arg)
+{
+    model m;
+    (void)arg;
+    model_init(&m);
+    use(&m, power(&m, 1, 2, false));
+    for (int t = 0; t < 3; t++) {
+        fill(&m, comm->rank);
+        m.matrix[3] += 1.0f; /* which a product of two vectors does not have */
+        pass(&m, comm);
+        CHECK((average_of(&m, 0)[3] == outer(3) * 2.0f + 1.0f) == (t < 2));
+    }
+    end(&m);
+}
+
+static void
+test_options_of_power_sgd_are_checked(void)
+{
+    ct_power_sgd_config config = ct_power_sgd_default();
+    const ct_bucket_plan plan = {0};
+    ct_codec *codec;
+    ct_error err;
+    config.rank = 0;
+    CHECK(ct_power_sgd_new(&codec, &ct_device_cpu, NULL, &config, &plan, rows, lengths,
+                           &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "rank is 0") != NULL);
+    config.rank = 1;
+    config.min_rate = NAN;
+    CHECK(ct_power_sgd_new(&codec, &ct_device_cpu, NULL, &config, &plan, rows, lengths,
+                           &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "min_compression_rate is nan") != NULL);
+}
+
+int
+main(void)
+{
+    test_halves_are_rounded_sums_of_shares();
+    run_ranks(RANKS, 30.0, pass_low_rank, NULL);
+    run_ranks(RANKS, 30.0, make_up_for_losses, NULL);
+    run_ranks(RANKS, 30.0, forget_a_nan, NULL);
+    run_ranks(RANKS, 30.0, wait_until_it_starts, NULL);
+    test_options_of_power_sgd_are_checked();
+    return 0;
+}
