@@ -51,7 +51,8 @@ FLOORS = (
     | {"ct_exchange", "ct_exchange_slots", "ct_shm_queue"},
     set[str](),
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
-    {"ct_bucket", "ct_codec", "ct_reducer"}
+    {"ct_bucket", "ct_codec", "ct_codec_half", "ct_low_rank"}
+    | {"ct_power_sgd", "ct_reducer"}
     | {"ct_fsdp"}
     | {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_config", "ct_bmuf_meet"}
     | {"ct_step", "ct_probe"},

@@ -54,6 +54,9 @@ GradReducer_dealloc(PyObject *op)
     PyObject_GC_UnTrack(op);
     (void)GradReducer_clear(op);
     ct_reducer_fini(&self->core);
+    if (self->codec != NULL) {
+        self->codec->ops->free(self->codec);
+    }
     ct_free(self->used);
     ct_free(self->absent);
     type->tp_free(op);
@@ -217,12 +220,16 @@ static PyMemberDef GradReducer_members[] = {
 };
 
 static PyMethodDef GradReducer_methods[] = {
-    {"after_forward",  GradReducer_after_forward,  METH_O,       GradReducer_after_forward_doc},
-    {"before_forward", GradReducer_before_forward, METH_VARARGS,
-     GradReducer_before_forward_doc                                                           },
-    {"close",          GradReducer_close,          METH_NOARGS,  close_doc                    },
-    {"reduce",         GradReducer_reduce,         METH_NOARGS,  GradReducer_reduce_doc       },
-    {NULL,             NULL,                       0,            NULL                         },
+    {"after_forward",  GradReducer_after_forward,                         METH_O,       GradReducer_after_forward_doc},
+    {"before_forward", GradReducer_before_forward,                        METH_VARARGS,
+     GradReducer_before_forward_doc                                                                                  },
+    {"close",          GradReducer_close,                                 METH_NOARGS,  close_doc                    },
+    {"compress",       (PyCFunction)(void (*)(void))GradReducer_compress,
+     METH_VARARGS | METH_KEYWORDS,                                                      GradReducer_compress_doc     },
+    {"join",           GradReducer_join,                                  METH_VARARGS, GradReducer_join_doc         },
+    {"shadow",         GradReducer_shadow,                                METH_VARARGS, GradReducer_shadow_doc       },
+    {"reduce",         GradReducer_reduce,                                METH_NOARGS,  GradReducer_reduce_doc       },
+    {NULL,             NULL,                                              0,            NULL                         },
 };
 
 PyDoc_STRVAR(

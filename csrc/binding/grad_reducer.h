@@ -27,13 +27,18 @@ typedef struct GradReducer {
     GRAD_REDUCER_OBJECTS(FIELD)
 #undef FIELD
     ct_reducer core;
-    int64_t *used; /* by parameter: whether a rank has a gradient for it */
-    bool *absent;  /* by parameter: it was given for want of a gradient */
+    ct_codec *codec; /* NULL: gradients travel whole */
+    int64_t *used;   /* by parameter: whether a rank has a gradient for it */
+    bool *absent;    /* by parameter: it was given for want of a gradient */
     bool grads_are_views, find_unused, static_graph;
-    bool usage_known; /* `used` holds for every pass */
-    bool syncs;       /* the next backward pass is exchanged */
-    bool queued;      /* autograd will tell the end of the pass */
-    bool busy;        /* a call is under way without the GIL */
+    bool usage_known;  /* `used` holds for every pass */
+    bool syncs;        /* the next backward pass is exchanged */
+    bool queued;       /* autograd will tell the end of the pass */
+    bool busy;         /* a call is under way without the GIL */
+    bool joining;      /* ranks may run out of data */
+    bool throws_early; /* then all raise, rather than go on */
+    bool keeps_divisor;
+    int root; /* a rank that had data in the last pass */
 } GradReducer;
 
 /* Called by autograd: with a parameter when its gradient is there, with the gradient of
@@ -70,6 +75,21 @@ int grad_reducer_give(GradReducer *self, Py_ssize_t param, PyObject *grad);
 int grad_reducer_give_absent(GradReducer *self, Py_ssize_t param);
 int grad_reducer_give_zeros(GradReducer *self, Py_ssize_t param);
 const char *grad_reducer_name(const GradReducer *self, Py_ssize_t param);
+
+/* What a pass consists of, for those that shadow one. */
+int grad_reducer_meet(GradReducer *self);
+int grad_reducer_release_given(GradReducer *self);
+
+/* grad_reducer_codec.c */
+PyObject *GradReducer_compress(PyObject *op, PyObject *args, PyObject *kwargs);
+extern const char GradReducer_compress_doc[];
+
+/* grad_reducer_join.c: before a forward pass, what the ranks are about to do; 0 or -1.
+ */
+int grad_reducer_tell(GradReducer *self, bool syncs, bool has_buffers);
+PyObject *GradReducer_join(PyObject *op, PyObject *args);
+PyObject *GradReducer_shadow(PyObject *op, PyObject *args);
+extern const char GradReducer_join_doc[], GradReducer_shadow_doc[];
 
 /* grad_reducer_forward.c */
 PyObject *GradReducer_before_forward(PyObject *op, PyObject *args);

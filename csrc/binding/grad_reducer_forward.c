@@ -41,11 +41,15 @@ GradReducer_before_forward(PyObject *op, PyObject *args)
         settle(self) < 0) {
         return NULL;
     }
+    const Py_ssize_t n = PyObject_Size(buffers);
+    if (n < 0 || (with_grad && grad_reducer_tell(self, syncs, n > 0) < 0)) {
+        return NULL;
+    }
     if (with_grad) {
         self->syncs = syncs;
     }
     return ctpy_broadcast_sequence(ctpy_state_borrow(op), self->communicator, buffers,
-                                   0) < 0
+                                   self->root) < 0
                ? NULL
                : Py_NewRef(Py_None);
 }

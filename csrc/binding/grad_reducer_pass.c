@@ -190,8 +190,8 @@ give_missing(GradReducer *self)
 }
 
 /* Waits for the averages and, while graphs may change, asks who has used what. */
-static int
-meet(GradReducer *self)
+int
+grad_reducer_meet(GradReducer *self)
 {
     ct_comm *comm =
         ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), self->communicator);
@@ -245,8 +245,8 @@ learn(GradReducer *self)
     self->usage_known = true;
 }
 
-static int
-release_given(GradReducer *self)
+int
+grad_reducer_release_given(GradReducer *self)
 {
     for (Py_ssize_t i = 0; i < count(self); i++) {
         if (PyList_SetItem(self->given, i, Py_NewRef(Py_None)) < 0) {
@@ -264,13 +264,13 @@ finish(GradReducer *self)
             self->used[i] = !self->absent[i];
         }
     }
-    if (meet(self) < 0 || hand_over_absent(self) < 0) {
+    if (grad_reducer_meet(self) < 0 || hand_over_absent(self) < 0) {
         return -1;
     }
     if (self->core.learning) {
         learn(self);
     }
-    return release_given(self);
+    return grad_reducer_release_given(self);
 }
 
 int
@@ -305,8 +305,8 @@ GradReducer_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
     for (Py_ssize_t i = 0; result == 0 && i < count(self); i++) {
         self->used[i] = true;
     }
-    if (result < 0 || meet(self) < 0 || hand_over_absent(self) < 0 ||
-        release_given(self) < 0) {
+    if (result < 0 || grad_reducer_meet(self) < 0 || hand_over_absent(self) < 0 ||
+        grad_reducer_release_given(self) < 0) {
         grad_reducer_abandon(self);
         return NULL;
     }

@@ -34,8 +34,8 @@ half_start(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_work **wo
     if (is_half_already(&parcel->flat)) {
         return ct_codec_whole.ops->start(&ct_codec_whole, comm, parcel, work, err);
     }
-    ct_status status = device->scratch_grow(&self->packs[parcel->bucket],
-                                            2 * parcel->flat.n + 1, err);
+    ct_status status =
+        device->scratch_grow(&self->packs[parcel->bucket], 2 * parcel->flat.n + 1, err);
     if (status == CT_OK) {
         status = device->scale(self->stream, 1.0 / comm->world_size, (double)INFINITY,
                                &parcel->flat, 1, err);

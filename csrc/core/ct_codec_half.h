@@ -10,7 +10,7 @@
 
 /* dtype is CT_F16 or CT_BF16. For n_buckets buckets. Released with ops->free. */
 CT_NODISCARD ct_status ct_codec_half_new(ct_codec **codec, const ct_device *device,
-                                         void *stream, ct_dtype dtype,
-                                         size_t n_buckets, ct_error *err);
+                                         void *stream, ct_dtype dtype, size_t n_buckets,
+                                         ct_error *err);
 
 #endif

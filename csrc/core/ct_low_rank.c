@@ -83,10 +83,9 @@ normalise(const ct_low_rank *m, float *column, double before, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
-    return left > before * 0x1p-40
-               ? m->device->scale(m->stream, 1.0 / sqrt(left), (double)INFINITY, &span,
-                                  1, err)
-               : m->device->zero(m->stream, &span, 1, err);
+    return left > before * 0x1p-40 ? m->device->scale(m->stream, 1.0 / sqrt(left),
+                                                      (double)INFINITY, &span, 1, err)
+                                   : m->device->zero(m->stream, &span, 1, err);
 }
 
 /* Gram and Schmidt, modified: what is taken away is measured on what is left. */

@@ -157,9 +157,9 @@ fit(power_codec *self, const power_bucket *b, ct_comm *comm, ct_error *err)
             status = ct_low_rank_fit(&m, err);
         }
     }
-    const ct_request mean = {.what = CT_ALL_REDUCE,
-                             .op = CT_REDUCE_MEAN,
-                             .in = {b->q, b->n_q, CT_F32}};
+    const ct_request mean = {
+        .what = CT_ALL_REDUCE, .op = CT_REDUCE_MEAN, .in = {b->q, b->n_q, CT_F32}
+    };
     return status == CT_OK && b->n_q > 0 ? ct_comm_run(comm, &mean, err) : status;
 }
 
@@ -221,9 +221,11 @@ power_start(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_work **w
     if (status == CT_OK) {
         status = fill_pack(self, b, err);
     }
-    const ct_request mean = {.what = CT_ALL_REDUCE,
-                             .op = CT_REDUCE_MEAN,
-                             .in = {b->pack, b->n_pack, CT_F32}};
+    const ct_request mean = {
+        .what = CT_ALL_REDUCE,
+        .op = CT_REDUCE_MEAN,
+        .in = {b->pack, b->n_pack, CT_F32}
+    };
     return status == CT_OK ? ct_comm_start(comm, &mean, work, err) : status;
 }
 
@@ -348,8 +350,7 @@ ct_power_sgd_new(ct_codec **codec, const ct_device *device, void *stream,
     if (status != CT_OK) {
         return status;
     }
-    power_codec *made =
-        ct_calloc(1, sizeof *made + (n + 1) * sizeof made->buckets[0]);
+    power_codec *made = ct_calloc(1, sizeof *made + (n + 1) * sizeof made->buckets[0]);
     if (made == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for PowerSGD of %zu buckets", n);
     }

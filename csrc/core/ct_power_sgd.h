@@ -4,8 +4,8 @@
  * rows as its first dimension. All ranks multiply it by the same Q, average P = M Q,
  * make its columns orthonormal, and average Q = M' P; P Q' is the average gradient, and
  * M - P Q' the new loss. Q serves the next time. What would not become `min_rate` times
- * smaller, such as vectors, travels whole, in one collective with the Ps. In the batched
- * form a bucket is one square matrix, padded with zeros.
+ * smaller, such as vectors, travels whole, in one collective with the Ps. In the
+ * batched form a bucket is one square matrix, padded with zeros.
  *
  * A bucket with Inf or NaN on any rank becomes NaN on all, and losses and Q start anew.
  * Buckets are in memory that the host can write.
@@ -31,8 +31,7 @@ ct_power_sgd_config ct_power_sgd_default(void);
 /* rows[i] is the first dimension of parameter i, or 1; both are read now and not kept.
  * Released with ops->free. CT_EINVAL or CT_ENOMEM. */
 CT_NODISCARD ct_status ct_power_sgd_new(ct_codec **codec, const ct_device *device,
-                                        void *stream,
-                                        const ct_power_sgd_config *config,
+                                        void *stream, const ct_power_sgd_config *config,
                                         const ct_bucket_plan *plan, const size_t *rows,
                                         const size_t *lengths, ct_error *err);
 

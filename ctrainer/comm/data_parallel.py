@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class DataParallel(nn.Module):
     in every pass; broadcast_buffers=True, buffers become those of rank 0 in each
     forward pass; gradient_as_bucket_view=True, where torch has False, gradients are
     views of the buckets, whose memory they share; init_sync=True, rank 0's parameters
-    and buffers for all, after a check that all have the same names, shapes and dtypes.
+    and buffers for all, after a check that all have the same names, shapes and dtypes;
+    comm_hook=None, as in register_comm_hook.
 
     state_dict() has the names of `module` with "module." before them, as torch's has.
     Other attributes are the module's.
@@ -64,6 +66,7 @@ class DataParallel(nn.Module):
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
         init_sync: bool = True,
+        comm_hook: Any = None,
     ) -> None:
         super().__init__()
         _check(module)
@@ -88,13 +91,16 @@ class DataParallel(nn.Module):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
         )
+        if comm_hook is not None:
+            self.register_comm_hook(None, comm_hook)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        syncs = self.require_backward_grad_sync
+        with_grad = torch.is_grad_enabled()
+        syncs = with_grad and self.require_backward_grad_sync
         buffers = self._buffers_to_send() if syncs else ()
-        self.reducer.before_forward(torch.is_grad_enabled(), syncs, buffers)
+        self.reducer.before_forward(with_grad, syncs, buffers)
         output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
+        if with_grad:
             self.reducer.after_forward(output)
         return output
 
@@ -110,6 +116,44 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Let ranks have different numbers of batches.
+
+        At its end a rank takes part in the passes of those that go on, with gradients
+        of zero, and at last all have the parameters and buffers of one that was the
+        last to train. divide_by_initial_world_size: sums of gradients are divided by
+        the number of all ranks, else by that of those with data. enable: False has no
+        effect at all. throw_on_early_termination: all raise RuntimeError as soon as one
+        has no data.
+        """
+        if not enable:
+            yield
+            return
+        self.reducer.join(divide_by_initial_world_size, throw_on_early_termination)
+        yield
+        tensors = list(parallel.shared_tensors(self.module).values())
+        self.reducer.shadow(self._buffers_to_send(), tensors)
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Choose how gradients travel: before the first pass, the same on every rank.
+
+        hook: "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd", accelerate's
+        DDPCommunicationHookType of these, or torch's hook of that kind. state: torch's
+        PowerSGDState, or any object with its matrix_approximation_rank,
+        start_powerSGD_iter and min_compression_rate; else torch's defaults hold.
+
+        Raises ValueError for other hooks, and for PowerSGD without error feedback.
+        """
+        name = _name_of(hook)
+        options = _power_sgd(state) if name.endswith("power_sgd") else {}
+        self.reducer.compress(name, **options)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -135,6 +179,46 @@ def synchronize(module: nn.Module, communicator: _C.Communicator) -> None:
     lines = parallel.describe({name: both[name] for name in tensors})
     _C.check_ranks_agree(communicator, "parameter or buffer", lines)
     _C.broadcast_tensors(communicator, list(tensors.values()))
+
+
+_HOOKS = {
+    "allreduce_hook": "no",
+    "fp16_compress_hook": "fp16",
+    "bf16_compress_hook": "bf16",
+    "powerSGD_hook": "power_sgd",
+    "batched_powerSGD_hook": "batched_power_sgd",
+}
+_OPTIONS = {
+    "rank": "matrix_approximation_rank",
+    "start_iter": "start_powerSGD_iter",
+    "min_compression_rate": "min_compression_rate",
+}
+
+
+def _name_of(hook: Any) -> str:
+    if isinstance(hook, Enum):
+        hook = hook.value
+    if isinstance(hook, str):
+        return hook
+    module, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
+    if name in _HOOKS and module.startswith("torch.distributed."):
+        return _HOOKS[name]
+    raise ValueError(
+        f"gradients cannot be compressed by {hook!r}: hooks run in C. Expected no, "
+        "fp16, bf16, power_sgd or batched_power_sgd, or torch's hook of that kind"
+    )
+
+
+def _power_sgd(state: Any) -> dict[str, Any]:
+    if not getattr(state, "use_error_feedback", True):
+        raise ValueError(
+            "use_error_feedback is False: PowerSGD without it does not converge"
+        )
+    return {
+        ours: getattr(state, theirs)
+        for ours, theirs in _OPTIONS.items()
+        if hasattr(state, theirs)
+    }
 
 
 def _check(module: nn.Module) -> None:

@@ -19,7 +19,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from ctrainer import _C
+from ctrainer.adapters import parallel
 from ctrainer.bmuf import BMUF
+from ctrainer.comm import run
+from ctrainer.comm.data_parallel import DataParallel, synchronize
 from ctrainer.comm.process_group import communicator
 
 # SlowMo's momentum, by default, of so many workers at most
@@ -27,9 +31,6 @@ _SLOW_MOMENTUM = ((16, 0.0), (32, 0.2), (64, 0.5), (math.inf, 0.6))
 
 # Updates between two steps of that momentum, in fairscale
 _SLOW_FREQUENCY = 48
-
-# Elements of a bucket of the legacy exchange
-_BUCKET_ELEMENTS = 2**28
 
 # Newer releases call it so, and warn about the older name.
 _BUFFERS = (
@@ -73,22 +74,46 @@ def wrap(options: Any, module: nn.Module, group: Any, device: Any) -> nn.Module:
 def _parallel(
     options: Any, module: nn.Module, group: Any, device: Any, hook: str
 ) -> nn.Module:
-    on_gpu = device.type == "cuda"
-    buffers: dict[str, Any] = {_BUFFERS: getattr(options, "broadcast_buffers", False)}
-    made = Distributed(
+    if hook not in ("none", "fp16"):
+        raise ValueError(f"Unknown --ddp-comm-hook: {hook}")
+    settings: dict[str, Any] = {
+        "bucket_cap_mb": getattr(options, "bucket_cap_mb", 25),
+        "find_unused_parameters": getattr(options, "find_unused_parameters", False),
+        "gradient_as_bucket_view": getattr(options, "gradient_as_bucket_view", False),
+    }
+    buffers = getattr(options, "broadcast_buffers", False)
+    if device.type == "cuda":
+        return _on_gpu(module, group, device, hook, {**settings, _BUFFERS: buffers})
+    return Distributed(
         module,
-        device_ids=[device.index or 0] if on_gpu else None,
-        bucket_cap_mb=getattr(options, "bucket_cap_mb", 25),
-        process_group=group,
-        find_unused_parameters=getattr(options, "find_unused_parameters", False),
-        gradient_as_bucket_view=getattr(options, "gradient_as_bucket_view", False),
-        **buffers,
+        _ranks(group),
+        broadcast_buffers=buffers,
+        comm_hook="no" if hook == "none" else hook,
+        **settings,
+    )
+
+
+def _on_gpu(
+    module: nn.Module, group: Any, device: Any, hook: str, settings: dict[str, Any]
+) -> nn.Module:
+    made = GPUDistributed(
+        module, device_ids=[device.index or 0], process_group=group, **settings
     )
     if hook == "fp16":
         made.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    elif hook != "none":
-        raise ValueError(f"Unknown --ddp-comm-hook: {hook}")
     return made
+
+
+def _ranks(group: Any) -> _C.Communicator:
+    """The group of the run, in shared memory, where it is this process group on one
+    machine; else the process group."""
+    here = run.place()
+    same = (here.rank, here.world_size) == (dist.get_rank(group), _size(group))
+    return run.world() if same and here.on_one_machine else communicator(group)
+
+
+def _size(group: Any) -> int:
+    return dist.get_world_size(group)
 
 
 class _Transparent(nn.Module):
@@ -109,8 +134,12 @@ class _Transparent(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
 
-class Distributed(_Transparent, DistributedDataParallel):
-    """torch's wrapper: gradients are averaged while the backward pass runs."""
+class Distributed(_Transparent, DataParallel):
+    """Gradients are averaged while the backward pass runs."""
+
+
+class GPUDistributed(_Transparent, DistributedDataParallel):
+    """torch's wrapper, for modules on a GPU."""
 
 
 class LegacyDistributed(_Transparent):
@@ -125,8 +154,10 @@ class LegacyDistributed(_Transparent):
         super().__init__()
         self.module = module
         self._group = group
-        self._world_size = dist.get_world_size(group)
-        _broadcast(module, group)
+        on_gpu = any(p.is_cuda for p in module.parameters())
+        if on_gpu:
+            _broadcast(module, group)
+        self._reducer = None if on_gpu else _reducer(module, _ranks(group))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -139,30 +170,32 @@ class LegacyDistributed(_Transparent):
     @torch.no_grad()
     def all_reduce_grads(self) -> None:
         """Replace every gradient by its mean over the group."""
-        for bucket in self._buckets():
-            flat = torch.cat([_grad(p).flatten() for p in bucket])
-            flat.div_(self._world_size)
-            dist.all_reduce(flat, group=self._group)
-            parts = torch.split(flat, [p.numel() for p in bucket])
-            for parameter, part in zip(bucket, parts, strict=True):
-                _grad(parameter).copy_(part.view_as(parameter))
+        if self._reducer is not None:
+            self._reducer.reduce()
+            return
+        for parameter in _exchanged(self.module).values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(_size(self._group))
+            dist.all_reduce(parameter.grad, group=self._group)
 
-    def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        """Parameters by dtype, in pieces that fit a bucket."""
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self.module.parameters():
-            if parameter.requires_grad and not hasattr(parameter, "expert"):
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for parameters in by_dtype.values():
-            bucket: list[nn.Parameter] = []
-            elements = 0
-            for parameter in parameters:
-                if bucket and elements + parameter.numel() > _BUCKET_ELEMENTS:
-                    yield bucket
-                    bucket, elements = [], 0
-                bucket.append(parameter)
-                elements += parameter.numel()
-            yield bucket
+
+def _reducer(module: nn.Module, ranks: _C.Communicator) -> _C.GradReducer:
+    synchronize(module, ranks)
+    named = _exchanged(module)
+    return _C.GradReducer(
+        ranks,
+        list(named.values()),
+        list(named),
+        parallel.allocate,
+        gradient_as_bucket_view=False,
+    )
+
+
+def _exchanged(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All but the experts', which stay each rank's own."""
+    named = parallel.trainable(module)
+    return {n: p for n, p in named.items() if not hasattr(p, "expert")}
 
 
 class LocalDistributed(_Transparent):
@@ -265,9 +298,3 @@ def _broadcast(module: nn.Module, group: Any) -> None:
     """Give all ranks the parameters and buffers of the first."""
     for value in module.state_dict(keep_vars=True).values():
         dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
-
-
-def _grad(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

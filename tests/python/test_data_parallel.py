@@ -88,6 +88,52 @@ found["buffers stay"] = both(everything, broadcast_buffers=False)
 found["unused"] = both({"branch": rank == 0}, find_unused_parameters=True)
 found["static"] = both(everything, static_graph=True)
 
+# Compressed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+whole = DataParallel(make(), shared)
+loss(whole, 0, all_of_it=True).backward()
+for name, hook in (("fp16", "fp16"), ("bf16", default_hooks.bf16_compress_hook)):
+    worst = 0.0
+    for group in (shared, gloo):
+        ours = DataParallel(make(), group)
+        ours.register_comm_hook(None, hook)
+        loss(ours, 0, all_of_it=True).backward()
+        worst = max(worst, *(
+            ((a - b).abs().max() / (b.abs().max() + 2.0**-12)).item()
+            for a, b in zip(grads(ours), grads(whole), strict=True)))
+    found[name] = worst
+state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4,
+                                    start_powerSGD_iter=2)
+ours = DataParallel(make(), gloo)
+ours.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
+ours.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+trained = train(ours, **everything)
+finite = all(t.isfinite().all() for t in trained[0])
+sums = torch.tensor([g.double().sum() for g in trained[0]])
+both_sums = [torch.zeros_like(sums) for _ in range(2)]
+dist.all_gather(both_sums, sums)
+found["power"] = [finite, torch.equal(*both_sums)]
+
+# Ranks whose data ends at different times
+def uneven(wrapped, **options):
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    with wrapped.join(**options):
+        for step in range(3 + 2 * rank):
+            optimizer.zero_grad()
+            loss(wrapped, step, all_of_it=True).backward()
+            optimizer.step()
+    return [t.clone() for t in wrapped.state_dict().values()]
+for divide in (True, False):
+    options = {"divide_by_initial_world_size": divide}
+    theirs = uneven(DistributedDataParallel(make()), **options)
+    for name, group in (("shm", shared), ("gloo", gloo)):
+        ours = uneven(DataParallel(make(), group), **options)
+        found[f"join {name} {divide}"] = same(ours, theirs)
+try:
+    uneven(DataParallel(make(), shared), throw_on_early_termination=True)
+except RuntimeError as e:
+    found["early"] = str(e)
+
 # What one process gets from the whole batch
 alone = make().eval()
 torch.manual_seed(5)
@@ -192,6 +238,33 @@ def test_training_gives_the_bits_of_torchs_wrapper(
     names = ["finite", "shm True", "shm False", "gloo True", "gloo False"]
     expected = dict.fromkeys(names, True)
     assert [rank[case] for rank in found] == [expected, expected]
+
+
+def test_halves_are_rounded_to_as_many_bits(found: list[dict[str, Any]]) -> None:
+    # Each share and their sum are rounded once, to 11 or 8 bits, and of numbers below
+    # 2^-12, the least that counts as largest here, fp16 has multiples of 2^-24; shares
+    # may be larger than the sum is
+    for rank in found:
+        assert 0 < rank["fp16"] <= 4 * 2**-11
+        assert 0 < rank["bf16"] <= 4 * 2**-8
+
+
+def test_power_sgd_leaves_the_same_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    assert [rank["power"] for rank in found] == [[True, True], [True, True]]
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_uneven_data_gives_the_bits_of_torchs_join(
+    found: list[dict[str, Any]], divide: bool
+) -> None:
+    for rank in found:
+        assert rank[f"join shm {divide}"]
+        assert rank[f"join gloo {divide}"]
+
+
+def test_the_end_of_one_ranks_data_can_be_an_error(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["early"].startswith("1 of 2 ranks have no data left")
 
 
 def test_gradients_are_those_of_the_whole_batch(found: list[dict[str, Any]]) -> None:
