@@ -180,6 +180,53 @@ python_wait(ct_comm *comm, ct_work *work, ct_error *err)
     return status;
 }
 
+/* What backend.make_group(ranks) returns, as a communicator; a new reference is kept.
+ */
+static ct_comm *
+group_held(PyObject *backend, const ct_members *members)
+{
+    PyObject *ranks = PyList_New(members->n), *made = NULL;
+    ct_comm *comm = NULL;
+    for (int i = 0; ranks != NULL && i < members->n; i++) {
+        PyObject *rank = PyLong_FromLong(members->ranks[i]);
+        if (rank == NULL) {
+            Py_CLEAR(ranks);
+            break;
+        }
+        PyList_SET_ITEM(ranks, i, rank);
+    }
+    if (ranks != NULL) {
+        made = PyObject_CallMethod(backend, "make_group", "O", ranks);
+    }
+    if (made != NULL) {
+        comm = ctpy_comm_python_new(made);
+    }
+    Py_XDECREF(made);
+    Py_XDECREF(ranks);
+    return comm;
+}
+
+static ct_status
+python_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err)
+{
+    if (members->n < 2) {
+        return CT_OK;
+    }
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    *made = group_held(((python_comm *)comm)->backend, members);
+    ct_status status = CT_OK;
+    if (*made == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        status = ct_fail(err, CT_EINVAL,
+                         "this backend cannot be split: it has no make_group(ranks)");
+    }
+    else if (*made == NULL) {
+        status = ct_fail(err, CT_EHOST, "the backend made no group");
+    }
+    PyGILState_Release(gil);
+    return status;
+}
+
 static void
 python_free(ct_comm *comm)
 {
@@ -199,6 +246,7 @@ static const ct_comm_ops python_ops = {
     .barrier = python_barrier,
     .start = python_start,
     .wait = python_wait,
+    .group = python_group,
     .free = python_free,
 };
 

@@ -17,6 +17,7 @@
 #include "core/ct_status.h"
 
 #include <stdbool.h>
+#include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -62,6 +63,13 @@ typedef struct ct_stream {
     void (*use)(void *arg, size_t at, size_t n, const void *const *pieces);
 } ct_stream;
 
+/* Ranks of a group that form a smaller one. */
+typedef struct ct_members {
+    int *ranks;      /* n of them, in their new order; n is 0 for a rank in none */
+    int n, index;    /* this rank's place among them */
+    unsigned serial; /* how many times the group has been split: alike on all ranks */
+} ct_members;
+
 typedef struct ct_comm_ops {
     const char *name;
     /* In place, on every rank the same spans; waits for the result. */
@@ -84,6 +92,10 @@ typedef struct ct_comm_ops {
                        ct_error *err);
     /* Waits for it and frees the work, on failure too. NULL where start is. */
     ct_status (*wait)(ct_comm *comm, ct_work *work, ct_error *err);
+    /* ct_comm_split's: makes the group of these; every rank calls it, and there is
+     * nothing to make for n < 2. NULL where there are no smaller groups. */
+    ct_status (*group)(ct_comm *comm, const ct_members *members, ct_comm **made,
+                       ct_error *err);
     /* ct_comm_memory for a backend whose ranks share memory; else NULL. */
     ct_status (*memory)(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err);
     void (*free)(ct_comm *comm);
@@ -99,6 +111,7 @@ struct ct_comm {
     const ct_comm_ops *ops;
     int rank; /* in [0, world_size) */
     int world_size;
+    unsigned splits; /* so far */
 };
 
 /* Does what the request asks for and waits for the result. */
@@ -119,6 +132,14 @@ CT_NODISCARD ct_status ct_comm_wait(ct_comm *comm, ct_work *work, ct_error *err)
  * with ct_pages_free. CT_EINVAL, CT_ENOMEM, CT_EIO or CT_ECOMM. */
 CT_NODISCARD ct_status ct_comm_memory(ct_comm *comm, size_t bytes, ct_pages **memory,
                                       ct_error *err);
+
+/* Makes a smaller group of the ranks that give the same color, in the order of their
+ * keys, and of their ranks where these are equal. A collective of the whole group; a
+ * rank whose color is below 0 gets NULL and no error. The new group stands by itself
+ * and has the same backend and time-out (one rank alone: ct_comm_self). CT_EINVAL where
+ * the backend has no smaller groups, CT_ENOMEM, CT_EIO or CT_ECOMM. */
+CT_NODISCARD ct_status ct_comm_split(ct_comm *comm, int64_t color, int64_t key,
+                                     ct_comm **made, ct_error *err);
 
 /* "all_reduce", ... */
 const char *ct_collective_name(ct_collective what);

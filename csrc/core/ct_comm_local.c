@@ -21,6 +21,7 @@ typedef struct group {
     ct_meeting *meeting;
     const void **rows; /* world_size per rank, for its part of a reduction */
     int world_size;
+    double timeout_seconds;
     member members[];
 } group;
 
@@ -245,19 +246,8 @@ local_free(ct_comm *comm)
     }
 }
 
-static const ct_comm_ops local_ops = {
-    .name = "local",
-    .all_reduce = local_all_reduce,
-    .all_gather = local_all_gather,
-    .reduce_scatter = local_reduce_scatter,
-    .all_to_all = local_all_to_all,
-    .broadcast = local_broadcast,
-    .barrier = local_barrier,
-    .free = local_free,
-};
-
 static group *
-group_new(int world_size, double timeout_seconds)
+group_new(const ct_comm_ops *ops, int world_size, double timeout_seconds)
 {
     const size_t ranks = (size_t)world_size;
     group *g = ct_calloc(1, sizeof *g + ranks * sizeof g->members[0]);
@@ -265,6 +255,7 @@ group_new(int world_size, double timeout_seconds)
         return NULL;
     }
     g->world_size = world_size;
+    g->timeout_seconds = timeout_seconds;
     g->rows = (const void **)ct_calloc(ranks * ranks, sizeof *g->rows);
     g->meeting = g->rows == NULL ? NULL : ct_meeting_new(world_size, timeout_seconds);
     if (g->meeting == NULL) {
@@ -273,12 +264,76 @@ group_new(int world_size, double timeout_seconds)
     }
     for (int rank = 0; rank < world_size; rank++) {
         g->members[rank] = (member){
-            .base = {.ops = &local_ops, .rank = rank, .world_size = world_size},
+            .base = {.ops = ops, .rank = rank, .world_size = world_size},
             .group = g,
         };
     }
     return g;
 }
+
+/* Fills comms[0..world_size). */
+static bool
+form_group(const ct_comm_ops *ops, ct_comm **comms, int world_size,
+           double timeout_seconds)
+{
+    group *g = group_new(ops, world_size, timeout_seconds);
+    for (int rank = 0; g != NULL && rank < world_size; rank++) {
+        comms[rank] = &g->members[rank].base;
+    }
+    return g != NULL;
+}
+
+/* The first member's part: all members' communicators, or NULL. */
+static ct_comm **
+make_for_all(const ct_comm *comm, const ct_members *m)
+{
+    ct_comm **comms = (ct_comm **)ct_calloc((size_t)m->n, sizeof(ct_comm *));
+    const double timeout_seconds = ((const member *)comm)->group->timeout_seconds;
+    if (comms != NULL && !form_group(comm->ops, comms, m->n, timeout_seconds)) {
+        ct_free((void *)comms);
+        comms = NULL;
+    }
+    return comms;
+}
+
+/* Ranks are threads: one makes the group and tells the others where it is. */
+static ct_status
+local_group(ct_comm *comm, const ct_members *m, ct_comm **made, ct_error *err)
+{
+    const bool leads = m->n > 1 && m->index == 0;
+    const size_t ranks = (size_t)comm->world_size;
+    ct_comm **own = leads ? make_for_all(comm, m) : NULL;
+    ct_comm ***all = (ct_comm ***)ct_calloc(ranks, sizeof(ct_comm **));
+    if (all == NULL) {
+        ct_free((void *)own);
+        return ct_fail(err, CT_ENOMEM, "no memory for %zu addresses", ranks);
+    }
+    const ct_span in = {(void *)&own, sizeof(ct_comm **), CT_U8};
+    const ct_span out = {(void *)all, ranks * sizeof(ct_comm **), CT_U8};
+    ct_status status = local_all_gather(comm, &out, &in, err);
+    if (status == CT_OK && m->n > 1) {
+        ct_comm **comms = all[m->ranks[0]];
+        *made = comms == NULL ? NULL : comms[m->index];
+    }
+    if (status == CT_OK) {
+        status = local_barrier(comm, err);
+    }
+    ct_free((void *)own);
+    ct_free((void *)all);
+    return status;
+}
+
+static const ct_comm_ops local_ops = {
+    .name = "local",
+    .all_reduce = local_all_reduce,
+    .all_gather = local_all_gather,
+    .reduce_scatter = local_reduce_scatter,
+    .all_to_all = local_all_to_all,
+    .broadcast = local_broadcast,
+    .barrier = local_barrier,
+    .group = local_group,
+    .free = local_free,
+};
 
 ct_status
 ct_comm_local_new(ct_comm **comms, int world_size, double timeout_seconds,
@@ -294,12 +349,8 @@ ct_comm_local_new(ct_comm **comms, int world_size, double timeout_seconds,
                        "timeout_seconds must be above 0 and below 1e9, got %g",
                        timeout_seconds);
     }
-    group *g = group_new(world_size, timeout_seconds);
-    if (g == NULL) {
+    if (!form_group(&local_ops, comms, world_size, timeout_seconds)) {
         return ct_fail(err, CT_ENOMEM, "no memory for a group of %d ranks", world_size);
-    }
-    for (int rank = 0; rank < world_size; rank++) {
-        comms[rank] = &g->members[rank].base;
     }
     return CT_OK;
 }

@@ -144,6 +144,34 @@ shm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
     return CT_OK;
 }
 
+/* ---- smaller groups ----------------------------------------------------------------
+ */
+
+/* FNV-1a of the text, whose length grows with each group within a group. */
+static unsigned long long
+hash_text(const char *text)
+{
+    unsigned long long hash = 0xcbf29ce484222325u;
+    for (; *text != '\0'; text++) {
+        hash = (hash ^ (unsigned char)*text) * 0x100000001b3u;
+    }
+    return hash;
+}
+
+static ct_status
+shm_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err)
+{
+    const member *self = (const member *)comm;
+    char key[LONGEST_KEY + 1];
+    if (members->n < 2) {
+        return CT_OK;
+    }
+    (void)snprintf(key, sizeof key, "%016llx group %u of rank %d of %s",
+                   hash_text(self->key), members->serial, members->ranks[0], self->key);
+    return ct_comm_shm_new(made, key, members->index, members->n, self->timeout_seconds,
+                           err);
+}
+
 /* ---- the table ---------------------------------------------------------------------
  */
 
@@ -166,6 +194,7 @@ static const ct_comm_ops shm_ops = {
     .barrier = shm_barrier,
     .start = shm_start,
     .wait = shm_wait,
+    .group = shm_group,
     .memory = shm_memory,
     .free = shm_free,
     .batch_bytes = 128 << 10, /* a slot */

@@ -87,6 +87,19 @@ class ProcessGroupBackend:
         divisor = self.world_size if op == "mean" else 1
         return Pending(work, written, home, divisor)
 
+    def make_group(self, ranks: list[int]) -> ProcessGroupBackend:
+        """A smaller group, made by these ranks alone, with this one's time-out."""
+        backend = self.group._get_backend(self.device)
+        more: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        made = dist.new_group(
+            [dist.get_global_rank(self.group, rank) for rank in ranks],
+            timeout=backend.options._timeout,
+            backend=dist.get_backend(self.group),
+            use_local_synchronization=True,
+            **more,
+        )
+        return ProcessGroupBackend(made)
+
     @staticmethod
     def _tensor(view: memoryview, dtype: str) -> torch.Tensor:
         kind = torch.uint8 if dtype == "bool" else getattr(torch, dtype)

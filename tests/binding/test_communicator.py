@@ -77,6 +77,47 @@ def test_a_backend_is_asked_by_name_with_the_buffers() -> None:
     ]
 
 
+def test_a_group_is_split_by_its_backend() -> None:
+    class Splits(Backend):
+        def begin(self, what: str, out: Any, in_: Any, *more: Any) -> Handle:
+            if what == "all_gather":  # the other rank wishes what this one does
+                out[: in_.nbytes], out[in_.nbytes :] = in_, in_
+            return Handle(None)
+
+        def make_group(self, ranks: list[int]) -> Backend:
+            self.asked.append(("group", ranks))
+            return Backend()
+
+    backend = Splits()
+    made = _C.Communicator(backend).split(3)
+    assert made is not None
+    assert (made.rank, made.world_size) == (1, 2)
+    assert backend.asked == [("group", [0, 1])]
+    assert _C.Communicator(Splits()).split() is None
+
+
+def test_what_cannot_be_split_is_named() -> None:
+    alone = _C.Communicator()
+    assert alone.split(0) is not None
+    assert alone.split(ranks=[]) is None
+    for wrong, text in (
+        ({"color": -1}, "color must be 0 or more"),
+        ({"color": 0, "ranks": [0]}, "not both"),
+        ({"ranks": [0, 0]}, r"in \[0, 1\), got \[0, 0\]"),
+        ({"ranks": [1]}, r"in \[0, 1\), got \[1\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            alone.split(**wrong)
+
+    class Gathers(Backend):
+        def begin(self, what: str, out: Any, in_: Any, *more: Any) -> Handle:
+            out[: in_.nbytes], out[in_.nbytes :] = in_, in_
+            return Handle(None)
+
+    with pytest.raises(ValueError, match="it has no make_group"):
+        _C.Communicator(Gathers()).split(0)
+
+
 def test_bytes_of_different_lengths_are_gathered_padded() -> None:
     class Lengths(Backend):
         def begin(self, what: str, out: Any, in_: Any, *more: Any) -> Handle:

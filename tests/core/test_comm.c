@@ -418,6 +418,36 @@ test_no_group_of_threads_without_ranks_time_or_memory(void)
     comms[1]->ops->free(comms[1]);
 }
 
+/* By remainders of 2, in the opposite order; rank 4 is in none. */
+static void
+split_group(ct_comm *comm, void *arg)
+{
+    ct_comm *half;
+    double value = (double)comm->rank, all[2];
+    const ct_span in = {&value, 1, CT_F64}, out = {all, 2, CT_F64};
+    (void)arg;
+    for (int again = 0; again < 2; again++) {
+        CHECK(ct_comm_split(comm, comm->rank == 4 ? -1 : comm->rank % 2, -comm->rank,
+                            &half, NULL) == CT_OK);
+        CHECK((half == NULL) == (comm->rank == 4));
+        if (half != NULL) {
+            CHECK(half->world_size == 2 && half->rank == (comm->rank < 2));
+            CHECK(half->ops->all_gather(half, &out, &in, NULL) == CT_OK);
+            CHECK(all[0] == comm->rank % 2 + 2 && all[1] == comm->rank % 2);
+            half->ops->free(half);
+        }
+    }
+    CHECK(ct_comm_split(comm, comm->rank, 0, &half, NULL) == CT_OK);
+    CHECK(half->world_size == 1);
+    half->ops->free(half);
+}
+
+static void
+test_a_group_is_split_by_color_and_key(void)
+{
+    run_ranks(5, 30.0, split_group, NULL);
+}
+
 int
 main(void)
 {
@@ -439,5 +469,6 @@ main(void)
     test_a_rank_that_leaves_makes_the_others_fail();
     test_a_rank_that_does_not_come_in_time_breaks_the_group();
     test_no_group_of_threads_without_ranks_time_or_memory();
+    test_a_group_is_split_by_color_and_key();
     return 0;
 }

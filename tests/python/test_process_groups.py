@@ -36,6 +36,13 @@ found["begun"] = values.tolist()
 found["gathered"] = [b.decode() for b in group.gather_bytes(b"x" * (3 * rank))]
 found["sent"] = group.broadcast_bytes(b"of rank 1" if rank else None, 1).decode()
 
+half = group.split(ranks=[1, 0])
+half.all_gather(out, torch.tensor([rank, 10.0 + rank]))
+alone = group.split(color=rank)
+none = group.split(0 if rank else None)
+found["split"] = [half.rank, half.world_size, out.tolist(), alone.backend, none is None]
+half.close()
+
 # A group of which rank 1 stays away for longer than the time-out of 1 second
 stalled = communicator(dist.new_group(timeout=timedelta(seconds=1)))
 stalled.barrier()
@@ -85,6 +92,8 @@ def test_every_collective_over_gloo(ranks: list[Rank]) -> None:
         assert found["begun"] == [2.0]
         assert found["gathered"] == ["", "xxx"]
         assert found["sent"] == "of rank 1"
+        turned = [1.0, 11.0, 0.0, 10.0]
+        assert found["split"] == [1 - rank, 2, turned, "self", rank == 0]
 
 
 def test_a_rank_that_stays_away_makes_the_other_raise_in_time(

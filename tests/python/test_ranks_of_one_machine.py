@@ -70,6 +70,12 @@ assert parts.tolist() == [7, 0]
 assert half.rank == 1 - group.rank
 assert from_environment(ranks=[group.rank]).backend == "self"
 half.broadcast_bytes(b"x", 0)
+turned = group.split(ranks=[1, 0]).split(7, key=0)
+assert (turned.rank, turned.world_size, turned.backend) == (1 - group.rank, 2, "shm")
+turned.all_gather(parts, np.array([group.rank * 7]))
+assert parts.tolist() == [7, 0]
+assert turned.split(turned.rank).backend == "self"
+assert (group.split(0 if group.rank else None) is None) == (group.rank == 0)
 memory = group.memory(80008)
 shared, whole = np.frombuffer(memory), np.zeros(20002)
 shared[:] = np.arange(10001.0) + group.rank
