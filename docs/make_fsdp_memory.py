@@ -23,7 +23,8 @@ HEAD = """\
 
 Made by `python docs/make_fsdp_memory.py` from `ctrainer.fsdp.memory_plan`; \
 change the code, not this page. These are results of formulas, not measurements: \
-no GPU has been there to measure on.
+no GPU has been there to measure on. At small sizes on the CPU they are held \
+against what the engine counts, in `tests/fairscale_scenarios.py`.
 
 Each block of the model is a unit with flat parameters, embedding, last norm and \
 head are the root, which stays gathered from the forward to the backward. Master \
@@ -36,8 +37,8 @@ GPUs. Every GPU sends and receives in a step of one micro-batch
     reduce:  (GPUs - 1) / GPUs * 2 bytes * parameters
 
 In GB (1e9 bytes) on each GPU. *total* is what the engine holds at the fullest \
-moment of the backward; activations, the allocator's fragments, CUDA and NCCL \
-come on top.
+moment of the backward, that of a root whose parameters are used at both ends; \
+activations, the allocator's fragments, CUDA and NCCL come on top.
 
 `python -m ctrainer plan --model 8B --world_size 8 64 --compute_dtype bfloat16 \
 --reduce_dtype float32 --optimizer_bytes 8 --prefetch 1` prints such a table for \

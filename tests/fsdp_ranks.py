@@ -1,4 +1,5 @@
-"""Runs the scenarios of fsdp_scenarios.py as the ranks of groups in shared memory."""
+"""Runs the scenarios of a module, such as fsdp_scenarios, as the ranks of groups in
+shared memory."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import subprocess
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,15 @@ LIMIT_SECONDS = 150
 GROUP_SECONDS = 30.0
 
 
-def scenarios() -> dict[str, Any]:
-    import fsdp_scenarios
+def scenarios(module: str = "fsdp_scenarios") -> dict[str, Any]:
+    found = vars(import_module(module))
+    names = [name for name in found if name.startswith("scenario_")]
+    return {name.removeprefix("scenario_"): found[name] for name in names}
 
-    names = [n for n in vars(fsdp_scenarios) if n.startswith("scenario_")]
-    return {n.removeprefix("scenario_"): getattr(fsdp_scenarios, n) for n in names}
 
-
-def outcomes(folder: Path, world: int) -> list[dict[str, str]]:
+def outcomes(
+    folder: Path, world: int, module: str = "fsdp_scenarios"
+) -> list[dict[str, str]]:
     """By rank, for each scenario "" or the traceback of what it raised."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -31,7 +34,7 @@ def outcomes(folder: Path, world: int) -> list[dict[str, str]]:
         started = []
         for rank in range(world):
             process = subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(world), str(folder)],
+                [sys.executable, __file__, str(rank), str(world), str(folder), module],
                 env=environment, stdout=subprocess.DEVNULL,
             )  # fmt: skip
             stack.callback(process.wait)
@@ -43,11 +46,11 @@ def outcomes(folder: Path, world: int) -> list[dict[str, str]]:
     return [json.loads(path.read_text()) for path in told]
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def main(rank: int, world: int, folder: Path, module: str) -> None:
     from ctrainer import _C
 
     told = {}
-    for name, scenario in scenarios().items():
+    for name, scenario in scenarios(module).items():
         # A group for each: one that fails leaves the others' alone.
         key = f"{folder}/{name}"
         group = _C.shared_memory_communicator(key, rank, world, GROUP_SECONDS)
@@ -61,4 +64,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -65,6 +65,7 @@ FRAMEWORKS = {
     "torch": (
         "adapters/",
         "comm/",
+        "compat/",
         "fairseq/criterions/",  # models, their losses and batches: torch is their
         "fairseq/data/",  # subject, as it is that of fairseq's
         "fairseq/models/",

@@ -78,6 +78,9 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plan a step of one micro-batch.
 
+    The fullest moment is that of a root whose parameters are used before and after
+    the other units, as an embedding and a head are; else there is less at once.
+
     Args:
         units: every unit once; a unit inside another has its own parameters only.
         world_size: ranks that share.

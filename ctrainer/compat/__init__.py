@@ -1,0 +1,1 @@
+"""Other packages' names over the engine."""

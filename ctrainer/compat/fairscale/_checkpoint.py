@@ -1,0 +1,68 @@
+"""checkpoint_wrapper: a module that computes its activations again in the backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+
+def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
+    """Let the module keep its inputs instead of its activations, and return it.
+
+    Its forward may take keywords and return anything. Batch normalisation updates its
+    running statistics once a step. offload_to_cpu: the inputs wait in host memory.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; names
+    of fairscale, fairscale/nn/checkpoint.
+    """
+    module._offloads_to_cpu = offload_to_cpu  # type: ignore[assignment]
+    module.forward = types.MethodType(_checkpointed_forward, module)
+    return module
+
+
+def _checkpointed_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    forward = type(module).forward
+    if not torch.is_grad_enabled():
+        return forward(module, *args, **kwargs)
+    with save_on_cpu() if module._offloads_to_cpu else contextlib.nullcontext():
+        return checkpoint(
+            forward,
+            module,
+            *args,
+            use_reentrant=False,
+            context_fn=functools.partial(_contexts, module),
+            **kwargs,
+        )
+
+
+def _contexts(module: nn.Module) -> tuple[Any, Any]:
+    """Of the forward, and of its repetition."""
+    return contextlib.nullcontext(), _frozen_statistics(module)
+
+
+@contextlib.contextmanager
+def _frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Momentum 0 leaves the running statistics as they are, bit for bit."""
+    norms: list[Any] = [
+        norm
+        for norm in module.modules()
+        if isinstance(norm, _BatchNorm) and norm.num_batches_tracked is not None
+    ]
+    kept = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, (momentum, batches) in zip(norms, kept, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(batches)

@@ -1,0 +1,227 @@
+"""OSS: an optimizer whose state is divided among the ranks, parameter by parameter."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from ctrainer import _C
+from ctrainer.compat.fairscale._groups import communicator_of
+
+Group = dict[str, Any]
+
+
+class OSS(Optimizer):
+    """Each rank updates some of the parameters and sends them to the others.
+
+    params: as any optimizer's. optim: the class that updates, of torch or of
+    ctrainer.optim, made of this rank's parameters with `default`. group: a
+    Communicator, a group of torch.distributed or None for all ranks.
+    broadcast_buffer_size and force_broadcast_object have nothing to do: tensors are
+    sent in C through one buffer. broadcast_fp16 is refused: the ranks' parameters
+    would come apart.
+
+    Parameters go, in order, to the rank with the fewest elements so far. Gradients
+    must be the same on all ranks, or at least right where the parameter is updated.
+
+    Raises ValueError for broadcast_fp16=True and where there is nothing to optimise.
+
+    Source: Rajbhandari et al., "ZeRO", 2020, stage 1; names of fairscale,
+    fairscale/optim/oss.py.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optim: type[Optimizer] = SGD,
+        group: Any = None,
+        broadcast_buffer_size: int = -1,
+        broadcast_fp16: bool = False,
+        force_broadcast_object: bool = False,
+        **default: Any,
+    ) -> None:
+        if broadcast_fp16:
+            raise ValueError(
+                "broadcast_fp16=True would leave other ranks with rounded parameters; "
+                "leave it out"
+            )
+        self._building = True
+        super().__init__(params, default)
+        self._building = False
+        self._optim_constructor, self._optim_defaults = optim, default
+        self.group = group
+        self.communicator: _C.Communicator = communicator_of(group)
+        self.rank = self.communicator.rank
+        self.world_size = self.communicator.world_size
+        self._all_states: list[dict[str, Any]] = []
+        self._optim: Optimizer | None = None
+        self.refresh_trainable()
+
+    # ---- who has which
+
+    def partition_parameters(self) -> list[list[Group]]:
+        """The parameter groups of each rank."""
+        sizes = [0] * self.world_size
+        parts: list[list[Group]] = [[] for _ in sizes]
+        for group in self.param_groups:
+            mine: list[list[torch.Tensor]] = [[] for _ in sizes]
+            for param in group["params"]:
+                rank = sizes.index(min(sizes))
+                mine[rank].append(param)
+                sizes[rank] += param.numel() if param.requires_grad else 1
+            for rank, params in enumerate(mine):
+                parts[rank].append({**group, "params": params})
+        return parts
+
+    def refresh_trainable(self) -> None:
+        """Divide anew, where requires_grad has been changed; state stays with the
+        parameters that stay."""
+        kept = {} if self._optim is None else self._optim.state
+        self._parts = self.partition_parameters()
+        own = [group for group in self._parts[self.rank] if group["params"]]
+        if not own:
+            raise ValueError(
+                f"rank {self.rank} of {self.world_size} has no parameter to update: "
+                "there are fewer than ranks"
+            )
+        self._optim = self._optim_constructor(
+            self._parts[self.rank], **self._optim_defaults
+        )
+        for param in self._of_rank(self.rank):
+            if param in kept:
+                self.optim.state[param] = kept[param]
+
+    def _of_rank(self, rank: int) -> list[torch.Tensor]:
+        return [param for group in self._parts[rank] for param in group["params"]]
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, and divide all of them anew."""
+        super().add_param_group(param_group)
+        if not self._building:
+            self.refresh_trainable()
+
+    @property
+    def optim(self) -> Optimizer:
+        """The optimizer of this rank's parameters."""
+        assert self._optim is not None
+        return self._optim
+
+    # ---- updates
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, **kwargs: Any
+    ) -> float | None:
+        """Update this rank's parameters and receive the others'. Collective.
+
+        kwargs are the inner optimizer's.
+        """
+        _copy_options(self.param_groups, self.optim.param_groups)
+        options = kwargs if closure is None else {**kwargs, "closure": closure}
+        loss: float | None = self.optim.step(**options)
+        for root in range(self.world_size):
+            tensors = [param.detach() for param in self._of_rank(root)]
+            _C.broadcast_tensors(self.communicator, tensors, root)
+        _copy_options(self.optim.param_groups, self.param_groups)
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        filter_params_fn: Callable[[Any], Iterable[Any]] | None = None,
+    ) -> torch.Tensor:
+        """Scale the gradients of all ranks' parameters to a norm of at most max_norm;
+        return what it was. Collective.
+
+        norm_type: p > 0, or inf. filter_params_fn: which of this rank's parameters
+        count.
+        """
+        params: Any = self._of_rank(self.rank)
+        if filter_params_fn is not None:
+            params = list(filter_params_fn(params))
+        grads = [p.grad for p in params if p.grad is not None]
+        kind = float(norm_type)
+        total = self._total_norm(grads, kind)
+        if max_norm / (total + 1e-6) < 1:
+            for param in self._numbers():
+                if param.grad is not None:
+                    param.grad.mul_(max_norm / (total + 1e-6))
+        return torch.tensor(total, dtype=torch.float32)
+
+    def _total_norm(self, grads: list[torch.Tensor], kind: float) -> float:
+        norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
+        own = [float(norm(grad, kind)) for grad in grads]
+        if math.isinf(kind):
+            worst = torch.tensor([max(own, default=0.0)], dtype=torch.float64)
+            self.communicator.all_reduce(worst, "max")
+            return float(worst)
+        total = torch.tensor([sum(n**kind for n in own)], dtype=torch.float64)
+        self.communicator.all_reduce(total, "sum")
+        return math.pow(float(total), 1.0 / kind)
+
+    # ---- state
+
+    def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
+        """Bring the ranks' states to recipient_rank, or with -1 to all. Collective."""
+        _copy_options(self.param_groups, self.optim.param_groups)
+        file = io.BytesIO()
+        torch.save(self.optim.state_dict(), file)
+        everyone = self.communicator.gather_bytes(file.getvalue())
+        self._all_states = [
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            for data in (everyone if recipient_rank in (-1, self.rank) else [])
+        ]
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The whole state, as the inner optimizer alone would have it.
+
+        all_ranks: bring it together now; then all ranks call this.
+
+        Raises RuntimeError where consolidate_state_dict() has not brought it.
+        """
+        if all_ranks:
+            self.consolidate_state_dict(recipient_rank=-1)
+        if not self._all_states:
+            raise RuntimeError(
+                "the optimizer's state has not been brought to this rank: have all "
+                "ranks call consolidate_state_dict() before state_dict()"
+            )
+        whole = super().state_dict()
+        numbers = self._numbers()
+        state: dict[int, Any] = {}
+        for rank, part in enumerate(self._all_states):
+            for index, param in enumerate(self._of_rank(rank)):
+                if index in part["state"]:
+                    state[numbers[param]] = part["state"][index]
+        whole["state"] = dict(sorted(state.items()))
+        return whole
+
+    def _numbers(self) -> dict[torch.Tensor, int]:
+        params = (p for group in self.param_groups for p in group["params"])
+        return {param: number for number, param in enumerate(params)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what state_dict() returned, on any number of ranks, or the inner
+        optimizer's own."""
+        super().load_state_dict({**state_dict, "state": {}})
+        _copy_options(self.param_groups, self.optim.param_groups)
+        numbers = self._numbers()
+        mine = self.optim.state_dict()
+        mine["state"] = {
+            index: state_dict["state"][numbers[param]]
+            for index, param in enumerate(self._of_rank(self.rank))
+            if numbers[param] in state_dict["state"]
+        }
+        self.optim.load_state_dict(mine)
+
+
+def _copy_options(source: list[Group], target: list[Group]) -> None:
+    for given, taken in zip(source, target, strict=True):
+        taken.update({key: v for key, v in given.items() if key != "params"})
