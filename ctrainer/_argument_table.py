@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ctrainer import _optimizer_names
+from ctrainer import _optimizer_names, _rank_options
 
 HONOURED = frozenset(
     """
@@ -42,7 +42,8 @@ HONOURED = frozenset(
     log_grad_noise_scale
     malloc_tuning async_save save_on_signal eval_loss_by_token eval_spill_bytes
     use_legacy_prediction_loop predict_with_generate generation_max_length
-    generation_num_beams generation_config
+    generation_num_beams generation_config average_tokens_across_devices
+    log_on_each_node log_level_replica save_on_each_node ddp_timeout
     """.split()
 )
 
@@ -53,17 +54,13 @@ _HUB = "no effect without push_to_hub"
 _DDP = "no effect on one process: gradients are not exchanged"
 
 RECORDED = {
-    "average_tokens_across_devices": _ONE_RANK,
     "liger_kernel_config": "no effect without use_liger_kernel",
-    "log_on_each_node": _ONE_RANK,
-    "log_level_replica": _ONE_RANK,
     "run_name": _TRACKERS,
     "project": _TRACKERS,
     "trackio_space_id": _TRACKERS,
     "trackio_bucket_id": _TRACKERS,
     "trackio_static_space_id": _TRACKERS,
     "eval_use_gather_object": _ONE_RANK,
-    "save_on_each_node": _ONE_RANK,
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
     "hub_model_id": _HUB,
@@ -75,7 +72,6 @@ RECORDED = {
     "ddp_broadcast_buffers": _DDP,
     "ddp_static_graph": _DDP,
     "ddp_backend": _DDP,
-    "ddp_timeout": _DDP,
     "fsdp_config": "no effect without fsdp",
     "do_train": _SCRIPTS,
     "do_eval": _SCRIPTS,
@@ -133,32 +129,9 @@ def one_of(*words: Any, instead: str = "") -> Limit:
     return Limit(lambda v: v in words, values, instead)
 
 
-# Settings of accelerate that change nothing on one process, or are the default.
-_ACCELERATE: dict[str, tuple[Any, ...]] = {
-    "split_batches": (True, False),
-    "dispatch_batches": (None, True, False),
-    "even_batches": (True, False),
-    "use_seedable_sampler": (True,),
-    "non_blocking": (True, False),
-    "gradient_accumulation_kwargs": (None, {}),
-    "use_configured_state": (False,),
-}
-
-
 def _is_positive(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and value > 0
-
-
-def _accelerate_accepts(config: Any) -> bool:
-    if config is None:
-        return True
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    return isinstance(config, dict) and all(
-        name in _ACCELERATE and value in _ACCELERATE[name]
-        for name, value in config.items()
-    )
 
 
 LIMITED = {
@@ -175,9 +148,10 @@ LIMITED = {
         instead="override _get_train_sampler",
     ),
     "accelerator_config": Limit(
-        _accelerate_accepts,
-        "None, or a dict of " + ", ".join(_ACCELERATE),
-        "those that would change something on one process must keep their defaults",
+        _rank_options.accepts,
+        "None, or a dict of " + ", ".join(_rank_options.ACCEPTED),
+        "use_seedable_sampler, gradient_accumulation_kwargs and use_configured_state "
+        "must keep their defaults",
     ),
     "nonfinite_policy": one_of("skip", "stop", "keep"),
     "grad_norm_type": Limit(_is_positive, "numbers > 0 and inf", ""),

@@ -39,6 +39,13 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         alone = self.args.world_size == 1
         return _C.Communicator() if alone else world(self.args.ddp_timeout)
 
+    def _leave_ranks(self) -> None:
+        """After a failure: close the group, so that no rank waits for this one."""
+        try:
+            self._communicator.close()
+        except RuntimeError as error:  # a collective is under way
+            logger.warning("the group of the run stays open: %s", error)
+
     def _train_arguments(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -273,6 +280,8 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         else:
             self._load_rng_state(None if skip else checkpoint)
             self._resume_state["epoch_rng"] = self._adapter.rng_state()
+        if self._communicator.world_size > 1:
+            self._adapter.share_order(loader, self._communicator)
         iterator = self._adapter.epoch_iterator(loader, epoch, skip)
         if skip:
             self._load_rng_state(checkpoint)

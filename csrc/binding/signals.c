@@ -29,6 +29,13 @@ ctpy_signal_requested(void)
     return atomic_load_explicit(&requested, memory_order_relaxed);
 }
 
+void
+ctpy_signal_request(int number)
+{
+    int none = 0;
+    (void)atomic_compare_exchange_strong(&requested, &none, number);
+}
+
 bool
 ctpy_stop_requested(void)
 {

@@ -20,6 +20,9 @@ int ctpy_signals_restore(ctpy_signals *saved);
 /* The signal that arrived since install, or 0. */
 int ctpy_signal_requested(void);
 
+/* As if that signal had arrived, unless one has; 0: nothing. */
+void ctpy_signal_request(int number);
+
 /* True when Ctrl-C or SIGTERM has asked the run to end; long loops look at it between
  * batches. */
 bool ctpy_stop_requested(void);

@@ -43,10 +43,11 @@ typedef struct Trainer {
     int64_t nonfinite_steps; /* updates skipped for Inf or NaN, since the last log */
     int64_t nonfinite_total; /* in the whole run */
     ctpy_noise noise;
-    double grad_norm; /* of the last update; NaN before the first */
-    bool saving;      /* a checkpoint is in the making: writer.folder is open */
-    bool spare;       /* this batch runs again only to keep the other ranks company */
-    bool in_update;   /* between the first micro-batch and the end of an update */
+    double grad_norm;  /* of the last update; NaN before the first */
+    int agreed_signal; /* that all ranks know of; 0: none */
+    bool saving;       /* a checkpoint is in the making: writer.folder is open */
+    bool spare;        /* this batch runs again only to keep the other ranks company */
+    bool in_update;    /* between the first micro-batch and the end of an update */
 } Trainer;
 
 /* What does not change during one train(): made by the loop, on its stack. All borrowed
@@ -62,6 +63,7 @@ typedef struct ctpy_run {
     int64_t updates_in_epoch; /* updates an epoch */
     int64_t epoch;            /* the current one, from 0 */
     int64_t micro_step;       /* micro-batches of this epoch that are done */
+    int64_t targets;          /* of the update, on all of several ranks; -1: unknown */
     bool layer_norms_due;     /* in the update that is under way, to be logged */
     bool noise_due;           /* likewise */
     bool stray_parameters;    /* some parameter of the model is not the optimizer's */
@@ -116,9 +118,14 @@ int ctpy_next_batches(PyObject *op, ctpy_run *run, PyObject *iterator,
 /* Targets of one batch: labels that are not -100; -1 where it has no labels to count,
  * with *failed set on error. */
 int64_t ctpy_count_targets(PyObject *op, PyObject *batch, int *failed);
+/* The same of a list of batches; -1 for an empty one too. */
+int64_t ctpy_count_batches(PyObject *op, PyObject *batches, int *failed);
 /* Shares of the batches in the update's loss, in proportion to their targets; equal
- * without labels. shares has room for one double a batch. */
-int ctpy_batch_shares(PyObject *op, PyObject *batches, double *shares);
+ * without labels. On several ranks, where run->targets is known, in proportion to all
+ * ranks' and times their number, by which their mean divides. shares has room for one
+ * double a batch. */
+int
+ctpy_batch_shares(PyObject *op, const ctpy_run *run, PyObject *batches, double *shares);
 
 /* trainer_micro.c: the micro-batches of one update, and the update itself. Returns 1
  * when an update was made or skipped, 0 when a callback ended the epoch before, -1. */

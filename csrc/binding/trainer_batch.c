@@ -1,6 +1,6 @@
 /* Trainer: the micro-batches of one update, and what each weighs in it. */
 #include "binding/ctpy_optim.h"
-#include "binding/trainer.h"
+#include "binding/trainer_ranks.h"
 #include "core/ct_count.h"
 
 /* The labels that the loss is a mean over, or NULL where the batch has none. */
@@ -85,13 +85,29 @@ ctpy_count_targets(PyObject *op, PyObject *batch, int *failed)
     return n;
 }
 
-int
-ctpy_batch_shares(PyObject *op, PyObject *batches, double *shares)
+int64_t
+ctpy_count_batches(PyObject *op, PyObject *batches, int *failed)
 {
-    Py_ssize_t n = PyList_GET_SIZE(batches);
+    int64_t sum = 0;
+    *failed = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batches); i++) {
+        const int64_t n = ctpy_count_targets(op, PyList_GET_ITEM(batches, i), failed);
+        if (*failed || n < 0) {
+            return -1;
+        }
+        sum += n;
+    }
+    return PyList_GET_SIZE(batches) > 0 ? sum : -1;
+}
+
+int
+ctpy_batch_shares(PyObject *op, const ctpy_run *run, PyObject *batches, double *shares)
+{
+    const Py_ssize_t n = PyList_GET_SIZE(batches);
+    const bool of_all = run->targets > 0; /* ranks' */
     double total = 0.0;
     int failed = 0;
-    for (Py_ssize_t i = 0; n > 1 && i < n; i++) {
+    for (Py_ssize_t i = 0; (n > 1 || of_all) && i < n; i++) {
         int64_t targets = ctpy_count_targets(op, PyList_GET_ITEM(batches, i), &failed);
         if (failed) {
             return -1;
@@ -103,15 +119,45 @@ ctpy_batch_shares(PyObject *op, PyObject *batches, double *shares)
         shares[i] = (double)targets;
         total += shares[i];
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        shares[i] = n == 1 ? 1.0 : total > 0.0 ? shares[i] / total : 1.0 / (double)n;
+    if (of_all) {
+        total = (double)run->targets / (double)ctpy_trainer_world_size(op);
     }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        shares[i] = n == 1 && !of_all ? 1.0
+                    : total > 0.0     ? shares[i] / total
+                                      : 1.0 / (double)n;
+    }
+    return 0;
+}
+
+/* Their targets, of all ranks where args.average_tokens_across_devices says so; -1
+ * without batches or where one rank cannot count them. */
+static int
+count_on_ranks(PyObject *op, PyObject *batches, int64_t *total)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int failed = 0, of_all;
+    int64_t values[2] = {ctpy_count_batches(op, batches, &failed), 0};
+    if (failed ||
+        ctpy_field_bool(op, names->str_args, names->str_average_tokens_across_devices,
+                        &of_all) < 0) {
+        return -1;
+    }
+    if (of_all) {
+        values[1] = values[0] < 0;
+        values[0] = values[0] < 0 ? 0 : values[0];
+        if (ctpy_trainer_sum(op, values, 2) < 0) {
+            return -1;
+        }
+    }
+    *total = values[1] > 0 ? -1 : values[0];
     return 0;
 }
 
 const char Trainer__get_num_items_in_batch_doc[] =
     "_get_num_items_in_batch($self, batch_samples, device=None)\n--\n\n"
     "Count the predicted targets of a list of batches: labels that are not -100.\n\n"
+    "On several ranks those of all, with average_tokens_across_devices.\n"
     "A loss that shifts its labels has none in the first column. Returns None where "
     "no\n"
     "loss takes the count or the batches have no labels.";
@@ -122,8 +168,8 @@ Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {"batch_samples", "device", NULL};
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *batches, *device = Py_None, *function;
-    int accepts, failed;
-    int64_t total = 0;
+    int accepts;
+    int64_t total;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:_get_num_items_in_batch",
                                      keywords, &PyList_Type, &batches, &device) ||
         ctpy_get_bool(op, names->str_model_accepts_loss_kwargs, &accepts) < 0 ||
@@ -132,18 +178,14 @@ Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     bool wanted = accepts || function != Py_None;
     Py_DECREF(function);
-    if (!wanted || PyList_GET_SIZE(batches) == 0) {
+    if (!wanted) {
         Py_RETURN_NONE;
     }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batches); i++) {
-        int64_t targets = ctpy_count_targets(op, PyList_GET_ITEM(batches, i), &failed);
-        if (failed) {
-            return NULL;
-        }
-        if (targets < 0) {
-            Py_RETURN_NONE;
-        }
-        total += targets;
+    if (count_on_ranks(op, batches, &total) < 0) {
+        return NULL;
+    }
+    if (total < 0) {
+        Py_RETURN_NONE;
     }
     PyObject *n = PyLong_FromLongLong(total);
     if (n == NULL) {

@@ -1,6 +1,7 @@
 /* Trainer: train(), its epochs, and what ends them. */
 #include "binding/trainer.h"
 #include "binding/trainer_noise.h"
+#include "binding/trainer_ranks.h"
 
 /* The numbers of set_initial_training_values, which scripts and subclasses override. */
 typedef struct plan {
@@ -95,9 +96,9 @@ save_and_stop(PyObject *op, ctpy_run *run)
 
 /* A hook was stopped by Ctrl-C: the exception goes, the flag stays. */
 static bool
-is_interrupt(void)
+is_interrupt(PyObject *op)
 {
-    if (ctpy_stop_requested() && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+    if (ctpy_ranks_stop(op) && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
         PyErr_Clear();
         return true;
     }
@@ -112,25 +113,26 @@ run_one_update(PyObject *op, ctpy_run *run, PyObject *iterator, bool *more)
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *batches = NULL, *count = NULL;
     int epoch = 0, training = 0;
+    bool enough;
     *more = false;
     if (ctpy_next_batches(op, run, iterator, &batches, &count) < 0) {
         return -1;
     }
-    int result = 0;
-    if (PyList_GET_SIZE(batches) > 0) {
+    int result = ctpy_ranks_begin(op, run, batches, &enough);
+    if (result == 0 && enough) {
         *more = true;
         result = ctpy_run_update(op, run, batches, count);
     }
     Py_DECREF(batches);
     Py_DECREF(count);
-    if (result < 0 && !((Trainer *)op)->in_update && is_interrupt()) {
+    if (result < 0 && !((Trainer *)op)->in_update && is_interrupt(op)) {
         result = 1; /* evaluation was cut short, the update before it is whole */
     }
     if (result < 0 || flag(op, names->str_should_epoch_stop, &epoch) < 0 ||
         flag(op, names->str_should_training_stop, &training) < 0) {
         return -1;
     }
-    if (ctpy_stop_requested()) {
+    if (ctpy_ranks_stop(op)) {
         *more = false;
         return save_and_stop(op, run);
     }
@@ -192,13 +194,13 @@ run_epoch(PyObject *op, ctpy_run *run, PyObject *loader)
     int result = iterator == NULL ? -1 : run_updates(op, run, iterator);
     Py_XDECREF(iterator);
     if (result < 0 ||
-        (run->micro_step == 0 && !ctpy_stop_requested() && warn_no_batches(op) < 0)) {
+        (run->micro_step == 0 && !ctpy_ranks_stop(op) && warn_no_batches(op) < 0)) {
         return -1;
     }
     if (ctpy_trainer_fire(op, names->str_on_epoch_end, NULL) < 0) {
         return -1;
     }
-    return ctpy_stop_requested() ? 0 : ctpy_log_save_evaluate(op, run, Py_None);
+    return ctpy_ranks_stop(op) ? 0 : ctpy_do_what_is_due(op, run, Py_None);
 }
 
 static int
@@ -302,7 +304,11 @@ end_train_steal(PyObject *op, ctpy_signals *saved, PyObject *output)
     int number = ctpy_signals_restore(saved);
     ((Trainer *)op)->in_update = false;
     ((Trainer *)op)->share = 0.0;
+    ((Trainer *)op)->agreed_signal = 0;
     ctpy_noise_end(op);
+    if (type != NULL) {
+        ctpy_ranks_leave(op);
+    }
     PyObject *answer =
         PyObject_CallMethod(op, "_end_train", "O", type == NULL ? Py_True : Py_False);
     if (type != NULL) {

@@ -1,5 +1,6 @@
 /* Trainer: the micro-batches of one update. */
 #include "binding/trainer_noise.h"
+#include "binding/trainer_ranks.h"
 
 /* The count of floating-point operations and of tokens, by their hooks. */
 static int
@@ -59,11 +60,17 @@ run_micro_batch(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
     return result < 0 ? -1 : account_batch(op, inputs);
 }
 
+/* Does a callback end the update here? On several ranks all end it whole. */
 static int
 should_stop(PyObject *op, int *stop)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     int epoch = 0, training = 0;
+    const int ranks = ctpy_trainer_world_size(op);
+    *stop = 0;
+    if (ranks != 1) {
+        return ranks < 0 ? -1 : 0;
+    }
     if (ctpy_field_bool(op, names->str_control, names->str_should_epoch_stop, &epoch) <
             0 ||
         ctpy_field_bool(op, names->str_control, names->str_should_training_stop,
@@ -72,6 +79,23 @@ should_stop(PyObject *op, int *stop)
     }
     *stop = epoch || training;
     return 0;
+}
+
+/* The same, where gradients are exchanged after the last micro-batch alone. */
+static int
+run_without_exchange(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
+                     double *loss)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *context;
+    if (ctpy_enter_no_sync(op, run->model, &context) < 0) {
+        return -1;
+    }
+    PyObject *done =
+        run_micro_batch(op, run, inputs, count, loss) < 0 ? NULL : Py_NewRef(Py_None);
+    done = ctpy_leave_context_steal(context, names->str___exit__, done);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }
 
 /* All micro-batches; 1 when the update may follow, 0 when a callback stopped before. */
@@ -85,15 +109,16 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batches); i++) {
         PyObject *inputs = Py_NewRef(PyList_GET_ITEM(batches, i));
         self->share = shares[i];
-        int result = run_micro_batch(op, run, inputs, count, loss);
+        const bool last = i + 1 == PyList_GET_SIZE(batches);
+        int result = (last ? run_micro_batch : run_without_exchange)(op, run, inputs,
+                                                                     count, loss);
         self->share = 0.0;
         Py_DECREF(inputs);
         if (result < 0 || (run->noise_due && ctpy_noise_see(op, shares[i]) < 0)) {
             return -1;
         }
-        if (i + 1 < PyList_GET_SIZE(batches) &&
-            (ctpy_trainer_fire(op, names->str_on_substep_end, NULL) < 0 ||
-             should_stop(op, &stop) < 0)) {
+        if (!last && (ctpy_trainer_fire(op, names->str_on_substep_end, NULL) < 0 ||
+                      should_stop(op, &stop) < 0)) {
             return -1;
         }
         if (stop) {
@@ -141,7 +166,7 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
     ((Trainer *)op)->in_update = true;
     if (ctpy_set_int64(op, names->str_current_gradient_accumulation_steps,
                        (int64_t)n) == 0 &&
-        ctpy_batch_shares(op, batches, shares) == 0 &&
+        ctpy_batch_shares(op, run, batches, shares) == 0 &&
         ctpy_metrics_plan(op, run, batches) == 0 &&
         ctpy_trainer_fire(op, names->str_on_step_begin, NULL) == 0) {
         result = run_micro_batches(op, run, batches, count, shares, &loss);

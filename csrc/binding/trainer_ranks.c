@@ -90,6 +90,20 @@ ctpy_trainer_average_grads(PyObject *op, ctpy_update *u)
     return done;
 }
 
+void
+ctpy_ranks_leave(PyObject *op)
+{
+    if (!is_open(((Trainer *)op)->group) || ctpy_trainer_world_size(op) == 1) {
+        return;
+    }
+    PyObject *answer =
+        PyObject_CallMethodNoArgs(op, ctpy_state_borrow(op)->str__leave_ranks);
+    if (answer == NULL) {
+        PyErr_WriteUnraisable(op);
+    }
+    Py_XDECREF(answer);
+}
+
 PyObject *
 ctpy_trainer_get_communicator(PyObject *op, void *Py_UNUSED(closure))
 {

@@ -14,6 +14,10 @@
  * for; alive as long as the trainer keeps it. NULL with an exception. */
 ct_comm *ctpy_trainer_comm_borrow(PyObject *op);
 
+/* Leaves the group, if the trainer has joined it, after a failure: what the others wait
+ * for then fails too. Keeps no exception and sets none. */
+void ctpy_ranks_leave(PyObject *op);
+
 /* The getter of Trainer._communicator. */
 PyObject *ctpy_trainer_get_communicator(PyObject *op, void *closure);
 
@@ -24,6 +28,30 @@ int ctpy_trainer_world_size(PyObject *op);
  * exception. */
 int ctpy_trainer_reduce(PyObject *op, double *values, size_t n, ct_reduce_op how);
 int ctpy_trainer_sum(PyObject *op, int64_t *values, size_t n);
+
+/* trainer_agree.c */
+
+/* Before an update: have all ranks a batch, and what do their labels count together,
+ * for run->targets? One that has while another has not warns of what is left over. */
+int ctpy_ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough);
+
+/* Gradients that are not finite on one rank are so on all: all skip, or none. */
+int ctpy_ranks_agree_finite(PyObject *op, bool *finite);
+
+/* What the control of one rank asks for (to log, evaluate, save, stop) all do, and a
+ * signal that one has got all have. *due: something is to be logged, evaluated or
+ * saved, which other callbacks will see; false with one rank. */
+int ctpy_ranks_agree(PyObject *op, bool *due);
+
+/* ctpy_log_save_evaluate, where all ranks do what one is asked to. */
+int ctpy_do_what_is_due(PyObject *op, ctpy_run *run, PyObject *learning_rate);
+
+/* Has a signal asked the run to end, on all ranks? */
+bool ctpy_ranks_stop(PyObject *op);
+
+/* On several ranks: model.no_sync() entered, whose exchange of gradients then waits for
+ * the last micro-batch of an update. NULL where there is none. */
+int ctpy_enter_no_sync(PyObject *op, PyObject *model, PyObject **context);
 
 /* Replaces the gradients of an update by their mean over the ranks, where nothing
  * around the model has done so. 0, or -1 with an exception. */

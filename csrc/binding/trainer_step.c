@@ -1,5 +1,5 @@
 /* Trainer: one micro-batch: inputs, loss, backward. */
-#include "binding/trainer.h"
+#include "binding/trainer_ranks.h"
 
 const char Trainer__prepare_inputs_doc[] =
     "_prepare_inputs($self, inputs, /)\n--\n\n"
@@ -113,6 +113,46 @@ loss_of_outputs(PyObject *outputs, PyObject *inputs, ctpy_state *names)
     return loss;
 }
 
+/* Has the loss used the count it was given? A plain number, which somebody's own
+ * get_batch_samples has put there, counts as used. 1, 0 or -1. */
+static int
+was_read(PyObject *count, ctpy_state *names)
+{
+    int failed;
+    PyObject *read = ctpy_get_optional(count, names->str_was_read, &failed);
+    const int answer = failed ? -1 : read == NULL ? 1 : PyObject_IsTrue(read);
+    Py_XDECREF(read);
+    return answer;
+}
+
+/* A loss that was divided by the count of all ranks' targets times their number, by
+ * which the mean of their gradients divides it once more. */
+static PyObject *
+undo_mean_steal(PyObject *op, PyObject *loss, PyObject *count)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    const int ranks = ctpy_trainer_world_size(op);
+    int of_all;
+    if (loss == NULL || ranks == 1 || count == Py_None) {
+        return loss;
+    }
+    const int read = ranks < 0 ? -1 : was_read(count, names);
+    if (read < 0 ||
+        ctpy_field_bool(op, names->str_args, names->str_average_tokens_across_devices,
+                        &of_all) < 0) {
+        Py_DECREF(loss);
+        return NULL;
+    }
+    if (!read || !of_all) {
+        return loss;
+    }
+    PyObject *n = PyLong_FromLong(ranks);
+    PyObject *product = n == NULL ? NULL : PyNumber_Multiply(loss, n);
+    Py_XDECREF(n);
+    Py_DECREF(loss);
+    return product;
+}
+
 /* The loss by the user's function, by label smoothing, or from the model's outputs. */
 static PyObject *
 choose_loss(PyObject *op, PyObject *model, PyObject *outputs, PyObject *inputs,
@@ -168,7 +208,9 @@ Trainer_compute_loss(PyObject *op, PyObject *args, PyObject *kwargs)
     if (failed || (given = model_keywords(op, inputs, count)) == NULL ||
         (none = PyTuple_New(0)) == NULL ||
         (outputs = PyObject_Call(model, none, given)) == NULL ||
-        (loss = choose_loss(op, model, outputs, inputs, labels, count)) == NULL) {
+        (loss =
+             undo_mean_steal(op, choose_loss(op, model, outputs, inputs, labels, count),
+                             count)) == NULL) {
         goto done;
     }
     result = return_outputs ? PyTuple_Pack(2, loss, outputs) : Py_NewRef(loss);
@@ -223,10 +265,7 @@ is_weighted(PyObject *op, PyObject *count)
     answer = function != Py_None && !PyCallable_Check(function);
     Py_DECREF(function);
     if (answer == 0 && count != Py_None) {
-        PyObject *read = ctpy_get_optional(count, names->str_was_read, &failed);
-        /* A plain number was put there by the user's own get_batch_samples. */
-        answer = failed ? -1 : read == NULL ? 1 : PyObject_IsTrue(read);
-        Py_XDECREF(read);
+        answer = was_read(count, names);
     }
     return answer;
 }
@@ -285,20 +324,25 @@ run_backward(PyObject *op, PyObject *loss)
 }
 
 /* Weight, backward; the loss without its graph. A micro-batch in which nothing is to be
- * predicted has no mean, 0 / 0, and adds nothing to its update. */
+ * predicted has no mean, 0 / 0, and adds nothing to its update; on several ranks its
+ * backward pass, of 0, is what the others' exchange of gradients waits for. */
 static PyObject *
 settle_steal(PyObject *op, PyObject *loss, PyObject *count)
 {
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *detached = NULL;
-    int weighted = is_weighted(op, count);
-    if (weighted == 0 && self->in_update && self->share == 0.0) {
-        detached = PyObject_CallMethodOneArg(op, names->str__no_loss, loss);
+    const int ranks = ctpy_trainer_world_size(op);
+    const int weighted = ranks < 0 ? -1 : is_weighted(op, count);
+    const bool nothing = weighted == 0 && self->in_update && self->share == 0.0;
+    bool failed = weighted < 0;
+    if (!failed && (!nothing || ranks > 1)) {
+        failed = (!weighted && (loss = weigh_steal(op, loss)) == NULL) ||
+                 run_backward(op, loss) < 0;
     }
-    else if (weighted >= 0 && (weighted || (loss = weigh_steal(op, loss)) != NULL) &&
-             run_backward(op, loss) == 0) {
-        detached = PyObject_CallMethodNoArgs(loss, names->str_detach);
+    if (!failed) {
+        detached = nothing ? PyObject_CallMethodOneArg(op, names->str__no_loss, loss)
+                           : PyObject_CallMethodNoArgs(loss, names->str_detach);
     }
     Py_XDECREF(loss);
     return detached;

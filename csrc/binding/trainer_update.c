@@ -193,25 +193,14 @@ scaler_update(ctpy_update *u, ctpy_state *names)
     return answer == NULL ? -1 : 0;
 }
 
-/* Gradients that are not finite on one rank are so on all: all skip, or none. */
-static int
-agree_finite(PyObject *op, ctpy_update *u)
-{
-    double finite = u->result.finite ? 1.0 : 0.0;
-    if (ctpy_trainer_reduce(op, &finite, 1, CT_REDUCE_MIN) < 0) {
-        return -1;
-    }
-    u->result.finite = finite > 0.0;
-    return 0;
-}
-
 /* Clip, the callback before the step, the update, the callback after it. */
 static int
 update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     if (ctpy_trainer_average_grads(op, u) < 0 || ctpy_update_measure(op, u) < 0 ||
-        agree_finite(op, u) < 0 || ctpy_metrics_measure(op, run, u) < 0 ||
+        ctpy_ranks_agree_finite(op, &u->result.finite) < 0 ||
+        ctpy_metrics_measure(op, run, u) < 0 ||
         (!u->result.finite && u->scaler == NULL && tell_nonfinite(op, u) < 0) ||
         (u->result.finite && ctpy_update_clip(op, run, u) < 0)) {
         return -1;
@@ -311,7 +300,7 @@ ctpy_finish_update(PyObject *op, ctpy_run *run)
         ((Trainer *)op)->in_update = false;
         result = ctpy_trainer_fire(op, names->str_on_step_end, NULL) < 0
                      ? -1
-                     : ctpy_log_save_evaluate(op, run, learning_rate);
+                     : ctpy_do_what_is_due(op, run, learning_rate);
     }
     Py_XDECREF(learning_rate);
     update_release(&u);

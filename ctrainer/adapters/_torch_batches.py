@@ -121,15 +121,16 @@ def _stack(values: list[Any]) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def worker_seeder(workers: int) -> Callable[[int], None]:
-    """Seeds Python's and NumPy's generators in each worker, from torch's seed there."""
-    return partial(_seed_worker, workers)
+def worker_seeder(workers: int, rank: int) -> Callable[[int], None]:
+    """Seeds Python's and NumPy's generators in each worker, from torch's seed there and
+    the rank."""
+    return partial(_seed_worker, workers, rank)
 
 
-def _seed_worker(workers: int, worker: int) -> None:
+def _seed_worker(workers: int, rank: int, worker: int) -> None:
     from ctrainer.trainer_utils import seed_worker
 
-    seed_worker(worker, workers, 0)
+    seed_worker(worker, workers, rank)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from ctrainer import _rank_options
 from ctrainer.adapters import _torch_average as averages  # noqa: F401
 from ctrainer.adapters import _torch_batches as batches
 from ctrainer.adapters import _torch_checkpoint as checkpoints  # noqa: F401
 from ctrainer.adapters import _torch_optim as optimizers
 from ctrainer.adapters import _torch_precision as precision
+from ctrainer.adapters import _torch_ranks as ranks
 
 Args = Any
 Model = nn.Module
@@ -41,6 +43,7 @@ leave_mixed_precision = precision.leave_mixed_precision
 lossy_fp16_parameter = precision.lossy_fp16_parameter
 length_grouped_sampler = batches.LengthGroupedSampler
 seek = batches.seek
+share_order = ranks.share_order
 
 
 def prepare_args(args: Args) -> None:
@@ -295,8 +298,8 @@ def sequential_sampler(dataset: Any) -> Sampler[int]:
 
 def data_loader(
     dataset: Any, args: Args, *, training: bool, sampler: Any, **options: Any
-) -> DataLoader[Any]:
-    """A torch DataLoader with the options of `args`.
+) -> Any:
+    """A torch DataLoader with the options of `args`; on several ranks this rank's part.
 
     A plain RandomSampler of training data, which an override of _get_train_sampler
     may return, is replaced by one of the same order as accelerate's: seeded by the
@@ -317,8 +320,13 @@ def data_loader(
         options["sampler"] = batches.seeded(sampler, args) if training else sampler
         options["drop_last"] = args.dataloader_drop_last
         if training and workers > 0:
-            options["worker_init_fn"] = batches.worker_seeder(workers)
-    return DataLoader(dataset, **options)
+            seeder = batches.worker_seeder(workers, args.process_index)
+            options["worker_init_fn"] = seeder
+    dealing = _rank_options.dealing(args)
+    if dealing is None:
+        return DataLoader(dataset, **options)
+    rest = {"sampler": None, "drop_last": False, **options}
+    return ranks.rank_loader(dataset, dealing, **rest)
 
 
 def padding_collator(tokenizer: Any) -> Callable[..., Any]:

@@ -302,11 +302,13 @@ def test_bad_input_is_told_by_its_cause() -> None:
             call()
 
 
-def test_more_than_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_meet_are_told_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises((RuntimeError, ValueError), match="WORLD_SIZE"):
+    with pytest.raises((RuntimeError, ValueError), match="MASTER_ADDR"):
         make(ctrainer.Trainer, Net(), rows()).train()
 
 

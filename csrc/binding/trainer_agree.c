@@ -1,0 +1,184 @@
+/* Trainer on several ranks: what they agree on before, in and after an update. */
+#include "binding/trainer_ranks.h"
+
+#include <string.h>
+
+/* ---- before: have all a batch, and how much is there to predict? -------------------
+ */
+
+static int
+warn_left_over(PyObject *op, Py_ssize_t batches, int64_t without)
+{
+    int64_t step;
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
+        return -1;
+    }
+    return PyErr_WarnFormat(
+        PyExc_UserWarning, 1,
+        "the epoch ends after step %lld, where %lld of %d ranks have no batch left; "
+        "%zd batches of rank %d are not trained on. even_batches in accelerator_config "
+        "gives all ranks equally many",
+        (long long)step, (long long)without, ctpy_trainer_world_size(op), batches,
+        ctpy_trainer_comm_borrow(op)->rank);
+}
+
+int
+ctpy_ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough)
+{
+    enum {
+        WITHOUT,
+        TARGETS,
+        UNCOUNTED,
+        COUNT
+    };
+    ctpy_state *names = ctpy_state_borrow(op);
+    const Py_ssize_t n = PyList_GET_SIZE(batches);
+    const int ranks = ctpy_trainer_world_size(op);
+    int64_t values[COUNT] = {n == 0, 0, 0};
+    int counts, failed = 0;
+    run->targets = -1;
+    *enough = n > 0;
+    if (ranks <= 1) {
+        return ranks < 0 ? -1 : 0;
+    }
+    if (ctpy_field_bool(op, names->str_args, names->str_average_tokens_across_devices,
+                        &counts) < 0) {
+        return -1;
+    }
+    const int64_t targets = counts ? ctpy_count_batches(op, batches, &failed) : -1;
+    values[TARGETS] = targets < 0 ? 0 : targets;
+    values[UNCOUNTED] = targets < 0;
+    if (failed || ctpy_trainer_sum(op, values, COUNT) < 0) {
+        return -1;
+    }
+    *enough = values[WITHOUT] == 0;
+    if (values[UNCOUNTED] == 0 && values[TARGETS] > 0) {
+        run->targets = values[TARGETS];
+    }
+    return *enough || n == 0 ? 0 : warn_left_over(op, n, values[WITHOUT]);
+}
+
+/* ---- in ----------------------------------------------------------------------------
+ */
+
+int
+ctpy_ranks_agree_finite(PyObject *op, bool *finite)
+{
+    double value = *finite ? 1.0 : 0.0;
+    if (ctpy_trainer_reduce(op, &value, 1, CT_REDUCE_MIN) < 0) {
+        return -1;
+    }
+    *finite = value > 0.0;
+    return 0;
+}
+
+/* ---- after: what callbacks and signals ask for -------------------------------------
+ */
+
+enum {
+    LOG,
+    EVALUATE,
+    SAVE,
+    EPOCH_STOP,
+    TRAINING_STOP,
+    SIGNAL,
+    WISHES
+};
+
+static int
+read_wishes(PyObject *control, PyObject *const *fields, double *wishes)
+{
+    for (int i = 0; i < SIGNAL; i++) {
+        int value;
+        if (ctpy_get_bool(control, fields[i], &value) < 0) {
+            return -1;
+        }
+        wishes[i] = value;
+    }
+    wishes[SIGNAL] = ctpy_signal_requested();
+    return 0;
+}
+
+static int
+grant_wishes(PyObject *control, PyObject *const *fields, const double *had,
+             const double *wishes)
+{
+    for (int i = 0; i < SIGNAL; i++) {
+        if (wishes[i] > had[i] && PyObject_SetAttr(control, fields[i], Py_True) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+ctpy_ranks_agree(PyObject *op, bool *due)
+{
+    const ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *const fields[] = {names->str_should_log, names->str_should_evaluate,
+                                names->str_should_save, names->str_should_epoch_stop,
+                                names->str_should_training_stop};
+    const int ranks = ctpy_trainer_world_size(op);
+    double wishes[WISHES], had[WISHES];
+    *due = false;
+    if (ranks <= 1) {
+        return ranks < 0 ? -1 : 0;
+    }
+    PyObject *control = PyObject_GetAttr(op, names->str_control);
+    int result = control == NULL ? -1 : read_wishes(control, fields, wishes);
+    if (result == 0) {
+        memcpy(had, wishes, sizeof had);
+        result = ctpy_trainer_reduce(op, wishes, WISHES, CT_REDUCE_MAX);
+    }
+    if (result == 0) {
+        result = grant_wishes(control, fields, had, wishes);
+        ctpy_signal_request((int)wishes[SIGNAL]);
+        ((Trainer *)op)->agreed_signal = (int)wishes[SIGNAL];
+        *due = wishes[LOG] > 0.0 || wishes[EVALUATE] > 0.0 || wishes[SAVE] > 0.0;
+    }
+    Py_XDECREF(control);
+    return result;
+}
+
+int
+ctpy_do_what_is_due(PyObject *op, ctpy_run *run, PyObject *learning_rate)
+{
+    bool due;
+    if (ctpy_ranks_agree(op, &due) < 0 ||
+        ctpy_log_save_evaluate(op, run, learning_rate) < 0) {
+        return -1;
+    }
+    return due ? ctpy_ranks_agree(op, &due) : 0;
+}
+
+bool
+ctpy_ranks_stop(PyObject *op)
+{
+    const Trainer *self = (const Trainer *)op;
+    const bool alone = self->group == NULL || ctpy_trainer_world_size(op) == 1;
+    return alone ? ctpy_stop_requested() : self->agreed_signal != 0;
+}
+
+/* ---- accumulation ------------------------------------------------------------------
+ */
+
+int
+ctpy_enter_no_sync(PyObject *op, PyObject *model, PyObject **context)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    const int ranks = ctpy_trainer_world_size(op);
+    PyObject *method;
+    *context = NULL;
+    if (ranks <= 1) {
+        return ranks < 0 ? -1 : 0;
+    }
+    const int has = ctpy_lookup(model, names->str_no_sync, &method);
+    if (has <= 0) {
+        return has;
+    }
+    *context =
+        ctpy_enter_context_steal(PyObject_CallNoArgs(method), names->str___enter__);
+    Py_DECREF(method);
+    return *context == NULL ? -1 : 0;
+}

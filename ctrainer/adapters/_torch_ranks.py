@@ -1,0 +1,224 @@
+"""torch's data loaders on several ranks: each rank's part of the batches.
+
+Source of who gets what: accelerate 1.x, data_loader.py (BatchSamplerShard,
+IterableDatasetShard, DataLoaderDispatcher), whose batches these are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+)
+
+from ctrainer import _C
+from ctrainer._rank_options import Dealing
+from ctrainer.adapters._torch_batches import SeededSampler
+from ctrainer.comm import world
+
+
+class RankBatches(BatchSampler):
+    """This rank's batches of a batch sampler that all ranks have alike."""
+
+    def __init__(self, batch_sampler: Any, dealing: Dealing) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.dealing = dealing
+        self._options = {
+            "split": dealing.split_batches,
+            "even": dealing.even_batches,
+            "drop_last": self.drop_last,
+        }
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._shard(self.batch_sampler)
+
+    def _shard(self, batches: Iterable[Any]) -> _C.BatchShard:
+        where = self.dealing
+        return _C.BatchShard(
+            batches, where.rank, where.world_size, self.batch_size, **self._options
+        )
+
+    def __len__(self) -> int:
+        where = self.dealing
+        return _C.BatchShard.count(
+            len(self.batch_sampler), where.rank, where.world_size, self.batch_size,
+            **self._options,
+        )  # fmt: skip
+
+
+class RankStream(IterableDataset[Any]):
+    """This rank's examples of a stream that all ranks read: of each world_size batches
+    one, or of each batch a part. The last are filled up from the first."""
+
+    def __init__(
+        self, dataset: Any, batch_size: int, drop_last: bool, dealing: Dealing
+    ) -> None:
+        self.dataset = dataset
+        self.dealing = dealing
+        self.drop_last = drop_last
+        self.round = batch_size * (
+            1 if dealing.split_batches else dealing.world_size
+        )  # examples
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        n, part = len(self.dataset), self.round // self.dealing.world_size
+        rounds = n // self.round if self.drop_last else -(-n // self.round)
+        return rounds * part
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(
+            self.dataset, "set_epoch"
+        ):
+            generator.manual_seed(self.epoch)
+        parts = _C.BatchShard(
+            _in_lists(self.dataset, self.round), self.dealing.rank,
+            self.dealing.world_size, self.round, split=True, drop_last=self.drop_last,
+        )  # fmt: skip
+        return itertools.chain.from_iterable(parts)
+
+
+def _in_lists(examples: Iterable[Any], n: int) -> Iterator[list[Any]]:
+    stream = iter(examples)
+    while part := list(itertools.islice(stream, n)):
+        yield part
+
+
+class DispatchedLoader:
+    """Batches that rank 0 reads and hands out: each rank an equal part of the rows of
+    world_size batches, or of one. Rows of the first round make the last one even.
+
+    All ranks iterate over it at the same time.
+    """
+
+    def __init__(self, loader: DataLoader[Any], dealing: Dealing) -> None:
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size
+        self.batch_sampler = loader.batch_sampler
+        self.drop_last = loader.drop_last
+        self.dealing = dealing
+        self._together = 1 if dealing.split_batches else dealing.world_size
+
+    def __len__(self) -> int:
+        n = len(self.loader)
+        return n // self._together if self.drop_last else -(-n // self._together)
+
+    def __iter__(self) -> Iterator[Any]:
+        group = world()
+        parts = self._parts() if self.dealing.rank == 0 else None
+        while True:
+            mine = next(parts, None) if parts is not None else None
+            data = b"" if mine is None else pickle.dumps(mine, pickle.HIGHEST_PROTOCOL)
+            data = group.broadcast_bytes(data, 0)
+            if not data:
+                return
+            yield pickle.loads(data)[self.dealing.rank]
+
+    def _parts(self) -> Iterator[list[Any]]:
+        """The parts of all ranks, round by round."""
+        first = None
+        for batches in _in_lists(self.loader, self._together):
+            if len(batches) < self._together and self.drop_last:
+                return
+            batch = batches[0] if len(batches) == 1 else _joined(batches)
+            n = self.dealing.world_size
+            first = _rows(batch, 0, n) if first is None else first
+            if _length(batch) % n and not self.drop_last:
+                batch = _joined([batch, first])
+            each = _length(batch) // n
+            yield [_rows(batch, r * each, (r + 1) * each) for r in range(n)]
+
+
+def _joined(batches: list[Any]) -> Any:
+    """Batches of one structure, one after the other along their first dimension."""
+    first = batches[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(batches)
+    if isinstance(first, Mapping):
+        return type(first)({k: _joined([b[k] for b in batches]) for k in first})  # type: ignore[call-arg]
+    if isinstance(first, tuple | list):
+        return type(first)(_joined(list(b)) for b in zip(*batches, strict=True))
+    raise TypeError(
+        "dispatch_batches hands out tensors in mappings, lists and tuples, and a "
+        f"batch has a {type(first).__name__}; set dispatch_batches to False"
+    )
+
+
+def _rows(batch: Any, start: int, end: int) -> Any:
+    """Rows [start, end) of every tensor, with no more memory than they need."""
+    if isinstance(batch, torch.Tensor):
+        return batch[start:end].clone()
+    if isinstance(batch, Mapping):
+        return type(batch)({k: _rows(v, start, end) for k, v in batch.items()})  # type: ignore[call-arg]
+    return type(batch)(_rows(v, start, end) for v in batch)
+
+
+def _length(batch: Any) -> int:
+    while not isinstance(batch, torch.Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return len(batch)
+
+
+def rank_loader(
+    dataset: Any, dealing: Dealing, *, sampler: Any, batch_size: int, drop_last: bool,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """This rank's loader of batches of a data set that all ranks have."""
+    if isinstance(dataset, IterableDataset):
+        return _stream_loader(dataset, dealing, batch_size, drop_last, options)
+    batches: Any = BatchSampler(
+        SequentialSampler(dataset) if sampler is None else sampler,
+        batch_size, drop_last,
+    )  # fmt: skip
+    if dealing.dispatch_batches:
+        loader = DataLoader(dataset, batch_sampler=batches, **options)
+        return DispatchedLoader(loader, dealing)
+    return DataLoader(dataset, batch_sampler=RankBatches(batches, dealing), **options)
+
+
+def _stream_loader(
+    dataset: Any, dealing: Dealing, batch_size: int, drop_last: bool, options: Any
+) -> Any:
+    if dealing.dispatch_batches is not False:
+        loader = DataLoader(
+            dataset, batch_size=batch_size, drop_last=drop_last, **options
+        )
+        return DispatchedLoader(loader, dealing)
+    n, own = dealing.world_size, batch_size
+    if dealing.split_batches:
+        own = batch_size // n
+    elif getattr(dataset, "n_shards", 0) >= n and callable(
+        getattr(dataset, "shard", None)
+    ):
+        part = dataset.shard(num_shards=n, index=dealing.rank)  # of datasets
+        return DataLoader(part, batch_size=own, drop_last=drop_last, **options)
+    stream = RankStream(dataset, batch_size, drop_last, dealing)
+    return DataLoader(stream, batch_size=own, drop_last=drop_last, **options)
+
+
+def share_order(loader: Any, group: _C.Communicator) -> None:
+    """Give all ranks rank 0's generator, where the order of the epoch depends on it:
+    they deal out batches of one order only if they draw the same one."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(sampler, SeededSampler | SequentialSampler | DispatchedLoader):
+        return
+    state = group.broadcast_bytes(torch.get_rng_state().numpy().tobytes(), 0)
+    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
