@@ -44,6 +44,7 @@ HONOURED = frozenset(
     use_legacy_prediction_loop predict_with_generate generation_max_length
     generation_num_beams generation_config average_tokens_across_devices
     log_on_each_node log_level_replica save_on_each_node ddp_timeout
+    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
     """.split()
 )
 
@@ -51,7 +52,6 @@ _ONE_RANK = "no effect on one process, which is what this version trains with"
 _SCRIPTS = "for the script that makes the trainer; the trainer does not read it"
 _TRACKERS = "passed on to the trackers of report_to"
 _HUB = "no effect without push_to_hub"
-_DDP = "no effect on one process: gradients are not exchanged"
 
 RECORDED = {
     "liger_kernel_config": "no effect without use_liger_kernel",
@@ -67,11 +67,6 @@ RECORDED = {
     "hub_strategy": _HUB,
     "hub_always_push": _HUB,
     "hub_revision": _HUB,
-    "ddp_find_unused_parameters": _DDP,
-    "ddp_bucket_cap_mb": _DDP,
-    "ddp_broadcast_buffers": _DDP,
-    "ddp_static_graph": _DDP,
-    "ddp_backend": _DDP,
     "fsdp_config": "no effect without fsdp",
     "do_train": _SCRIPTS,
     "do_eval": _SCRIPTS,
@@ -152,6 +147,13 @@ LIMITED = {
         "None, or a dict of " + ", ".join(_rank_options.ACCEPTED),
         "use_seedable_sampler, gradient_accumulation_kwargs and use_configured_state "
         "must keep their defaults",
+    ),
+    "ddp_backend": one_of(
+        None,
+        "gloo",
+        "nccl",
+        instead="leave it unset: ranks of one machine use shared memory, those of "
+        "several gloo, and GPUs nccl",
     ),
     "nonfinite_policy": one_of("skip", "stop", "keep"),
     "grad_norm_type": Limit(_is_positive, "numbers > 0 and inf", ""),

@@ -41,15 +41,19 @@ class Dealing:
     split_batches: bool
     dispatch_batches: bool | None
     even_batches: bool
+    drops_last: bool  # a round that is not whole, where the loader drops its last batch
 
 
-def dealing(args: Any) -> Dealing | None:
-    """How `args` say that batches are dealt out; None for a run of one process."""
+def dealing(args: Any, training: bool) -> Dealing | None:
+    """How `args` say that batches are dealt out; None for a run of one process.
+
+    Every row is evaluated once, so batches are even in training alone.
+    """
     if args.world_size == 1:
         return None
     given = {name: values[0] for name, values in ACCEPTED.items()}
     given.update(as_dict(getattr(args, "accelerator_config", None)))
     return Dealing(
         args.process_index, args.world_size, given["split_batches"],
-        given["dispatch_batches"], given["even_batches"],
+        given["dispatch_batches"], training and given["even_batches"], training,
     )  # fmt: skip

@@ -76,6 +76,8 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
             self._seed()
             self.model = self.model_wrapped = self.call_model_init(trial)
             self.optimizer = self.lr_scheduler = None
+        if self._adapter.is_data_parallel(self.model_wrapped):
+            self.model_wrapped = self.model  # of the run before
         self._move_model_to_device(self.model, args.device)
         self._ready_model()
         folder = self._resolve_checkpoint(resume)
@@ -339,12 +341,15 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
     def _wrap_model(
         self, model: Any, training: bool = True, dataloader: Any = None
     ) -> Any:
-        """`model` as it is run: compiled, under mixed precision, where args say so."""
+        """`model` as it is run: compiled, under mixed precision, where args say so, and
+        on several ranks with gradients that become their mean."""
         if model is not self.model:
             return model
         self._adapter.enter_mixed_precision(model, self.args)
         if training and self.args.torch_compile:
-            return self._adapter.compile_model(model, self.args)
+            model = self._adapter.compile_model(model, self.args)
+        if training and self.args.world_size > 1:
+            model = self._adapter.data_parallel(model, self.args, self._communicator)
         return model
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:

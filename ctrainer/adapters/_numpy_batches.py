@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ctrainer import _C
+from ctrainer._rank_options import Dealing
+
 
 class SequentialSampler:
     """0, 1, ..., n - 1."""
@@ -62,7 +65,7 @@ class DataLoader:
     """Batches of a data set, read in the training process.
 
     dataset has examples by index, in the sampler's order, or is an iterable and then
-    taken as it comes.
+    taken as it comes. dealing: how the batches are dealt out to several ranks.
     """
 
     def __init__(
@@ -72,16 +75,21 @@ class DataLoader:
         sampler: Any,
         collate_fn: Callable[[list[Any]], Any],
         drop_last: bool = False,
+        dealing: Dealing | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.sampler = sampler
         self.collate_fn = collate_fn
         self.drop_last = drop_last
+        self.dealing = dealing
 
     def __len__(self) -> int:
         n = len(self.dataset if self.sampler is None else self.sampler)
-        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+        n = n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+        if self.dealing is None:
+            return n
+        return _C.BatchShard.count(n, *self._place(), **self._rules())
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches(0)
@@ -89,13 +97,32 @@ class DataLoader:
     def batches(self, skip: int) -> Iterator[Any]:
         """Batches from number `skip` on; what comes before is not read where examples
         have an index."""
-        source = self.dataset if self.sampler is None else self.sampler
-        examples: Iterator[Any] = itertools.islice(source, skip * self.batch_size, None)
-        if self.sampler is not None:
-            examples = map(self.dataset.__getitem__, examples)
-        while batch := list(itertools.islice(examples, self.batch_size)):
+        mine: Iterator[list[Any]] = self._lists()
+        if self.dealing is not None:
+            mine = _C.BatchShard(mine, *self._place(), **self._rules())
+        for batch in itertools.islice(mine, skip, None):
+            if self.sampler is not None:
+                batch = [self.dataset[i] for i in batch]
+            yield self.collate_fn(batch)
+
+    def _lists(self) -> Iterator[list[Any]]:
+        """The batches of all ranks, of indices where examples have one."""
+        source = iter(self.dataset if self.sampler is None else self.sampler)
+        while batch := list(itertools.islice(source, self.batch_size)):
             if len(batch) == self.batch_size or not self.drop_last:
-                yield self.collate_fn(batch)
+                yield batch
+
+    def _place(self) -> tuple[int, int, int]:
+        assert self.dealing is not None
+        return self.dealing.rank, self.dealing.world_size, self.batch_size
+
+    def _rules(self) -> dict[str, bool]:
+        assert self.dealing is not None
+        return {
+            "split": self.dealing.split_batches,
+            "even": self.dealing.even_batches,
+            "drop_last": self.drop_last and self.dealing.drops_last,
+        }
 
 
 def default_collator(features: list[Any]) -> dict[str, Any]:

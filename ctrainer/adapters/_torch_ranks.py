@@ -37,7 +37,7 @@ class RankBatches(BatchSampler):
         self._options = {
             "split": dealing.split_batches,
             "even": dealing.even_batches,
-            "drop_last": self.drop_last,
+            "drop_last": self.drop_last and dealing.drops_last,
         }
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -59,14 +59,15 @@ class RankBatches(BatchSampler):
 
 class RankStream(IterableDataset[Any]):
     """This rank's examples of a stream that all ranks read: of each world_size batches
-    one, or of each batch a part. The last are filled up from the first."""
+    one, or of each batch a part. The last are filled up from the first, where batches
+    are to be even."""
 
     def __init__(
         self, dataset: Any, batch_size: int, drop_last: bool, dealing: Dealing
     ) -> None:
         self.dataset = dataset
         self.dealing = dealing
-        self.drop_last = drop_last
+        self.drop_last = drop_last and dealing.drops_last
         self.round = batch_size * (
             1 if dealing.split_batches else dealing.world_size
         )  # examples
@@ -90,7 +91,8 @@ class RankStream(IterableDataset[Any]):
             generator.manual_seed(self.epoch)
         parts = _C.BatchShard(
             _in_lists(self.dataset, self.round), self.dealing.rank,
-            self.dealing.world_size, self.round, split=True, drop_last=self.drop_last,
+            self.dealing.world_size, self.round, split=True,
+            even=self.dealing.even_batches, drop_last=self.drop_last,
         )  # fmt: skip
         return itertools.chain.from_iterable(parts)
 
@@ -103,7 +105,8 @@ def _in_lists(examples: Iterable[Any], n: int) -> Iterator[list[Any]]:
 
 class DispatchedLoader:
     """Batches that rank 0 reads and hands out: each rank an equal part of the rows of
-    world_size batches, or of one. Rows of the first round make the last one even.
+    world_size batches, or of one. Rows of the first round make the last one even, where
+    batches are to be even; else its parts differ in length, or are none.
 
     All ranks iterate over it at the same time.
     """
@@ -130,21 +133,29 @@ class DispatchedLoader:
             data = group.broadcast_bytes(data, 0)
             if not data:
                 return
-            yield pickle.loads(data)[self.dealing.rank]
+            part = pickle.loads(data)[self.dealing.rank]
+            if part is not None:
+                yield part
 
     def _parts(self) -> Iterator[list[Any]]:
         """The parts of all ranks, round by round."""
         first = None
         for batches in _in_lists(self.loader, self._together):
-            if len(batches) < self._together and self.drop_last:
+            even = self.dealing.even_batches
+            drops = self.drop_last and self.dealing.drops_last
+            if len(batches) < self._together and drops:
                 return
             batch = batches[0] if len(batches) == 1 else _joined(batches)
             n = self.dealing.world_size
             first = _rows(batch, 0, n) if first is None else first
-            if _length(batch) % n and not self.drop_last:
+            if _length(batch) % n and not self.drop_last and even:
                 batch = _joined([batch, first])
-            each = _length(batch) // n
-            yield [_rows(batch, r * each, (r + 1) * each) for r in range(n)]
+            rows = _length(batch)
+            each = rows // n if even else -(-rows // n)
+            yield [
+                _rows(batch, r * each, (r + 1) * each) if r * each < rows else None
+                for r in range(n)
+            ]
 
 
 def _joined(batches: list[Any]) -> Any:

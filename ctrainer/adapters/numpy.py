@@ -8,13 +8,14 @@ adds to each parameter's gradient. `named_parameters()` is optional.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 
-from ctrainer import schedules
+from ctrainer import _C, _rank_options, schedules
 from ctrainer.adapters import _numpy_average as averages  # noqa: F401
 from ctrainer.adapters import _numpy_batches as batches
 from ctrainer.adapters import _numpy_checkpoint as checkpoints  # noqa: F401
@@ -343,10 +344,35 @@ def random_sampler(dataset: Any, args: Any) -> batches.SeededSampler:
 def data_loader(
     dataset: Any, args: Any, *, training: bool, sampler: Any, **options: Any
 ) -> batches.DataLoader:
-    """A loader of batches in the training process."""
+    """A loader of batches in the training process; on several ranks this rank's part,
+    of a data set that all of them read."""
     return batches.DataLoader(
-        dataset, sampler=sampler, drop_last=args.dataloader_drop_last, **options
-    )
+        dataset, sampler=sampler, drop_last=args.dataloader_drop_last,
+        dealing=_rank_options.dealing(args, training), **options,
+    )  # fmt: skip
+
+
+# Several ranks
+
+
+def data_parallel(model: Any, args: Any, group: _C.Communicator) -> Any:
+    """The model, with rank 0's parameters; the trainer averages its gradients."""
+    for parameter in model.parameters():
+        group.broadcast(parameter.data)
+    return model
+
+
+def is_data_parallel(model: Any) -> bool:
+    return False
+
+
+def share_order(loader: Any, group: _C.Communicator) -> None:
+    """Give all ranks rank 0's generator, which the order of an epoch may depend on."""
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, batches.SeededSampler):
+        return
+    state = pickle.dumps(np.random.get_state())
+    np.random.set_state(pickle.loads(group.broadcast_bytes(state, 0)))
 
 
 def padding_collator(tokenizer: Any) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from ctrainer import _rank_options
+from ctrainer import _C, _rank_options
 from ctrainer.adapters import _torch_average as averages  # noqa: F401
 from ctrainer.adapters import _torch_batches as batches
 from ctrainer.adapters import _torch_checkpoint as checkpoints  # noqa: F401
@@ -271,6 +272,47 @@ def compile_model(model: Model, args: Args) -> Model:
     )
 
 
+# Several ranks
+
+
+def data_parallel(model: Model, args: Args, group: _C.Communicator) -> Model:
+    """`model` with gradients that become the mean over the ranks while backward runs,
+    by the ddp_ options of `args`; one that torch's DistributedDataParallel or ours is
+    around already as it is."""
+    from ctrainer.comm import data_parallel as wrappers
+
+    if wrappers.is_wrapped(model):
+        return model
+    options = _ddp_options(model, args)
+    if inputs_stay(args):
+        return wrappers.DataParallel(model, group, **options)
+    return wrappers.torch_data_parallel(model, args, **options)
+
+
+def _ddp_options(model: Model, args: Args) -> dict[str, Any]:
+    """transformers' defaults: parameters may be unused, unless activations are
+    recomputed, which its models' second forward pass would contradict."""
+    unused = args.ddp_find_unused_parameters
+    if unused is None:
+        recomputes = args.gradient_checkpointing or getattr(
+            model, "is_gradient_checkpointing", False
+        )
+        unused = not (recomputes and hasattr(model, "gradient_checkpointing_enable"))
+    given = {
+        "bucket_cap_mb": args.ddp_bucket_cap_mb,
+        "broadcast_buffers": args.ddp_broadcast_buffers,
+        "static_graph": getattr(args, "ddp_static_graph", None),
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return {"find_unused_parameters": unused, **chosen}
+
+
+def is_data_parallel(model: Any) -> bool:
+    """Is it a wrapper that data_parallel() has made?"""
+    wrappers = sys.modules.get("ctrainer.comm.data_parallel")
+    return wrappers is not None and isinstance(model, wrappers.DataParallel)
+
+
 def no_grad() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad()
 
@@ -322,7 +364,7 @@ def data_loader(
         if training and workers > 0:
             seeder = batches.worker_seeder(workers, args.process_index)
             options["worker_init_fn"] = seeder
-    dealing = _rank_options.dealing(args)
+    dealing = _rank_options.dealing(args, training)
     if dealing is None:
         return DataLoader(dataset, **options)
     rest = {"sampler": None, "drop_last": False, **options}

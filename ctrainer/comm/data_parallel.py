@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ctrainer import _C
 from ctrainer.adapters import parallel
+from ctrainer.comm import processes, run
 from ctrainer.comm.run import world
 
 
@@ -166,6 +167,18 @@ class DataParallel(nn.Module):
     def _buffers_to_send(self) -> list[torch.Tensor]:
         """What rank 0 sends before a forward pass in which batch statistics count."""
         return parallel.shared_buffers(self.module) if self.broadcast_buffers else []
+
+
+def torch_data_parallel(module: nn.Module, args: Any, **options: Any) -> nn.Module:
+    """torch's wrapper, for a module on a GPU; joins torch.distributed's default group,
+    by args.ddp_backend or nccl, unless this process has."""
+    place = run.place()
+    if not processes.is_initialized():
+        backend = args.ddp_backend or "nccl"
+        processes.join(
+            backend, "env://", place.rank, place.world_size, args.ddp_timeout
+        )
+    return DistributedDataParallel(module, device_ids=[args.device], **options)
 
 
 def synchronize(module: nn.Module, communicator: _C.Communicator) -> None:
