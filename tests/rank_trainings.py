@@ -1,0 +1,96 @@
+"""Runs of Trainer, ours and transformers', as ranks start them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tiny
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import ctrainer
+
+
+class Stream(IterableDataset[Any]):
+    """Rows one after the other, without a length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+LLAMA = {"learning_rate": 1e-2, "max_steps": 5, "per_device_train_batch_size": 2}
+# A model, its data, and arguments
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "uneven": (tiny.Net, tiny.rows(37), {"num_train_epochs": 2,
+                                         "gradient_accumulation_steps": 2}),
+    "dropped": (tiny.Net, tiny.rows(37), {"max_steps": 7,
+                                          "dataloader_drop_last": True}),
+    "split": (tiny.Net, tiny.rows(37), {
+        "max_steps": 11, "accelerator_config": {"split_batches": True}}),
+    "dispatched": (tiny.Net, tiny.rows(37), {
+        "max_steps": 6, "accelerator_config": {"dispatch_batches": True}}),
+    "stream": (tiny.Net, Stream(tiny.rows(22)), {"max_steps": 5}),
+    "stream read by all": (tiny.Net, Stream(tiny.rows(22)), {
+        "max_steps": 5, "accelerator_config": {"dispatch_batches": False}}),
+    "by length": (tiny.llama, tiny.tokens(22), {
+        **LLAMA, "train_sampling_strategy": "group_by_length"}),
+    "tokens of all": (tiny.llama, tiny.tokens(20, padded=True),
+                      {**LLAMA, "gradient_accumulation_steps": 2}),
+    "tokens of each": (tiny.llama, tiny.tokens(20, padded=True),
+                       {**LLAMA, "average_tokens_across_devices": False}),
+}  # fmt: skip
+
+
+def run(library: Any, folder: str, name: str) -> dict[str, Any]:
+    """Batches, parameters and counters of one case, with that library's Trainer."""
+    make, data, options = CASES[name]
+    given = {"max_steps": -1, "per_device_train_batch_size": 4, **options}
+    args = library.TrainingArguments(
+        folder, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+        logging_steps=1, ddp_timeout=60, data_seed=11, **given,
+    )  # fmt: skip
+    seen = []
+
+    class Watching(library.Trainer):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+            first = next(iter(inputs.values()))
+            seen.append(first.flatten(1)[:, 0].tolist())
+            return super().training_step(model, inputs, *args, **kw)
+
+    model: nn.Module = make()
+    trainer = Watching(model, args, train_dataset=data)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    return {
+        "batches": seen,
+        "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "norms": [log["grad_norm"] for log in logs],
+        "losses": [log["loss"] for log in logs],
+        "epoch": trainer.state.epoch,
+        "steps": [trainer.state.global_step, trainer.state.max_steps],
+    }
+
+
+def compare(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for what in ("batches", "epoch", "steps"):
+        assert ours[what] == theirs[what], (name, what, ours[what], theirs[what])
+    for what in ("parameters", "norms"):
+        values = [torch.as_tensor(r[what]) for r in (ours, theirs)]
+        # Sums over ranks and of norms are taken in another order than gloo's and
+        # torch's: a few ulp of float32 an update, on values below 10.
+        torch.testing.assert_close(*values, rtol=2e-6, atol=2e-6, msg=f"{name}: {what}")
+
+
+def alone(folder: str) -> torch.Tensor:
+    """The parameters of one process that has both ranks' batches as one."""
+    args = ctrainer.TrainingArguments(
+        folder, use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=6,
+        per_device_train_batch_size=8, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    model = tiny.Net()
+    ctrainer.Trainer(model, args, train_dataset=tiny.rows(48)).train()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
