@@ -7,9 +7,13 @@
 
 #include "core/ct_alloc.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 typedef struct python_comm {
     ct_comm base; /* first: a ct_comm * of ours is a python_comm * */
     PyObject *backend;
+    bool compares; /* all ranks' requests before each collective */
 } python_comm;
 
 struct ct_work {
@@ -88,15 +92,58 @@ finish_steal(const ct_comm *comm, const ct_request *request, PyObject *handle,
     return status;
 }
 
+/* Of what all ranks ask for: an engine would wait for ever, or mix up their data. The
+ * requests' bytes are gathered; their addresses mean nothing here. */
+static ct_status
+compare_gathered(ct_comm *comm, const ct_request *own, ct_request *all, ct_error *err)
+{
+    const size_t bytes = sizeof *own;
+    ct_request sent = *own;
+    const ct_request r = {
+        .what = CT_ALL_GATHER,
+        .in = {&sent, bytes,                            CT_U8},
+        .out = {all,   bytes * (size_t)comm->world_size, CT_U8},
+    };
+    ct_status status = finish_steal(comm, own, begin((python_comm *)comm, &r), err);
+    for (int rank = 1; status == CT_OK && rank < comm->world_size; rank++) {
+        status = ct_request_compare(&all[0], rank, &all[rank], err);
+    }
+    return status;
+}
+
+static ct_status
+compare(ct_comm *comm, const ct_request *request, ct_error *err)
+{
+    if (!((python_comm *)comm)->compares) {
+        return CT_OK;
+    }
+    ct_request *all = ct_calloc((size_t)comm->world_size, sizeof *all);
+    if (all == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for %d requests", comm->world_size);
+    }
+    const ct_status status = compare_gathered(comm, request, all, err);
+    ct_free(all);
+    return status;
+}
+
+static ct_status
+run_held(ct_comm *comm, const ct_request *request, ct_error *err)
+{
+    ct_status status = compare(comm, request, err);
+    if (status == CT_OK) {
+        status = ct_request_check(request, comm->world_size, err);
+    }
+    return status == CT_OK
+               ? finish_steal(comm, request, begin((python_comm *)comm, request), err)
+               : status;
+}
+
 static ct_status
 run(ct_comm *comm, const ct_request *request, ct_error *err)
 {
-    ct_status status = ct_request_check(request, comm->world_size, err);
-    if (status == CT_OK) {
-        const PyGILState_STATE gil = PyGILState_Ensure();
-        status = finish_steal(comm, request, begin((python_comm *)comm, request), err);
-        PyGILState_Release(gil);
-    }
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    const ct_status status = run_held(comm, request, err);
+    PyGILState_Release(gil);
     return status;
 }
 
@@ -143,6 +190,13 @@ python_barrier(ct_comm *comm, ct_error *err)
 static ct_status
 start_held(ct_comm *comm, const ct_request *request, ct_work *made, ct_error *err)
 {
+    ct_status status = compare(comm, request, err);
+    if (status == CT_OK) {
+        status = ct_request_check(request, comm->world_size, err);
+    }
+    if (status != CT_OK) {
+        return status;
+    }
     made->handle = begin((python_comm *)comm, request);
     made->request = *request;
     return made->handle == NULL ? failed(comm, request, err) : CT_OK;
@@ -151,16 +205,12 @@ start_held(ct_comm *comm, const ct_request *request, ct_work *made, ct_error *er
 static ct_status
 python_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
 {
-    ct_status status = ct_request_check(request, comm->world_size, err);
-    if (status != CT_OK) {
-        return status;
-    }
     ct_work *made = ct_alloc(sizeof *made);
     if (made == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to begin a collective");
     }
     const PyGILState_STATE gil = PyGILState_Ensure();
-    status = start_held(comm, request, made, err);
+    const ct_status status = start_held(comm, request, made, err);
     PyGILState_Release(gil);
     if (status != CT_OK) {
         ct_free(made);
@@ -260,6 +310,14 @@ read_count(PyObject *backend, const char *name)
     return number > INT_MAX || number < 0 ? -1 : (int)number;
 }
 
+/* CTRAINER_CHECK_COLLECTIVES: anything but nothing and 0. */
+static bool
+wants_comparison(void)
+{
+    const char *wish = getenv("CTRAINER_CHECK_COLLECTIVES");
+    return wish != NULL && *wish != '\0' && strcmp(wish, "0") != 0;
+}
+
 ct_comm *
 ctpy_comm_python_new(PyObject *backend)
 {
@@ -282,6 +340,7 @@ ctpy_comm_python_new(PyObject *backend)
     *made = (python_comm){
         .base = {.ops = &python_ops, .rank = rank, .world_size = world_size},
         .backend = Py_NewRef(backend),
+        .compares = wants_comparison(),
     };
     return &made->base;
 }

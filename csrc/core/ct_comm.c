@@ -73,6 +73,18 @@ ct_request_describe(const ct_request *r)
     return d;
 }
 
+ct_status
+ct_request_compare(const ct_request *first, int rank, const ct_request *other,
+                   ct_error *err)
+{
+    return ct_request_is_like(first, other)
+               ? CT_OK
+               : ct_fail(err, CT_EINVAL,
+                         "all ranks must call the same: rank 0 called %s, rank %d %s",
+                         ct_request_describe(first).text, rank,
+                         ct_request_describe(other).text);
+}
+
 /* `whole` holds a part for every rank. */
 static ct_status
 check_parts(const ct_request *r, const ct_span *whole, const ct_span *part,

@@ -154,6 +154,10 @@ typedef struct ct_description {
 } ct_description;
 ct_description ct_request_describe(const ct_request *request);
 
+/* CT_EINVAL, saying who called what, unless `rank` asks for the same as rank 0. */
+CT_NODISCARD ct_status ct_request_compare(const ct_request *first, int rank,
+                                          const ct_request *other, ct_error *err);
+
 /* CT_EINVAL unless the lengths, dtypes and the root fit a group of world_size ranks. To
  * be called when the ranks are known to ask for the same, so that all are refused. */
 CT_NODISCARD ct_status ct_request_check(const ct_request *request, int world_size,

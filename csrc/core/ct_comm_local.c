@@ -36,11 +36,9 @@ check_alike(const member *self, ct_error *err)
     const ct_request *first = &g->members[0].request;
     for (int rank = 1; rank < g->world_size; rank++) {
         const ct_request *other = &g->members[rank].request;
-        if (!ct_request_is_like(first, other)) {
-            return ct_fail(err, CT_EINVAL,
-                           "all ranks must call the same: rank 0 called %s, rank %d %s",
-                           ct_request_describe(first).text, rank,
-                           ct_request_describe(other).text);
+        ct_status status = ct_request_compare(first, rank, other, err);
+        if (status != CT_OK) {
+            return status;
         }
     }
     return CT_OK;

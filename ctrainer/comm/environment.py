@@ -1,12 +1,13 @@
 """The group of processes that a launcher started: torchrun, accelerate, SLURM, mpirun.
 
-Processes of one machine talk through shared memory; those of several through
-torch.distributed, which is imported only then.
+Processes of one machine talk through shared memory; machines through MPI or
+torch.distributed, which are imported only then.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from ctrainer import _C
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
+_MPI = ("Open MPI", "MPICH")
 _LOCAL_ADDRESSES = ("localhost", "127.0.0.1", "::1")
 # How many groups of the same ranks this process has joined: alike on all of them.
 _joined: Counter[tuple[int, ...]] = Counter()
@@ -147,10 +149,11 @@ def from_environment(
 
     All ranks call it equally often; each call makes a new group. ranks: only these
     join, in this order, and only they call it; on one machine. Without a launcher it
-    is a group of this process alone. Ranks of one machine share memory; else, or where
-    torch.distributed is initialised without a launcher, its default group is used, and
-    initialised with gloo if need be. timeout_seconds: how long a rank waits for others,
-    here and in each collective.
+    is a group of this process alone. Ranks of one machine share memory. Those of
+    several do so within each, and between them use MPI where mpirun has started them
+    and mpi4py is installed, else torch.distributed, initialised with gloo if need be.
+    Where it is initialised without a launcher, its default group is used.
+    timeout_seconds: how long a rank waits for others, here and in each collective.
 
     Raises RuntimeError naming the rank that does not come, ValueError where the
     launcher's variables make no sense or do not say where the ranks meet.
@@ -165,8 +168,8 @@ def from_environment(
         return _on_one_machine(place, members, timeout_seconds)
     if ranks is not None:
         raise ValueError(
-            "ranks of several machines form groups by torch.distributed.new_group() "
-            "and ctrainer.comm.process_group.communicator()"
+            "ranks of several machines form smaller groups by split(ranks=...) of the "
+            "group of all, which every rank calls"
         )
     return _across_machines(place, timeout_seconds)
 
@@ -222,6 +225,17 @@ def _torch_group() -> _C.Communicator | None:
 
 
 def _across_machines(place: Place, timeout_seconds: float) -> _C.Communicator:
+    from ctrainer.comm import machines
+
+    return machines.over_machines(_engine(place, timeout_seconds), timeout_seconds)
+
+
+def _engine(place: Place, timeout_seconds: float) -> _C.Communicator:
+    """MPI where its launcher has started us and mpi4py is there; else torch."""
+    if place.launcher in _MPI and importlib.util.find_spec("mpi4py") is not None:
+        from ctrainer.comm import mpi
+
+        return mpi.communicator(timeout_seconds=timeout_seconds)
     from ctrainer.comm import process_group, processes
 
     if not processes.is_initialized():

@@ -36,6 +36,15 @@ found["begun"] = values.tolist()
 found["gathered"] = [b.decode() for b in group.gather_bytes(b"x" * (3 * rank))]
 found["sent"] = group.broadcast_bytes(b"of rank 1" if rank else None, 1).decode()
 
+# What ranks ask for is compared where that is wished for.
+os.environ["CTRAINER_CHECK_COLLECTIVES"] = "1"
+checked = communicator()
+try:
+    checked.all_reduce(torch.ones(3), async_op=True) if rank else checked.barrier()
+except ValueError as error:
+    found["differ"] = str(error)
+checked.all_reduce(values)
+found["alike"] = values.tolist()
 half = group.split(ranks=[1, 0])
 half.all_gather(out, torch.tensor([rank, 10.0 + rank]))
 alone = group.split(color=rank)
@@ -94,6 +103,17 @@ def test_every_collective_over_gloo(ranks: list[Rank]) -> None:
         assert found["sent"] == "of rank 1"
         turned = [1.0, 11.0, 0.0, 10.0]
         assert found["split"] == [1 - rank, 2, turned, "self", rank == 0]
+
+
+def test_ranks_that_ask_for_different_things_are_told_where_that_is_checked(
+    ranks: list[Rank],
+) -> None:
+    for found in (r.told for r in ranks):
+        assert found["differ"] == (
+            "all ranks must call the same: rank 0 called barrier of 0 float32 to 0 "
+            "(sum, root 0), rank 1 all_reduce of 3 float32 to 0 (sum, root 0)"
+        )
+        assert found["alike"] == [4.0]
 
 
 def test_a_rank_that_stays_away_makes_the_other_raise_in_time(

@@ -1,0 +1,169 @@
+"""mpi4py's communicators as the backend of a Communicator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ctrainer import _C
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+
+_DTYPES = {
+    "float64": MPI.DOUBLE,
+    "float32": MPI.FLOAT,
+    "int64": MPI.INT64_T,
+    "int32": MPI.INT32_T,
+    "int16": MPI.INT16_T,
+    "int8": MPI.INT8_T,
+    "uint8": MPI.UINT8_T,
+    "bool": MPI.C_BOOL,
+}
+_OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+_OPS_OF_BOOLS = {"sum": MPI.LOR, "mean": MPI.LAND, "max": MPI.LOR, "min": MPI.LAND}
+_NAP_SECONDS = 50e-6  # between two looks at a collective that takes long
+_LOOKS = 200  # before the first nap
+
+
+def communicator(
+    comm: Any = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+) -> _C.Communicator:
+    """A Communicator over an mpi4py communicator; None: MPI.COMM_WORLD.
+
+    It works on a duplicate, so messages of others never meet its own; every rank of
+    comm calls this. timeout_seconds: how long a collective may take.
+    """
+    if not (timeout_seconds > 0):
+        raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}")
+    whole = MPI.COMM_WORLD if comm is None else comm
+    return _C.Communicator(MPIBackend(whole.Dup(), timeout_seconds))
+
+
+class MPIBackend:
+    """Collectives of an mpi4py communicator on buffers in host memory.
+
+    MPI has no 16-bit floats: they are reduced in float32 and rounded once.
+    """
+
+    def __init__(self, comm: Any, timeout_seconds: float) -> None:
+        self.comm = comm
+        self.timeout_seconds = timeout_seconds
+        self.rank: int = comm.Get_rank()
+        self.world_size: int = comm.Get_size()
+
+    def begin(
+        self,
+        what: str,
+        out: memoryview,
+        in_: memoryview,
+        dtype: str,
+        op: str,
+        root: int,
+    ) -> Pending:
+        """Start a collective by its name in core/ct_comm.h; wait() ends it."""
+        if what in ("all_reduce", "reduce_scatter"):
+            return self._reduce(what, out, in_, dtype, op)
+        given, taken = [in_, MPI.BYTE], [out, MPI.BYTE]
+        if what == "all_gather":
+            return self._pending(self.comm.Iallgather(given, taken))
+        if what == "all_to_all":
+            return self._pending(self.comm.Ialltoall(given, taken))
+        if what == "broadcast":
+            return self._pending(self.comm.Ibcast(given, root))
+        return self._pending(self.comm.Ibarrier())
+
+    def make_group(self, ranks: list[int]) -> MPIBackend:
+        """A smaller group, made by these ranks alone, with this one's time-out."""
+        of_ranks = self.comm.Get_group().Incl(ranks)
+        return MPIBackend(self.comm.Create_group(of_ranks), self.timeout_seconds)
+
+    def _reduce(
+        self, what: str, out: memoryview, in_: memoryview, dtype: str, op: str
+    ) -> Pending:
+        given = _Array(in_, dtype)
+        result = given if what == "all_reduce" else _Array(out, dtype)
+        kind = _DTYPES[given.dtype]
+        by = (_OPS_OF_BOOLS if dtype == "bool" else _OPS)[op]
+        if what == "all_reduce":
+            request = self.comm.Iallreduce(MPI.IN_PLACE, [given.values, kind], by)
+        else:
+            request = self.comm.Ireduce_scatter_block(
+                [given.values, kind], [result.values, kind], by
+            )
+        divisor = self.world_size if op == "mean" and dtype != "bool" else 1
+        return self._pending(request, lambda: result.finish(divisor), given)
+
+    def _pending(
+        self, request: Any, finish: Callable[[], None] | None = None, *kept: object
+    ) -> Pending:
+        return Pending(request, self.timeout_seconds, finish, kept)
+
+
+class _Array:
+    """A buffer as MPI can reduce it: of 16-bit floats, a copy in float32."""
+
+    def __init__(self, view: memoryview, dtype: str) -> None:
+        self.stored = dtype
+        self.dtype = "float32" if dtype in ("bfloat16", "float16") else dtype
+        kind = {"bfloat16": "uint16"}.get(dtype, dtype)
+        self.home = np.frombuffer(view, kind)
+        if dtype == "bfloat16":
+            self.values = (self.home.astype(np.uint32) << 16).view(np.float32)
+        elif dtype == "float16":
+            self.values = self.home.astype(np.float32)
+        else:
+            self.values = self.home
+
+    def finish(self, divisor: int) -> None:
+        """Make a mean of a sum, and bring it home."""
+        if divisor > 1 and self.values.dtype.kind == "f":
+            self.values /= divisor
+        elif divisor > 1:  # towards zero, as the other backends do
+            self.values[:] = np.sign(self.values) * (np.abs(self.values) // divisor)
+        if self.stored == "bfloat16":
+            self.home[:] = _bfloat16(self.values)
+        elif self.stored == "float16":
+            with np.errstate(over="ignore"):
+                self.home[:] = self.values
+
+
+def _bfloat16(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The upper halves of floats, rounded to nearest, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+class Pending:
+    """A collective under way, and what has to live as long."""
+
+    def __init__(
+        self,
+        request: Any,
+        timeout_seconds: float,
+        finish: Callable[[], None] | None,
+        kept: tuple[object, ...],
+    ) -> None:
+        self._request, self._finish, self._kept = request, finish, kept
+        self._timeout_seconds = timeout_seconds
+
+    def wait(self) -> None:
+        """Wait for the result; RuntimeError when it does not come in time."""
+        until = time.monotonic() + self._timeout_seconds
+        looks = 0
+        while not self._request.Test():
+            looks += 1
+            if looks <= _LOOKS:
+                continue
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    "another rank did not come, or was not done, within "
+                    f"{self._timeout_seconds:g} seconds"
+                )
+            time.sleep(_NAP_SECONDS)
+        if self._finish is not None:
+            self._finish()

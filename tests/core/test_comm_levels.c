@@ -1,0 +1,216 @@
+#include "core/ct_comm_levels.h"
+
+#include "core/ct_alloc.h"
+#include "ct_kernels.h"
+#include "ct_ranks.h"
+
+#include <stdint.h>
+#include <string.h>
+
+enum {
+    RANKS = 6,
+    OF_A_MACHINE = 3,
+    LARGEST = 5003 /* more than what is gathered whole, and odd */
+};
+
+/* Small whole numbers: sums are exact, in whatever order. */
+static double
+value_at(int rank, size_t i)
+{
+    return (double)((i * 7 + (size_t)rank * 13) % 31) - 12.0;
+}
+
+static void
+fill(const ct_span *span, int rank)
+{
+    for (size_t i = 0; i < span->n; i++) {
+        const double value = value_at(rank, i);
+        if (span->dtype == CT_I64) {
+            ((int64_t *)span->data)[i] = (int64_t)value;
+        }
+        else if (span->dtype == CT_U8) {
+            ((uint8_t *)span->data)[i] = (uint8_t)(value + 12.0);
+        }
+        else {
+            ct_store(span->dtype, span->data, i, value);
+        }
+    }
+}
+
+/* The same collective over both; what they leave has to have the same bytes. */
+static void
+check_same(ct_comm *levels, ct_comm *plain, const ct_request *like)
+{
+    const size_t item = ct_dtype_size(like->in.dtype);
+    void *in[2], *out[2];
+    for (int k = 0; k < 2; k++) {
+        ct_request r = *like;
+        in[k] = r.in.data = ct_calloc(r.in.n + 1, item);
+        out[k] = r.out.data = ct_calloc(r.out.n + 1, item);
+        CHECK(in[k] != NULL && out[k] != NULL);
+        fill(&r.in, plain->rank);
+        CHECK(ct_comm_run(k == 0 ? levels : plain, &r, NULL) == CT_OK);
+    }
+    CHECK(memcmp(in[0], in[1], like->in.n * item) == 0);
+    CHECK(memcmp(out[0], out[1], like->out.n * item) == 0);
+    for (int k = 0; k < 2; k++) {
+        ct_free(in[k]);
+        ct_free(out[k]);
+    }
+}
+
+static void
+check_moves(ct_comm *levels, ct_comm *plain, ct_dtype dtype, size_t n)
+{
+    const ct_span part = {NULL, n, dtype}, whole = {NULL, n * RANKS, dtype};
+    const ct_request gathers = {.what = CT_ALL_GATHER, .in = part, .out = whole};
+    const ct_request exchanges = {.what = CT_ALL_TO_ALL, .in = whole, .out = whole};
+    check_same(levels, plain, &gathers);
+    check_same(levels, plain, &exchanges);
+    for (int root = 0; root < RANKS; root++) {
+        const ct_request sends = {.what = CT_BROADCAST, .in = part, .root = root};
+        check_same(levels, plain, &sends);
+    }
+}
+
+static void
+check_reductions(ct_comm *levels, ct_comm *plain, ct_dtype dtype, size_t n)
+{
+    const ct_span part = {NULL, n, dtype}, whole = {NULL, n * RANKS, dtype};
+    for (int op = CT_REDUCE_SUM; op <= CT_REDUCE_MIN; op++) {
+        /* A sixth of a float is rounded twice here: see the header. */
+        if (op == CT_REDUCE_MEAN && ct_dtype_is_float(dtype)) {
+            continue;
+        }
+        const ct_request reduces = {
+            .what = CT_ALL_REDUCE, .in = part, .op = (ct_reduce_op)op};
+        const ct_request scatters = {.what = CT_REDUCE_SCATTER,
+                                     .in = whole,
+                                     .out = part,
+                                     .op = (ct_reduce_op)op};
+        check_same(levels, plain, &reduces);
+        check_same(levels, plain, &scatters);
+    }
+}
+
+static ct_comm *
+levels_of(ct_comm *comm)
+{
+    ct_comm *inner, *outer, *whole, *levels = NULL;
+    const int machine = comm->rank / OF_A_MACHINE, place = comm->rank % OF_A_MACHINE;
+    CHECK(ct_comm_split(comm, machine, 0, &inner, NULL) == CT_OK);
+    CHECK(ct_comm_split(comm, place, 0, &outer, NULL) == CT_OK);
+    CHECK(ct_comm_split(comm, 0, 0, &whole, NULL) == CT_OK);
+    CHECK(ct_comm_levels_new_steal(&levels, inner, outer, whole, NULL) == CT_OK);
+    CHECK(levels->rank == comm->rank && levels->world_size == RANKS);
+    return levels;
+}
+
+static void
+compare_everything(ct_comm *comm, void *arg)
+{
+    static const ct_dtype dtypes[] = {CT_F32, CT_F64, CT_BF16, CT_I64, CT_U8};
+    static const size_t lengths[] = {0, 1, 100, LARGEST};
+    ct_comm *levels = levels_of(comm);
+    (void)arg;
+    for (size_t d = 0; d < 5; d++) {
+        for (size_t k = 0; k < 4; k++) {
+            check_moves(levels, comm, dtypes[d], lengths[k]);
+            check_reductions(levels, comm, dtypes[d], lengths[k]);
+        }
+    }
+    CHECK(levels->ops->barrier(levels, NULL) == CT_OK);
+    levels->ops->free(levels);
+}
+
+static void
+test_every_collective_is_that_of_one_level(void)
+{
+    run_ranks(RANKS, 30.0, compare_everything, NULL);
+}
+
+/* Means of 1 to 6 are exact in steps: 3 machines' ranks have 2 and 5, and 3.5. */
+static void
+average(ct_comm *comm, void *arg)
+{
+    ct_comm *levels = levels_of(comm);
+    float *values = ct_alloc(LARGEST * sizeof *values);
+    const ct_span span = {values, LARGEST, CT_F32};
+    (void)arg;
+    for (size_t i = 0; i < LARGEST; i++) {
+        values[i] = (float)(comm->rank + 1);
+    }
+    CHECK(levels->ops->all_reduce(levels, &span, CT_REDUCE_MEAN, NULL) == CT_OK);
+    for (size_t i = 0; i < LARGEST; i++) {
+        CHECK(values[i] == 3.5f);
+    }
+    ct_free(values);
+    levels->ops->free(levels);
+}
+
+static void
+test_means_are_those_of_all_ranks(void)
+{
+    run_ranks(RANKS, 30.0, average, NULL);
+}
+
+static void
+refuse(ct_comm *comm, void *arg)
+{
+    ct_comm *levels = levels_of(comm), *pair = NULL, *one = ct_comm_self_new(),
+            *other = ct_comm_self_new();
+    float values[7] = {0};
+    ct_error err;
+    const ct_span part = {values, 1, CT_F32}, seven = {values, 7, CT_F32};
+    (void)arg;
+    CHECK(levels->ops->all_gather(levels, &seven, &part, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "all_gather over 6 ranks needs 6 times") != NULL);
+    CHECK(levels->ops->broadcast(levels, &part, 6, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "root must be in [0, 6), got 6") != NULL);
+    CHECK(ct_comm_split(levels, comm->rank % 2, 0, &pair, NULL) == CT_OK);
+    CHECK(pair->world_size == 3 && pair->rank == comm->rank / 2);
+    CHECK(ct_comm_levels_new_steal(&levels, one, other, levels, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "cannot be rank 0 of the 1 of machine 0 of 1") != NULL);
+    pair->ops->free(pair);
+}
+
+static void
+test_what_does_not_fit_is_refused_on_every_rank(void)
+{
+    run_ranks(RANKS, 30.0, refuse, NULL);
+}
+
+/* Rank 4 leaves: the others are told where it was missed. */
+static void
+miss_one(ct_comm *comm, void *arg)
+{
+    ct_comm *levels = levels_of(comm);
+    ct_error err;
+    (void)arg;
+    if (comm->rank != 4) {
+        ct_status status = CT_OK;
+        while (status == CT_OK) {
+            status = levels->ops->barrier(levels, &err);
+        }
+        CHECK(status == CT_ECOMM && strstr(err.message, "barrier on rank ") != NULL);
+        CHECK(strstr(err.message, comm->rank < 3 ? " of 6, across machines: "
+                                                 : " of 6, within its machine: "));
+    }
+    levels->ops->free(levels);
+}
+
+static void
+test_a_missing_rank_is_reported_with_its_level(void)
+{
+    run_ranks(RANKS, 1.0, miss_one, NULL);
+}
+
+int
+main(void)
+{
+    test_every_collective_is_that_of_one_level();
+    test_means_are_those_of_all_ranks();
+    test_what_does_not_fit_is_refused_on_every_rank();
+    test_a_missing_rank_is_reported_with_its_level();
+    return 0;
+}
