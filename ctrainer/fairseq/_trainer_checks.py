@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ctrainer.fairseq import _sharding
+
 
 def setting(cfg: Any, group: str, name: str, default: Any) -> Any:
     """cfg.group.name, or fairseq's default where the config lacks it."""
@@ -46,10 +48,7 @@ def _check_sharding(cfg: Any) -> None:
             "FullyShardedDataParallel is not compatible with --zero-sharding option "
             "(it's already built in)"
         )
-    raise ValueError(
-        "distributed_training.ddp_backend is 'fully_sharded': every worker of this "
-        "trainer holds all parameters; use pytorch_ddp or legacy_ddp"
-    )
+    _sharding.check(setting, cfg)
 
 
 def _check_slowmo(cfg: Any) -> None:

@@ -41,7 +41,7 @@ class Checkpoints(Core):
         state: dict[str, Any] = {
             "args": None,
             "cfg": plain_config(self.cfg),
-            "model": self.get_model().state_dict(),
+            "model": (self.model if self.is_fsdp else self.get_model()).state_dict(),
             "criterion": self.get_criterion().state_dict() or None,
             "optimizer_history": [*(self._optim_history or []), self._history()],
             "task_state": self.task.state_dict() if self.task is not None else {},
@@ -55,8 +55,14 @@ class Checkpoints(Core):
             if setting(self.cfg, "ema", "ema_fp32", False):
                 state["extra_state"]["ema_fp32_params"] = self.ema.fp32_params
         if not setting(self.cfg, "checkpoint", "no_save_optimizer_state", False):
-            state["last_optimizer_state"] = self.optimizer.state_dict()
+            state["last_optimizer_state"] = self._optimizer_state()
         return state
+
+    def _optimizer_state(self) -> Any:
+        """Of whole parameters; with sharded ones None but on the first process."""
+        if not self.is_fsdp:
+            return self.optimizer.state_dict()
+        return self.model.gather_full_optim_state_dict(self.optimizer.optimizer)
 
     def _history(self) -> dict[str, Any]:
         return {
@@ -143,7 +149,10 @@ class Checkpoints(Core):
 
     def _load_weights(self, filename: str, state: dict[str, Any]) -> None:
         try:
-            tools.load_weights(self.get_model(), state["model"], self.cfg.model)
+            if self.is_fsdp:
+                self.model.load_state_dict(state["model"])
+            else:
+                tools.load_weights(self.get_model(), state["model"], self.cfg.model)
             if tools.has_parameters(self.get_criterion()):
                 self.get_criterion().load_state_dict(state["criterion"], strict=True)
         except Exception as error:
@@ -170,6 +179,8 @@ class Checkpoints(Core):
             )
         if not reset_lr_scheduler:
             self.lr_scheduler.load_state_dict(last["lr_scheduler_state"])
+        if self.is_fsdp:
+            saved = self.model.get_shard_from_optim_state_dict(saved)
         self.optimizer.load_state_dict(saved, overrides)
         self.set_num_updates(last["num_updates"])
 

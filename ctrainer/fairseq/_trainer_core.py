@@ -82,12 +82,15 @@ class Core(_C.FairseqTrainer):
 
     @property
     def is_fsdp(self) -> bool:
-        return False
+        """Are parameters, gradients and optimizer state sharded over the processes?"""
+        where = "distributed_training"
+        return bool(setting(self.cfg, where, "ddp_backend", None) == "fully_sharded")
 
     @property
     def use_distributed_wrapper(self) -> bool:
         """Does a wrapper around the model average its gradients?"""
-        return self.data_parallel_world_size > 1 and not self._uses_bmuf
+        several = self.data_parallel_world_size > 1 and not self._uses_bmuf
+        return several or self.is_fsdp
 
     @property
     def _uses_bmuf(self) -> bool:
@@ -99,7 +102,7 @@ class Core(_C.FairseqTrainer):
 
     @property
     def always_call_state_dict_during_save_checkpoint(self) -> bool:
-        return False
+        return self.is_fsdp  # the processes bring the state together
 
     @property
     def checkpoint_suffix(self) -> str:
@@ -124,6 +127,11 @@ class Core(_C.FairseqTrainer):
 
     def _wrap_criterion(self) -> None:
         trains = self._criterion_trains
+        if trains and self.is_fsdp:
+            raise ValueError(
+                "the criterion has parameters, which --ddp-backend=fully_sharded would "
+                "leave out of checkpoints; move them into the model"
+            )
         self._wrapped_criterion = (
             self._wrap(self._criterion) if trains else self._criterion
         )
@@ -132,6 +140,12 @@ class Core(_C.FairseqTrainer):
         """The module as all processes train it together; a collective."""
         if not self.use_distributed_wrapper:
             return module
+        if self.is_fsdp:
+            from ctrainer.fairseq import _sharding
+
+            return _sharding.wrap(
+                self.cfg.distributed_training, module, self._sharing_communicator()
+            )
         from ctrainer.comm import wrappers
 
         return wrappers.wrap(
@@ -139,6 +153,22 @@ class Core(_C.FairseqTrainer):
             module,
             self.data_parallel_process_group,
             self.device,
+        )
+
+    def _sharing_communicator(self) -> _C.Communicator:
+        alone = self.data_parallel_world_size == 1
+        return _C.Communicator() if alone else self._communicator
+
+    def clip_grad_norm(self, clip_norm: Any, /) -> Any:
+        """Clip the gradients to that norm; return what it was. With sharded parameters
+        it is that of all processes, which all call this."""
+        if not self.is_fsdp:
+            return super().clip_grad_norm(clip_norm)
+        from ctrainer.fairseq import _sharding
+
+        norm_of_all = _sharding.norm_of_all(self._sharing_communicator())
+        return self.optimizer.clip_grad_norm(
+            float(clip_norm), aggregate_norm_fn=norm_of_all
         )
 
     def _gather_logs(self, logs: list[Any] | None) -> list[Any]:
@@ -151,7 +181,8 @@ class Core(_C.FairseqTrainer):
         ]
 
     def _build_optimizer(self) -> None:
-        params = tools.trainable(self._model, self._criterion)
+        model = self.model if self.is_fsdp else self._model
+        params = tools.trainable(model, self._criterion)
         several = self.data_parallel_world_size > 1
         self._optimizer = build_trainer_optimizer(
             self.cfg, params, self._communicator if several else None

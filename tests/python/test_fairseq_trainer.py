@@ -327,7 +327,6 @@ def test_shared_parameters_stay_shared() -> None:
         ),
         ({"common__model_parallel_size": 2}, "holds the whole model"),
         ({"distributed_training__cpu_offload": True}, "requires --ddp-backend=fully"),
-        ({"distributed_training__ddp_backend": "fully_sharded"}, "fully_sharded"),
         ({"optimization__clip_norm": -1.0}, "clip_norm"),
         ({"common__tpu": True}, "TPU"),
     ],

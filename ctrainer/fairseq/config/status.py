@@ -16,6 +16,7 @@ _TRAIN = "by fairseq-train"
 _STEP = "by Trainer"
 _BLOCKS = "by Trainer, with use_bmuf"
 _LOCAL = "by Trainer, of slowmo"
+_SHARDS = "by Trainer, of fully_sharded"
 
 HONOURED = {
     "bmuf.average_sync": _BLOCKS,
@@ -85,7 +86,8 @@ HONOURED = {
     "dataset.validate_interval_updates": _TRAIN,
     "distributed_training.broadcast_buffers": _WRAPPER,
     "distributed_training.bucket_cap_mb": _WRAPPER,
-    "distributed_training.ddp_backend": "by Trainer; fully_sharded is refused",
+    "distributed_training.cpu_offload": _SHARDS + ", whose memory is the host's",
+    "distributed_training.ddp_backend": "by Trainer",
     "distributed_training.ddp_comm_hook": _WRAPPER,
     "distributed_training.device_id": _START,
     "distributed_training.distributed_backend": _START + "; on the CPU nccl means gloo",
@@ -96,11 +98,14 @@ HONOURED = {
     "distributed_training.distributed_rank": _START,
     "distributed_training.distributed_world_size": _START + " and Trainer",
     "distributed_training.find_unused_parameters": _WRAPPER,
+    "distributed_training.fp32_reduce_scatter": _SHARDS + ", which always does",
     "distributed_training.fix_batches_to_gpus": "by fairseq-train",
     "distributed_training.gradient_as_bucket_view": _WRAPPER,
     "distributed_training.heartbeat_timeout": "by distributed_init: collectives wait "
     "for that long",
     "distributed_training.localsgd_frequency": _LOCAL,
+    "distributed_training.no_reshard_after_forward": _SHARDS,
+    "distributed_training.not_fsdp_flatten_parameters": _SHARDS,
     "distributed_training.nprocs_per_node": _LOCAL + ", 1 alone",
     "distributed_training.slowmo_base_algorithm": _LOCAL + ", localsgd alone",
     "distributed_training.slowmo_momentum": _LOCAL,
@@ -126,8 +131,9 @@ REFUSED = {
     "common.azureml_logging": _TRACKER,
     "common.profile": "fairseq-train raises ValueError",
     "common.quantization_config_path": "fairseq-train raises ValueError",
-    "distributed_training.cpu_offload": "Trainer raises ValueError",
     "distributed_training.pipeline_model_parallel": _WHOLE,
+    "distributed_training.use_sharded_state": "Trainer raises ValueError, of "
+    "fully_sharded",
     "distributed_training.zero_sharding": _WHOLE,
     "task.translation.eval_bleu": "nothing generates translations here to score",
     "task.translation.load_alignments": "no criterion here learns from alignments",
