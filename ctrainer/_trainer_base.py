@@ -59,6 +59,7 @@ class TrainerBase(_C.Trainer):
     _flos_per_token: float
     _main_input_name: str
     _counts_tokens: bool
+    _counted_tokens: float  # of this rank, not yet in the state
     _initial_num_input_tokens_seen: int
     _globalstep_last_logged: int
     _handles_signals: bool
@@ -67,6 +68,7 @@ class TrainerBase(_C.Trainer):
     _neftune: Any
     _epoch: int
     _saved_step: int
+    _rank_files: dict[str, bytes]  # of this rank, for the ranks that write
     _resume_state: dict[str, Any]
 
     def is_local_process_zero(self) -> bool:

@@ -9,25 +9,23 @@ import shutil
 from typing import Any
 
 from ctrainer._trainer_base import TrainerBase
+from ctrainer._trainer_rank_files import RankFilesMixin
 from ctrainer.checkpoint import (
     PREFIX,
     Sink,
     find_checkpoints,
-    from_json,
     last_whole_checkpoint,
-    to_json,
 )
 from ctrainer.trainer_state import TrainerState, is_exportable
 
 logger = logging.getLogger("ctrainer.trainer")
 
 STATE = "trainer_state.json"
-OWN_STATE = "ctrainer_state.json"
 SCALER = "scaler.pt"
 _WORTH_RESERVING = 16 << 20  # bytes; less is faulted in within milliseconds
 
 
-class CheckpointMixin(TrainerBase):
+class CheckpointMixin(RankFilesMixin):
     """Files of a checkpoint. When they are written, and that all of them appear at once
     or not at all, is decided in C (_save_checkpoint, _get_output_dir, save_model)."""
 
@@ -69,6 +67,8 @@ class CheckpointMixin(TrainerBase):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save optimizer.pt and scheduler.pt. Hook."""
+        if not self.args.should_save:
+            return
         sink, save = self._sink(output_dir), self._adapter.checkpoints.save_object
         save(sink, "optimizer.pt", self.optimizer.state_dict())
         save(sink, "scheduler.pt", self.lr_scheduler.state_dict())
@@ -76,25 +76,25 @@ class CheckpointMixin(TrainerBase):
 
     def _save_scaler(self, output_dir: str) -> None:
         """Save scaler.pt, the state of the loss scale, if there is one. Hook."""
-        if self._loss_scaler is not None:
+        if self._loss_scaler is not None and self.args.should_save:
             sink, state = self._sink(output_dir), self._loss_scaler.state_dict()
             self._adapter.checkpoints.save_object(sink, SCALER, state)
             self._flush_for_override(sink, "_save_scaler")
 
     def _save_weight_average(self, output_dir: str) -> None:
         """Save weight_average.pt, the averaged weights, if there are any. Hook."""
-        if self.weight_average is not None:
+        if self.weight_average is not None and self.args.should_save:
             state = self.weight_average.state_dict()
             self._adapter.checkpoints.save_object(
                 self._sink(output_dir), "weight_average.pt", state
             )
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save rng_state.pth, the states of all generators. Hook."""
-        sink = self._sink(output_dir)
-        state = self._adapter.rng_state()
-        self._adapter.checkpoints.save_object(sink, "rng_state.pth", state)
-        self._flush_for_override(sink, "_save_rng_state")
+        """Save rng_state.pth, the states of all generators; of several ranks each its
+        rng_state_RANK.pth. Hook."""
+        sink = self._write_rng_state(output_dir)
+        if sink is not None:
+            self._flush_for_override(sink, "_save_rng_state")
 
     def _save_trainer_state(self, output_dir: str) -> None:
         """Save trainer_state.json, and in a file of ours what it has no place for."""
@@ -103,17 +103,18 @@ class CheckpointMixin(TrainerBase):
         self.state.stateful_callbacks = TrainerState(
             stateful_callbacks=stateful
         ).stateful_callbacks
-        self.state.save_to_json(os.path.join(output_dir, STATE))
-        own = {"loss": self._loss_state(), "resume": to_json(self._resume_state)}
-        self._sink(output_dir).json(OWN_STATE, {"version": 1, **own})
+        if self.args.should_save:
+            self.state.save_to_json(os.path.join(output_dir, STATE))
+        self._write_own_state(output_dir)
         self._saved_step = self.state.global_step
 
     def save_state(self) -> None:
-        """Save the state as trainer_state.json in args.output_dir."""
-        self.state.save_to_json(os.path.join(self.args.output_dir, STATE))
+        """Save the state as trainer_state.json in args.output_dir, on rank 0."""
+        if self.is_world_process_zero():
+            self.state.save_to_json(os.path.join(self.args.output_dir, STATE))
 
     def _push_saved_model(self) -> None:
-        if getattr(self.args, "push_to_hub", False):
+        if getattr(self.args, "push_to_hub", False) and self.is_world_process_zero():
             push: Any = getattr(self, "push_to_hub")  # noqa: B009
             push(commit_message="Model save")
 
@@ -235,7 +236,17 @@ class CheckpointMixin(TrainerBase):
     # Loading
 
     def _last_checkpoint(self) -> str | None:
-        return last_whole_checkpoint(self.args.output_dir)
+        """The newest whole checkpoint in args.output_dir, the same on all ranks."""
+        found = last_whole_checkpoint(self.args.output_dir)
+        name = os.path.basename(found or "").encode()
+        names = self._together("looking for a checkpoint", lambda: name)
+        if len(set(names)) > 1:
+            seen = ", ".join(f"rank {r}: {n.decode()!r}" for r, n in enumerate(names))
+            raise ValueError(
+                f"the ranks find different checkpoints in {self.args.output_dir} "
+                f"({seen}); name one that all of them have"
+            )
+        return found
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: Any = None
@@ -290,19 +301,6 @@ class CheckpointMixin(TrainerBase):
             return
         self.weight_average.load_state_dict(state)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Set all generators as they were when the checkpoint was saved. Hook."""
-        if checkpoint is None:
-            return
-        state = self._adapter.checkpoints.load_object(checkpoint, "rng_state.pth")
-        if state is None:
-            logger.warning(
-                "%s has no rng_state.pth: random numbers will differ from those of a "
-                "run that was not interrupted", checkpoint,
-            )  # fmt: skip
-            return
-        self._adapter.set_rng_state(state)
-
     def _load_trainer_state(self, checkpoint: str) -> None:
         """Take over the state of the run, its callbacks' and our own."""
         path = os.path.join(checkpoint, STATE)
@@ -311,14 +309,7 @@ class CheckpointMixin(TrainerBase):
         for name in ("logging_steps", "eval_steps", "save_steps", "train_batch_size"):
             setattr(self.state, name, getattr(fresh, name))
         self._load_callback_state()
-        own = os.path.join(checkpoint, OWN_STATE)
-        if not os.path.isfile(own):
-            self._set_loss_state(**_loss_of_history(self.state))
-            return
-        with open(own, encoding="utf-8") as file:
-            content = json.load(file)
-        self._set_loss_state(**content["loss"])
-        self._resume_state = from_json(content["resume"])
+        self._load_own_state(checkpoint)
 
     def _load_callback_state(self) -> None:
         """Give callbacks that export a state what they had; with
@@ -356,22 +347,6 @@ def _overridden(trainer: TrainerBase, name: str) -> bool:
     return name in vars(trainer) or getattr(type(trainer), name) is not getattr(
         Trainer, name
     )
-
-
-def _loss_of_history(state: TrainerState) -> dict[str, Any]:
-    """The sums of a run that transformers saved, as far as its logs tell: each has the
-    mean loss of the steps since the one before."""
-    total, last = 0.0, 0
-    for entry in state.log_history:
-        if "loss" in entry and "step" in entry:
-            total += entry["loss"] * (entry["step"] - last)
-            last = entry["step"]
-    unknown = state.global_step - last
-    return {
-        "total_loss": total,
-        "total_bad": unknown,
-        "window_start": state.global_step,
-    }
 
 
 def _real(path: str) -> str:

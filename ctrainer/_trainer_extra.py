@@ -53,7 +53,8 @@ class ExtraMixin(TrainerBase):
     # Counting
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
-        """Add a micro-batch's tokens, with or without padding, to the state."""
+        """Count a micro-batch's tokens, with or without padding. Of several ranks they
+        come into the state together, before a log or a checkpoint."""
         name = self._main_input_name
         if name not in inputs:
             return
@@ -65,7 +66,10 @@ class ExtraMixin(TrainerBase):
                 count = int(inputs["attention_mask"].sum())
             elif pad is not None:
                 count = int((tokens != pad).sum())
-        self.state.num_input_tokens_seen += count
+        if self.args.world_size == 1:
+            self.state.num_input_tokens_seen += count
+        else:
+            self._counted_tokens += count
 
     def _log_tokens(self, logs: dict[str, Any], start: float | None) -> None:
         logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
@@ -177,12 +181,14 @@ class ExtraMixin(TrainerBase):
     ) -> Any:
         """Save the model and upload output_dir, without its checkpoints, to the Hub.
 
-        Returns what huggingface_hub.upload_folder returns. Raises ImportError without
-        huggingface_hub.
+        Returns what huggingface_hub.upload_folder returns, None on ranks other than 0.
+        Raises ImportError without huggingface_hub.
         """
         import huggingface_hub
 
         self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
         self.init_hf_repo(token)
         assert self.hub_model_id is not None
         self.create_model_card(**kwargs)

@@ -318,7 +318,7 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
             metrics["nonfinite_steps"] = skipped
         self._memory_tracker.stop_and_update_metrics(metrics, "train")
         self.log(metrics)
-        self._wait_for_save()
+        self._together("saving the last checkpoint", self._wait_for_save)
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()  # a schedule-free one leaves its average in the model
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:

@@ -201,6 +201,7 @@ class Trainer(RunMixin):
         )
         self.__dict__.update(_ATTRIBUTES)
         self._resume_state = {}
+        self._rank_files = {}
         self._eval_dataloaders = {}
         self._train_batch_size = args.train_batch_size
         self._counts_tokens = args.include_num_input_tokens_seen not in (False, "no")
@@ -242,6 +243,7 @@ _ATTRIBUTES: dict[str, Any] = {
     "hub_model_id": None,
     "push_in_progress": None,
     "current_flos": 0,
+    "_counted_tokens": 0,
     "current_gradient_accumulation_steps": 1,
     "_signature_columns": None,
     "_created_lr_scheduler": False,

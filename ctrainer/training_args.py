@@ -308,12 +308,13 @@ def adopt(args: Any) -> Any:
 
 
 def set_log_level(args: Any) -> None:
-    """Let ctrainer, and transformers where it is loaded, log from args.log_level on.
+    """Let ctrainer, and transformers where it is loaded, log from args.log_level on;
+    on ranks that do not log, from args.log_level_replica on.
 
     'passive' leaves the levels as they are. Below warnings, messages go to stderr
     where the program has no handler for them.
     """
-    if args.log_level == "passive":
+    if (args.log_level if args.should_log else args.log_level_replica) == "passive":
         return
     level = args.get_process_log_level()
     for name in ("ctrainer", "transformers"):

@@ -37,6 +37,7 @@ Trainer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(((Trainer *)op)->grad_metrics);
     Py_VISIT(((Trainer *)op)->noise.device_copies);
     Py_VISIT(((Trainer *)op)->writer);
+    Py_VISIT(((Trainer *)op)->staged);
     Py_VISIT(((Trainer *)op)->group);
     return 0;
 }
@@ -49,6 +50,7 @@ Trainer_clear(PyObject *op)
     Py_CLEAR(((Trainer *)op)->grad_metrics);
     Py_CLEAR(((Trainer *)op)->noise.device_copies);
     Py_CLEAR(((Trainer *)op)->writer);
+    Py_CLEAR(((Trainer *)op)->staged);
     Py_CLEAR(((Trainer *)op)->group);
     return 0;
 }

@@ -32,6 +32,7 @@ typedef struct Trainer {
     PyObject *grad_metrics; /* dict: what the next log tells of gradients besides their
                              * norm; NULL: nothing */
     PyObject *writer;       /* CheckpointWriter, or NULL before the first save */
+    PyObject *staged;       /* str: folder of the last save, while it was made; or NULL */
     PyObject *group;        /* Communicator of the ranks; NULL before it is needed */
     double share; /* of the current micro-batch in its update; 0 outside one */
     /* The running sums of one logging window and of the run, in double. */
@@ -45,7 +46,8 @@ typedef struct Trainer {
     ctpy_noise noise;
     double grad_norm;  /* of the last update; NaN before the first */
     int agreed_signal; /* that all ranks know of; 0: none */
-    bool saving;       /* a checkpoint is in the making: writer.folder is open */
+    bool saving;       /* a checkpoint is in the making: in `staged` */
+    bool saves;        /* this rank writes it: writer.folder is open */
     bool spare;        /* this batch runs again only to keep the other ranks company */
     bool in_update;    /* between the first micro-batch and the end of an update */
 } Trainer;

@@ -1,101 +1,5 @@
 /* Trainer: a checkpoint as one transaction around the hooks that write it. */
-#include "binding/trainer.h"
-
-#include <stdbool.h>
-
-/* Each checkpoint is written to a temporary folder,
- * RUN/.ctrainer-saving-X/checkpoint-N, by whoever overrides what: while a save is open
- * _get_output_dir() answers the folder above it, so that overrides which work out the
- * path themselves land there too. */
-
-/* The writer of this trainer, made at its first save; borrowed. */
-static PyObject *
-writer_borrow(PyObject *op)
-{
-    Trainer *self = (Trainer *)op;
-    if (self->writer == NULL) {
-        PyObject *module = PyImport_ImportModule("ctrainer.checkpoint");
-        self->writer = module == NULL
-                           ? NULL
-                           : PyObject_CallMethod(module, "CheckpointWriter", NULL);
-        Py_XDECREF(module);
-    }
-    return self->writer;
-}
-
-/* Calls writer.name() and says whether that went well. */
-static int
-tell_writer(PyObject *op, const char *name)
-{
-    PyObject *writer = Py_XNewRef(writer_borrow(op));
-    PyObject *answer = writer == NULL ? NULL : PyObject_CallMethod(writer, name, NULL);
-    Py_XDECREF(answer);
-    Py_XDECREF(writer);
-    return answer == NULL ? -1 : 0;
-}
-
-/* "checkpoint-N" in folder, N being the state's step. */
-static PyObject *
-checkpoint_path(PyObject *op, PyObject *folder)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int64_t step;
-    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
-        return NULL;
-    }
-    return PyUnicode_FromFormat("%S/checkpoint-%lld", folder, (long long)step);
-}
-
-static int
-begin(PyObject *op, PyObject *trial)
-{
-    PyObject *run = PyObject_CallMethod(op, "_run_dir", "O", trial);
-    PyObject *path = run == NULL ? NULL : checkpoint_path(op, run);
-    PyObject *folder = NULL;
-    if (path != NULL && writer_borrow(op) != NULL) {
-        folder = PyObject_CallMethod(((Trainer *)op)->writer, "begin", "O", path);
-    }
-    ((Trainer *)op)->saving = folder != NULL;
-    Py_XDECREF(folder);
-    Py_XDECREF(path);
-    Py_XDECREF(run);
-    return folder == NULL ? -1 : 0;
-}
-
-/* Commits the open save, or drops it when an exception is set, which stays set. */
-static int
-end(PyObject *op)
-{
-    PyObject *type, *value, *trace;
-    int result = -1;
-    PyErr_Fetch(&type, &value, &trace);
-    if (type == NULL) {
-        PyObject *answer = PyObject_CallMethod(op, "_check_save", NULL);
-        Py_XDECREF(answer);
-        result = answer == NULL ? -1 : tell_writer(op, "commit");
-    }
-    if (result < 0) {
-        if (type == NULL) {
-            PyErr_Fetch(&type, &value, &trace);
-        }
-        (void)tell_writer(op, "abort");
-        PyErr_Restore(type, value, trace);
-    }
-    ((Trainer *)op)->saving = false;
-    return result;
-}
-
-/* Without args.async_save the loop goes on once the folder is on the disk. */
-static int
-wait_unless_async(PyObject *op)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int async_save;
-    if (ctpy_field_bool(op, names->str_args, names->str_async_save, &async_save) < 0) {
-        return -1;
-    }
-    return async_save ? 0 : tell_writer(op, "wait");
-}
+#include "binding/trainer_ckpt.h"
 
 typedef PyObject *save_fn(PyObject *op, PyObject *model, PyObject *trial);
 
@@ -103,11 +7,11 @@ typedef PyObject *save_fn(PyObject *op, PyObject *model, PyObject *trial);
 static PyObject *
 save_whole(PyObject *op, PyObject *model, PyObject *trial, save_fn *save)
 {
-    if (begin(op, trial) < 0) {
+    if (ctpy_ckpt_begin(op, trial) < 0) {
         return NULL;
     }
     PyObject *answer = save(op, model, trial);
-    if (end(op) < 0 || wait_unless_async(op) < 0) {
+    if (ctpy_ckpt_end(op) < 0) {
         Py_CLEAR(answer);
     }
     return answer;
@@ -171,7 +75,6 @@ write_parts(PyObject *op, PyObject *folder, PyObject *trial)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     int only_model;
-    PyObject *answer;
     if (save_weights(op, folder) < 0 || save_part(op, "_note_best", trial) < 0 ||
         ctpy_field_bool(op, names->str_args, names->str_save_only_model, &only_model) <
             0) {
@@ -186,8 +89,8 @@ write_parts(PyObject *op, PyObject *folder, PyObject *trial)
     if (save_part(op, "_save_trainer_state", folder) < 0) {
         return NULL;
     }
-    answer = PyObject_CallMethod(op, "_rotate_checkpoints", NULL);
-    return answer;
+    return ((Trainer *)op)->saves ? PyObject_CallMethod(op, "_rotate_checkpoints", NULL)
+                                  : Py_NewRef(Py_None);
 }
 
 /* The mode of an optimizer that has modes. */
@@ -237,13 +140,14 @@ write_checkpoint(PyObject *op, PyObject *Py_UNUSED(model), PyObject *trial)
     }
     Py_CLEAR(answer);
     run = PyObject_CallMethod(op, "_get_output_dir", "O", trial);
-    if (run != NULL && (folder = checkpoint_path(op, run)) != NULL) {
+    if (run != NULL && (folder = ctpy_ckpt_path(op, run)) != NULL) {
         answer = write_in_eval_mode(op, folder, trial);
     }
     int native = answer == NULL
                      ? 1
                      : ctpy_is_default(op, ctpy_state_borrow(op)->str__save_checkpoint);
-    if (native < 0 || (native == 0 && tell_writer(op, "flush") < 0)) {
+    if (native < 0 || (native == 0 && ((Trainer *)op)->saves &&
+                       ctpy_ckpt_tell_writer(op, "flush") < 0)) {
         Py_CLEAR(answer); /* an override finds on the disk what super() has saved */
     }
     Py_XDECREF(folder);
@@ -271,7 +175,8 @@ Trainer__save_checkpoint(PyObject *op, PyObject *args, PyObject *kwargs)
         return write_checkpoint(op, model, trial);
     }
     PyObject *answer = save_whole(op, model, trial, write_checkpoint);
-    if (answer != NULL && tell_writer(op, "wait") < 0) {
+    if (answer != NULL && ((Trainer *)op)->saves &&
+        ctpy_ckpt_tell_writer(op, "wait") < 0) {
         Py_CLEAR(answer);
     }
     return answer;
@@ -330,12 +235,11 @@ Trainer__get_output_dir(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!self->saving) {
         return PyObject_CallMethod(op, "_run_dir", "O", trial);
     }
-    PyObject *folder = PyObject_GetAttrString(self->writer, "folder");
-    PyObject *path = folder == NULL ? NULL : PyImport_ImportModule("os.path");
-    PyObject *run =
-        path == NULL ? NULL : PyObject_CallMethod(path, "dirname", "O", folder);
-    Py_XDECREF(path);
-    Py_XDECREF(folder);
+    PyObject *path = PyImport_ImportModule("os.path"), *run = NULL;
+    if (path != NULL) {
+        run = PyObject_CallMethod(path, "dirname", "O", self->staged);
+        Py_DECREF(path);
+    }
     return run;
 }
 
@@ -355,7 +259,7 @@ Trainer__wait_for_save(PyObject *op, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     if (self->writer == NULL || self->saving ||
-        (release && tell_writer(op, "release") < 0)) {
+        (release && ctpy_ckpt_tell_writer(op, "release") < 0)) {
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     }
     return PyObject_CallMethod(self->writer, "wait", NULL);
@@ -368,5 +272,5 @@ const char Trainer__checkpoint_writer_doc[] =
 PyObject *
 Trainer__checkpoint_writer(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    return Py_XNewRef(writer_borrow(op));
+    return Py_XNewRef(ctpy_ckpt_writer_borrow(op));
 }

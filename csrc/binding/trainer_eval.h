@@ -67,7 +67,9 @@ int ctpy_eval_store_flush(ctpy_eval_store *store, ctpy_state *names);
  * store gives them up. */
 PyObject *ctpy_eval_store_take(ctpy_eval_store *store, int kind);
 
-/* trainer_eval_ranks.c */
+/* trainer_eval_ranks.c, trainer_eval_lend.c */
+
+#define CTPY_EVALUATING "evaluation" /* what messages say that a rank was doing */
 
 /* Is the trainer alone? If not, its group and what the loader repeats. 0 or -1. */
 int ctpy_eval_ranks_init(ctpy_eval_ranks *ranks, PyObject *op, PyObject *loader);

@@ -5,6 +5,7 @@
  * not count. After each batch comes one small collective that says who goes on and who
  * has failed, and then the values. */
 #include "binding/gather.h"
+#include "binding/trainer_account.h"
 #include "binding/trainer_eval.h"
 #include "binding/trainer_ranks.h"
 
@@ -72,8 +73,8 @@ raise_for(int64_t state, int rank)
         PyErr_SetNone(PyExc_KeyboardInterrupt);
     }
     else {
-        PyErr_Format(PyExc_RuntimeError,
-                     "rank %d failed in the evaluation; its own error says why", rank);
+        PyErr_Format(PyExc_RuntimeError, "%s: rank %d failed; its own error says why",
+                     CTPY_EVALUATING, rank);
     }
     return -1;
 }
@@ -108,6 +109,9 @@ gather_states(PyObject *group, ctpy_state *names, int64_t own, int64_t *states,
     };
     PyErr_Fetch(&type, &value, &trace);
     int result = ctpy_comm_run(names, group, &request);
+    if (result < 0) {
+        ctpy_name_doing(CTPY_EVALUATING);
+    }
     if (type != NULL) { /* the first failure is the one to tell */
         PyErr_Restore(type, value, trace);
     }
@@ -136,62 +140,6 @@ ctpy_eval_meet(ctpy_eval_ranks *ranks, ctpy_state *names, bool has_batch, int *f
     ranks->told = result < 0;
     PyMem_Free(states);
     return result;
-}
-
-static PyObject *
-pickled(const char *function, PyObject *value)
-{
-    PyObject *module = PyImport_ImportModule("pickle"), *result = NULL;
-    if (module != NULL) {
-        result = PyObject_CallMethod(module, function, "O", value);
-        Py_DECREF(module);
-    }
-    return result;
-}
-
-/* On the root its batch as bytes, or none where pickle fails; elsewhere None. */
-static PyObject *
-message_to_lend(PyObject *inputs, bool is_root)
-{
-    if (!is_root) {
-        return Py_NewRef(Py_None);
-    }
-    PyObject *data = pickled("dumps", inputs);
-    if (data == NULL) {
-        PyErr_WriteUnraisable(inputs); /* the others must not wait for it */
-        data = PyBytes_FromStringAndSize("", 0);
-    }
-    return data;
-}
-
-PyObject *
-ctpy_eval_lend(ctpy_eval_ranks *ranks, ctpy_state *names, PyObject *inputs, int root)
-{
-    const ct_comm *comm = ctpy_comm_borrow(names, ranks->group);
-    if (comm == NULL) {
-        return NULL;
-    }
-    const bool is_root = comm->rank == root;
-    PyObject *data = message_to_lend(inputs, is_root), *lent = NULL;
-    if (data == NULL) {
-        return NULL;
-    }
-    ranks->told = true;
-    PyObject *bytes =
-        PyObject_CallMethod(ranks->group, "broadcast_bytes", "Oi", data, root);
-    Py_DECREF(data);
-    if (bytes != NULL && PyBytes_GET_SIZE(bytes) == 0) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "rank %d has the only batch of this evaluation, and it cannot be "
-                     "pickled for the others; give each rank a batch of its own",
-                     root);
-    }
-    else if (bytes != NULL) {
-        ranks->told = false;
-        lent = is_root ? Py_NewRef(inputs) : pickled("loads", bytes);
-    }
-    Py_XDECREF(bytes);
-    return lent;
 }
 
 /* ---- values ------------------------------------------------------------------------
@@ -243,6 +191,9 @@ exchange(ctpy_eval_ranks *ranks, ctpy_state *names, const ctpy_eval_batch *batch
     ranks->told = true;
     parts = ctpy_exchange(names, ranks->group, &packet);
     ct_packet_fini(&packet);
+    if (parts == NULL) {
+        ctpy_name_doing(CTPY_EVALUATING);
+    }
     if (type != NULL) {
         Py_CLEAR(parts);
         PyErr_Restore(type, value, trace);

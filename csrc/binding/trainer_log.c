@@ -1,7 +1,7 @@
 /* Trainer: losses summed, logged; evaluation and saving when they are due. */
 #include "binding/ctpy_callbacks.h"
 #include "binding/ctpy_optim.h"
-#include "binding/trainer.h"
+#include "binding/trainer_loss.h"
 
 /* The value of a loss in host memory: a tensor or array of one element. 1 when it is,
  * 0 when it lies elsewhere, -1 with an exception. */
@@ -91,14 +91,18 @@ set_steal(PyObject *dict, PyObject *key, PyObject *value)
 }
 
 /* {"loss", "grad_norm", "learning_rate"} of the window, and how many updates of it were
- * not finite. The loss is the mean of the finite ones; with none it is NaN, never 0. */
+ * not finite. The loss is the mean of the finite ones, of all ranks; with none it is
+ * NaN, never 0. */
 static PyObject *
 window_logs(PyObject *op, int64_t steps, PyObject *learning_rate)
 {
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
-    int64_t finite = steps - self->window_bad;
-    double mean = finite > 0 ? self->window_loss / (double)finite : Py_NAN;
+    double mean;
+    if (ctpy_trainer_mean_loss(op, self->window_loss, steps - self->window_bad, &mean) <
+        0) {
+        return NULL;
+    }
     PyObject *logs = PyDict_New();
     if (logs == NULL ||
         set_steal(logs, names->str_loss, PyFloat_FromDouble(mean)) < 0 ||

@@ -1,9 +1,24 @@
 /* Trainer: the sums of losses and averages that a resumed run goes on with. */
-#include "binding/trainer.h"
+#include "binding/trainer_loss.h"
+#include "binding/trainer_ranks.h"
+
+int
+ctpy_trainer_mean_loss(PyObject *op, double sum, int64_t n, double *mean)
+{
+    double values[] = {sum, (double)n};
+    if (ctpy_trainer_reduce(op, values, 2, CT_REDUCE_SUM) < 0) {
+        return -1;
+    }
+    *mean = values[1] > 0.0 ? values[0] / values[1] : Py_NAN;
+    return 0;
+}
 
 const char Trainer__training_loss_doc[] =
     "_training_loss($self, /)\n--\n\n"
-    "Return the mean loss of the run's updates so far, those before a resume included.";
+    "Return the mean loss of the run's updates so far, those before a resume "
+    "included.\n"
+    "\n"
+    "It is that of all ranks, which all have to call it.";
 
 PyObject *
 Trainer__training_loss(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -15,11 +30,12 @@ Trainer__training_loss(PyObject *op, PyObject *Py_UNUSED(unused))
         ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
         return NULL;
     }
-    double sum = self->total_loss + self->window_loss;
-    int64_t finite = step - self->total_bad - self->window_bad;
-    return PyFloat_FromDouble(finite > 0 ? sum / (double)finite
-                              : step > 0 ? Py_NAN
-                                         : 0.0);
+    double mean;
+    if (ctpy_trainer_mean_loss(op, self->total_loss + self->window_loss,
+                               step - self->total_bad - self->window_bad, &mean) < 0) {
+        return NULL;
+    }
+    return PyFloat_FromDouble(step > 0 ? mean : 0.0);
 }
 
 const char Trainer__loss_state_doc[] =

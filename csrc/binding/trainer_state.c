@@ -1,5 +1,5 @@
 /* Trainer: log(), the learning rate, and counting work. */
-#include "binding/trainer.h"
+#include "binding/trainer_ranks.h"
 
 /* logs["epoch"] = state.epoch, and the tokens seen where they are counted. */
 static int
@@ -164,26 +164,49 @@ Trainer_floating_point_ops(PyObject *op, PyObject *args, PyObject *kwargs)
     return PyErr_Occurred() ? NULL : PyFloat_FromDouble(factor * n);
 }
 
+/* Adds what was counted on all ranks to a total of the state, and begins to count
+ * anew. */
+static int
+add_counted(PyObject *op, PyObject *name, PyObject *total_name, int as_int)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *state = NULL, *sum = NULL;
+    double counted, total;
+    int result = -1;
+    if (ctpy_get_double(op, name, &counted) < 0 ||
+        ctpy_trainer_reduce(op, &counted, 1, CT_REDUCE_SUM) < 0 ||
+        (state = PyObject_GetAttr(op, names->str_state)) == NULL ||
+        ctpy_get_double(state, total_name, &total) < 0) {
+        goto done;
+    }
+    if (counted == 0.0) {
+        result = 0;
+        goto done;
+    }
+    total += counted;
+    sum = as_int ? PyLong_FromDouble(total) : PyFloat_FromDouble(total);
+    if (sum != NULL && PyObject_SetAttr(state, total_name, sum) == 0) {
+        result = ctpy_set_double(op, name, 0.0);
+    }
+done:
+    Py_XDECREF(sum);
+    Py_XDECREF(state);
+    return result;
+}
+
 const char Trainer_store_flos_doc[] =
     "store_flos($self, /)\n--\n\n"
-    "Move the operations counted since the last call into state.total_flos.";
+    "Move the operations counted since the last call, by all ranks, into\n"
+    "state.total_flos, and their tokens into state.num_input_tokens_seen.\n\n"
+    "All ranks have to call it.";
 
 PyObject *
 Trainer_store_flos(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    double counted, total;
-    PyObject *state = PyObject_GetAttr(op, names->str_state);
-    if (state == NULL) {
-        return NULL;
-    }
-    int failed = ctpy_get_double(op, names->str_current_flos, &counted) < 0 ||
-                 ctpy_get_double(state, names->str_total_flos, &total) < 0 ||
-                 (counted != 0.0 &&
-                  (ctpy_set_double(state, names->str_total_flos, total + counted) < 0 ||
-                   ctpy_set_double(op, names->str_current_flos, 0.0) < 0));
-    Py_DECREF(state);
-    if (failed) {
+    if (add_counted(op, names->str_current_flos, names->str_total_flos, 0) < 0 ||
+        add_counted(op, names->str__counted_tokens, names->str_num_input_tokens_seen,
+                    1) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;

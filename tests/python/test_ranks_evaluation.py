@@ -117,6 +117,6 @@ def test_values_that_do_not_go_together_are_refused_on_all(found: Any) -> None:
 
 def test_a_failure_of_one_rank_is_told_to_all(found: Any) -> None:
     assert found[1]["failed"] == "ZeroDivisionError: on purpose"
-    assert found[0]["failed"].startswith("RuntimeError: rank 1 failed in the eval")
+    assert found[0]["failed"].startswith("RuntimeError: evaluation: rank 1 failed")
     assert found[0]["no data"] == "OSError: no more data"
-    assert found[1]["no data"].startswith("RuntimeError: rank 0 failed in the eval")
+    assert found[1]["no data"].startswith("RuntimeError: evaluation: rank 0 failed")

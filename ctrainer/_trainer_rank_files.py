@@ -1,0 +1,142 @@
+"""Trainer: the files of a checkpoint that each rank has its own of."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from ctrainer._trainer_base import TrainerBase
+from ctrainer.checkpoint import Sink, from_json, to_json
+from ctrainer.trainer_state import TrainerState
+
+logger = logging.getLogger("ctrainer.trainer")
+
+OWN_STATE = "ctrainer_state.json"
+
+
+class RankFilesMixin(TrainerBase):
+    """Generators, sums of losses and position of each rank. Ranks that do not write the
+    checkpoint hand their files over to those that do, when the save ends (in C)."""
+
+    def _add_file(self, folder: str, write: Callable[[Sink], None]) -> Sink | None:
+        """Let write(sink) put a file of this rank's into the checkpoint; return where
+        it went, None on its way to another rank."""
+        if self.args.should_save:
+            sink = Sink(folder, self._checkpoint_writer())
+            write(sink)
+            return sink
+        with tempfile.TemporaryDirectory() as own:
+            write(Sink(own, None))
+            for entry in os.scandir(own):
+                with open(entry.path, "rb") as file:
+                    self._rank_files[entry.name] = file.read()
+        return None
+
+    def _take_rank_files(self) -> bytes:
+        """The files that this rank hands over, pickled."""
+        files, self._rank_files = self._rank_files, {}
+        return pickle.dumps(files)
+
+    def _add_rank_files(self, parcels: list[bytes]) -> None:
+        """Put the files of all ranks into the open save."""
+        folder = self._checkpoint_writer().folder
+        assert folder is not None
+        for parcel in parcels:
+            for name, content in pickle.loads(parcel).items():
+                with open(os.path.join(folder, name), "wb") as file:
+                    file.write(content)
+
+    # Generators
+
+    def _rng_file(self) -> str:
+        """rng_state.pth, or rng_state_RANK.pth of a rank of several."""
+        if self.args.world_size == 1:
+            return "rng_state.pth"
+        return f"rng_state_{self.args.process_index}.pth"
+
+    def _write_rng_state(self, output_dir: str) -> Sink | None:
+        state, save = self._adapter.rng_state(), self._adapter.checkpoints.save_object
+        return self._add_file(
+            output_dir, lambda sink: save(sink, self._rng_file(), state)
+        )
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Set all generators as they were when the checkpoint was saved. Hook."""
+        if checkpoint is None:
+            return
+        name = self._rng_file()
+        state = self._adapter.checkpoints.load_object(checkpoint, name)
+        if state is None:
+            logger.warning(
+                "%s has no %s: random numbers will differ from those of a run that was "
+                "not interrupted%s", checkpoint, name, _ranks_of(checkpoint),
+            )  # fmt: skip
+            return
+        self._adapter.set_rng_state(state)
+
+    # Sums of losses, position
+
+    def _own_state_file(self) -> str:
+        rank = self.args.process_index
+        return OWN_STATE if rank == 0 else f"ctrainer_state_{rank}.json"
+
+    def _write_own_state(self, output_dir: str) -> None:
+        content = {
+            "version": 1,
+            "world_size": self.args.world_size,
+            "loss": self._loss_state(),
+            "resume": to_json(self._resume_state),
+        }
+        name = self._own_state_file()
+        self._add_file(output_dir, lambda sink: sink.json(name, content))
+
+    def _load_own_state(self, checkpoint: str) -> None:
+        """Take over the sums and the position of this rank; of a checkpoint that
+        another number of ranks has saved the sums alone, for a new rank those of the
+        first."""
+        path = os.path.join(checkpoint, self._own_state_file())
+        if not os.path.isfile(path):
+            path = os.path.join(checkpoint, OWN_STATE)
+        if not os.path.isfile(path):
+            self._set_loss_state(**_loss_of_history(self.state))
+            return
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        self._set_loss_state(**content["loss"])
+        saved_by = content.get("world_size", 1)
+        if saved_by == self.args.world_size:
+            self._resume_state = from_json(content["resume"])
+            return
+        logger.warning(
+            "%s was saved by %d rank(s) and %d resume from it: the epoch goes on after "
+            "as many updates, with other batches and random numbers", checkpoint,
+            saved_by, self.args.world_size,
+        )  # fmt: skip
+
+
+def _ranks_of(checkpoint: str) -> str:
+    """What to add where the generators' states are those of other ranks."""
+    names = [name for name in os.listdir(checkpoint) if name.startswith("rng_state")]
+    found = ", ".join(sorted(names))
+    return f"; it has {found}, saved by another number of ranks" if names else ""
+
+
+def _loss_of_history(state: TrainerState) -> dict[str, Any]:
+    """The sums of a run that transformers saved, as far as its logs tell: each has the
+    mean loss of the steps since the one before."""
+    total, last = 0.0, 0
+    for entry in state.log_history:
+        if "loss" in entry and "step" in entry:
+            total += entry["loss"] * (entry["step"] - last)
+            last = entry["step"]
+    unknown = state.global_step - last
+    return {
+        "total_loss": total,
+        "total_bad": unknown,
+        "window_start": state.global_step,
+    }
