@@ -43,6 +43,11 @@ class Dealing:
     even_batches: bool
     drops_last: bool  # a round that is not whole, where the loader drops its last batch
 
+    @property
+    def evaluates(self) -> bool:
+        """Each row once, each batch whole; in training only whole rounds count."""
+        return not self.drops_last
+
 
 def dealing(args: Any, training: bool) -> Dealing | None:
     """How `args` say that batches are dealt out; None for a run of one process.

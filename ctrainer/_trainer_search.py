@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,8 @@ class SearchMixin(TrainerBase):
         """Return the best of n_trials trainings, each with a fresh model of model_init.
 
         The search is optuna's, ray's or wandb's, driven by transformers' backend of
-        that name. Raises RuntimeError without model_init, ImportError without
+        that name. On several ranks the first one asks it, the others receive each
+        trial and train along; they return None. Raises RuntimeError without model_init, ImportError without
         transformers or the backend.
         """
         if self.model_init is None:
@@ -48,9 +50,32 @@ class SearchMixin(TrainerBase):
         self.hp_name = hp_name
         self.compute_objective = compute_objective or default_objective
         try:
-            return search.run(self, n_trials, direction, **kwargs)
+            if self.args.world_size == 1:
+                return search.run(self, n_trials, direction, **kwargs)
+            if self.args.process_index > 0:
+                return self._follow_search()
+            return self._lead_search(search, n_trials, direction, kwargs)
         finally:
             self.hp_search_backend = None
+
+    def _lead_search(
+        self, search: Any, n_trials: int, direction: Any, options: dict[str, Any]
+    ) -> Any:
+        try:
+            return search.run(_Lead(self), n_trials, direction, **options)
+        finally:
+            self._communicator.broadcast_bytes(b"", 0)  # no more trials
+
+    def _follow_search(self) -> None:
+        """Train along with every trial that rank 0 sends."""
+        while trial := self._communicator.broadcast_bytes(None, 0):
+            self.objective = None
+            try:
+                self.train(trial=pickle.loads(trial))
+            except _pruned():
+                continue
+            if self.objective is None:
+                self.evaluate()
 
     def _hp_search_setup(self, trial: Any) -> None:
         """Set the trial's values in args, each as the type that it had."""
@@ -75,14 +100,77 @@ class SearchMixin(TrainerBase):
         if trial is None or self.hp_search_backend is None:
             return
         self.objective = self.compute_objective(dict(metrics))
-        if self.hp_search_backend == "optuna" and hasattr(trial, "study"):
-            import optuna
-
-            if not trial.study._is_multi_objective():
-                trial.report(self.objective, step)
-                if trial.should_prune():
-                    raise optuna.TrialPruned()
+        if self.hp_search_backend == "optuna":
+            prunes = self._together("pruning", lambda: self._prunes(trial, step))
+            if prunes[0]:
+                raise _pruned()
         elif self.hp_search_backend == "ray":
             import ray.tune
 
             ray.tune.report({**metrics, "objective": self.objective})
+
+    def _prunes(self, trial: Any, step: int) -> bytes:
+        """Does optuna end the trial here? Only the rank that leads the search knows."""
+        if not hasattr(trial, "study") or trial.study._is_multi_objective():
+            return b""
+        trial.report(self.objective, step)
+        return b"yes" if trial.should_prune() else b""
+
+
+def _pruned() -> Any:
+    import optuna
+
+    return optuna.TrialPruned
+
+
+class _Lead:
+    """The trainer as rank 0's search sees it: alone, each train() one of all ranks.
+
+    transformers' own way to reach the others needs torch.distributed.
+    """
+
+    def __init__(self, trainer: SearchMixin) -> None:
+        vars(self)["_trainer"] = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_trainer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_trainer"], name, value)
+
+    @property
+    def args(self) -> Any:
+        return _AloneArguments(self._trainer.args)
+
+    @property
+    def accelerator(self) -> Any:
+        return _NothingToClear()
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
+        sent = trial
+        if hasattr(trial, "study"):
+            import optuna
+
+            self._trainer.hp_space(trial)  # asks for the values
+            sent = optuna.trial.FixedTrial(trial.params, trial.number)
+        self._trainer._communicator.broadcast_bytes(pickle.dumps(sent), 0)
+        return self._trainer.train(resume_from_checkpoint, trial=trial)
+
+
+class _AloneArguments:
+    """Arguments of a run that has one process, so the search thinks."""
+
+    world_size, process_index = 1, 0
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)
+
+
+class _NothingToClear:
+    """In place of accelerate's object, whose making would wait for all ranks."""
+
+    def clear(self) -> None:
+        pass

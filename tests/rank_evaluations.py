@@ -108,7 +108,8 @@ def trainer(folder: str, model: nn.Module, options: dict[str, Any], **more: Any)
         folder, use_cpu=True, report_to="none", disable_tqdm=True, ddp_timeout=60,
         per_device_eval_batch_size=4, **options,
     )  # fmt: skip
-    return DealingTrainer(model, args, **more)
+    cls = more.pop("cls", ctrainer.Trainer)
+    return cls(model, args, **more)
 
 
 EVERYTHING = {"include_for_metrics": ["inputs", "loss"]}
@@ -122,6 +123,15 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "by token": (range(22), {"eval_loss_by_token": True}),
     "accumulated": (range(22), {"eval_accumulation_steps": 2}),
     "stream": (Stream(21), {"remove_unused_columns": False}),
+    "short stream": (Stream(3), EVERYTHING),
+    "stream read by all": (
+        Stream(21),
+        {"accelerator_config": {"dispatch_batches": False}, **EVERYTHING},
+    ),
+    "dispatched": (
+        range(22),
+        {"accelerator_config": {"dispatch_batches": True}, **EVERYTHING},
+    ),
     "dropped": (range(22), {"dataloader_drop_last": True}),
 }
 
@@ -140,6 +150,12 @@ def outcomes(folder: str) -> dict[str, Any]:
         found[name + ", predicted"] = [
             flat(output.predictions), flat(output.label_ids), own(output.metrics)
         ]  # fmt: skip
+    for rows in (range(22), range(3)):
+        made = trainer(
+            folder, Wide(), {"remove_unused_columns": False}, cls=DealingTrainer,
+            data_collator=collate, compute_metrics=Seen(),
+        )  # fmt: skip
+        found[f"dealt {len(rows)}"] = own(made.evaluate(rows))
     made = trainer(
         folder, Wide(), {"remove_unused_columns": False}, data_collator=collate,
         eval_dataset={"a": range(7), "b": range(5)},

@@ -22,6 +22,7 @@ from torch.utils.data import (
 from ctrainer import _C
 from ctrainer._rank_options import Dealing
 from ctrainer.adapters._torch_batches import SeededSampler
+from ctrainer.adapters._torch_rank_eval import HandedOut, hand_out
 from ctrainer.comm import world
 
 
@@ -194,6 +195,8 @@ def rank_loader(
 ) -> Any:  # fmt: skip
     """This rank's loader of batches of a data set that all ranks have."""
     if isinstance(dataset, IterableDataset):
+        if dealing.evaluates and dealing.dispatch_batches is not False:
+            return hand_out(dataset, dealing, batch_size, drop_last, options)
         return _stream_loader(dataset, dealing, batch_size, drop_last, options)
     batches: Any = BatchSampler(
         SequentialSampler(dataset) if sampler is None else sampler,
@@ -201,7 +204,7 @@ def rank_loader(
     )  # fmt: skip
     if dealing.dispatch_batches:
         loader = DataLoader(dataset, batch_sampler=batches, **options)
-        return DispatchedLoader(loader, dealing)
+        return (HandedOut if dealing.evaluates else DispatchedLoader)(loader, dealing)
     return DataLoader(dataset, batch_sampler=RankBatches(batches, dealing), **options)
 
 

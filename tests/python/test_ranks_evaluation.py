@@ -64,7 +64,7 @@ assert rank_evaluations.flat(joined.predictions) == rank_evaluations.flat(
 assert joined.metrics["test_loss"] == plain.metrics["test_loss"] and calls
 
 # a rank that fails lets nobody wait, and those that did not fail can go on
-class Failing(rank_evaluations.DealingTrainer):
+class Failing(rank_evaluations.ctrainer.Trainer):
     def prediction_step(self, *args, **kwargs):
         if rank == 1 and self.fails:
             raise ZeroDivisionError("on purpose")
@@ -83,6 +83,12 @@ class Broken(list):
             raise OSError("no more data")
         yield rank_evaluations.collate([1, 2])
 found["no data"] = failure(made.evaluation_loop, Broken(), 'Broken')
+
+class Unreadable(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from range(9)
+        raise OSError("no more stream")
+found["no stream"] = failure(made.evaluate, Unreadable())
 tell(found)
 """
 
@@ -119,4 +125,6 @@ def test_a_failure_of_one_rank_is_told_to_all(found: Any) -> None:
     assert found[1]["failed"] == "ZeroDivisionError: on purpose"
     assert found[0]["failed"].startswith("RuntimeError: evaluation: rank 1 failed")
     assert found[0]["no data"] == "OSError: no more data"
+    assert found[0]["no stream"] == "OSError: no more stream"
+    assert "rank 0 could not read on" in found[1]["no stream"]
     assert found[1]["no data"].startswith("RuntimeError: evaluation: rank 0 failed")

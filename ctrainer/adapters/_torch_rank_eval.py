@@ -1,0 +1,81 @@
+"""torch's data loaders of an evaluation on several ranks: whole batches, in turns.
+
+The rows of a batch, and therefore its loss, are those that one process would have. A
+rank that has no batch in the last round gets none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ctrainer._rank_options import Dealing
+from ctrainer.comm import world
+
+
+class HandedOut:
+    """Batches that rank 0 reads and hands out, each as it is: of every world_size the
+    first to rank 0, the second to rank 1.
+
+    All ranks iterate over it at the same time. Raises RuntimeError on the others when
+    rank 0 cannot read on.
+    """
+
+    def __init__(self, loader: DataLoader[Any], dealing: Dealing) -> None:
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size
+        self.batch_sampler = loader.batch_sampler
+        self.drop_last = loader.drop_last
+        self.dealing = dealing
+
+    def __len__(self) -> int:
+        return -(-len(self.loader) // self.dealing.world_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, n = self.dealing.rank == 0, self.dealing.world_size
+        rounds = _rounds(self.loader, n) if first else None
+        is_last = False
+        while not is_last:
+            batches, is_last = _receive(rounds)
+            if self.dealing.rank < len(batches):
+                yield batches[self.dealing.rank]
+
+
+def _rounds(batches: Iterable[Any], n: int) -> Iterator[tuple[list[Any], bool]]:
+    """Lists of n batches, and whether it is the last one, which may be shorter."""
+    stream = iter(batches)
+    current = list(itertools.islice(stream, n))
+    while following := list(itertools.islice(stream, n)):
+        yield current, False
+        current = following
+    yield current, True
+
+
+def _receive(rounds: Iterator[Any] | None) -> tuple[list[Any], bool]:
+    """The next round, on every rank; `rounds` is where rank 0 takes it from."""
+    group, data = world(), b""
+    try:
+        if rounds is not None:
+            data = pickle.dumps(next(rounds), pickle.HIGHEST_PROTOCOL)
+    finally:
+        data = group.broadcast_bytes(data, 0)
+    if not data:
+        raise RuntimeError("rank 0 could not read on; its own error says why")
+    found: tuple[list[Any], bool] = pickle.loads(data)
+    return found
+
+
+def hand_out(
+    dataset: Any, dealing: Dealing, batch_size: int, drop_last: bool,
+    options: dict[str, Any],
+) -> HandedOut:  # fmt: skip
+    """The batches of a stream, or with split_batches of as many rows as a rank's part
+    of a batch would have."""
+    rows = batch_size // dealing.world_size if dealing.split_batches else batch_size
+    loader = DataLoader(dataset, batch_size=rows, drop_last=drop_last, **options)
+    return HandedOut(loader, dealing)
