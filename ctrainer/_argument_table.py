@@ -48,7 +48,6 @@ HONOURED = frozenset(
     """.split()
 )
 
-_ONE_RANK = "no effect on one process, which is what this version trains with"
 _SCRIPTS = "for the script that makes the trainer; the trainer does not read it"
 _TRACKERS = "passed on to the trackers of report_to"
 _HUB = "no effect without push_to_hub"
@@ -60,7 +59,7 @@ RECORDED = {
     "trackio_space_id": _TRACKERS,
     "trackio_bucket_id": _TRACKERS,
     "trackio_static_space_id": _TRACKERS,
-    "eval_use_gather_object": _ONE_RANK,
+    "eval_use_gather_object": "what is no tensor travels pickled anyway",
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
     "hub_model_id": _HUB,

@@ -35,9 +35,9 @@ class SearchMixin(TrainerBase):
         """Return the best of n_trials trainings, each with a fresh model of model_init.
 
         The search is optuna's, ray's or wandb's, driven by transformers' backend of
-        that name. On several ranks the first one asks it, the others receive each
-        trial and train along; they return None. Raises RuntimeError without model_init, ImportError without
-        transformers or the backend.
+        that name. On several ranks the first one asks it; the others receive each
+        trial, train along and return None. Raises RuntimeError without model_init,
+        ImportError without transformers or the backend.
         """
         if self.model_init is None:
             raise RuntimeError(

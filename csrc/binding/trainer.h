@@ -32,9 +32,9 @@ typedef struct Trainer {
     PyObject *grad_metrics; /* dict: what the next log tells of gradients besides their
                              * norm; NULL: nothing */
     PyObject *writer;       /* CheckpointWriter, or NULL before the first save */
-    PyObject *staged;       /* str: folder of the last save, while it was made; or NULL */
-    PyObject *group;        /* Communicator of the ranks; NULL before it is needed */
-    double share; /* of the current micro-batch in its update; 0 outside one */
+    PyObject *staged; /* str: folder of the last save, while it was made; or NULL */
+    PyObject *group;  /* Communicator of the ranks; NULL before it is needed */
+    double share;     /* of the current micro-batch in its update; 0 outside one */
     /* The running sums of one logging window and of the run, in double. */
     double window_loss;      /* of the updates since the last log */
     int64_t window_bad;      /* updates since the last log whose loss was Inf or NaN */
