@@ -18,6 +18,8 @@ ct_scale_fn ct_cuda_scale;
 ct_zero_fn ct_cuda_zero;
 ct_copy_fn ct_cuda_copy;
 ct_gemm_fn ct_cuda_gemm;
+ct_encode_fn ct_cuda_encode;
+ct_decode_fn ct_cuda_decode;
 ct_read_fn ct_cuda_read;
 ct_scratch_grow_fn ct_cuda_scratch_grow;
 ct_scratch_release_fn ct_cuda_scratch_release;

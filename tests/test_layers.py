@@ -44,7 +44,7 @@ FLOORS = (
     | {"ct_interrupt", "ct_lanes", "ct_packet", "ct_pages", "ct_segment_hold"}
     | {"ct_mapping"},
     {"ct_adamw", "ct_hyper", "ct_sgd"},
-    {"ct_factored", "ct_update"},
+    {"ct_codes", "ct_factored", "ct_update"},
     {"ct_device", "ct_plugin", "ct_reduce", "ct_reduce_body"}
     | {"ct_comm", "ct_comm_bytes", "ct_comm_local", "ct_comm_memory"}
     | {"ct_comm_levels", "ct_comm_split"}
@@ -52,7 +52,7 @@ FLOORS = (
     | {"ct_exchange", "ct_exchange_slots", "ct_shm_queue"},
     set[str](),
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
-    {"ct_bucket", "ct_codec", "ct_codec_half", "ct_low_rank"}
+    {"ct_bucket", "ct_codec", "ct_codec_codes", "ct_codec_half", "ct_low_rank"}
     | {"ct_power_sgd", "ct_reducer"}
     | {"ct_fsdp"}
     | {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_config", "ct_bmuf_meet"}

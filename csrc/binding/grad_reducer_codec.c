@@ -2,6 +2,7 @@
 #include "binding/grad_reducer.h"
 
 #include "core/ct_alloc.h"
+#include "core/ct_codec_codes.h"
 #include "core/ct_codec_half.h"
 #include "core/ct_power_sgd.h"
 
@@ -62,12 +63,19 @@ new_codec(const GradReducer *self, const char *name, ct_power_sgd_config *config
                    ? 0
                    : ctpy_raise_int(&err);
     }
+    if (strcmp(name, "int8") == 0) {
+        return ct_codec_codes_new(codec, core->device, core->stream,
+                                  core->plan.n_buckets, &err) == CT_OK
+                   ? 0
+                   : ctpy_raise_int(&err);
+    }
     config->batched = strcmp(name, "batched_power_sgd") == 0;
     if (config->batched || strcmp(name, "power_sgd") == 0) {
         return new_power_sgd(self, config, codec);
     }
     PyErr_Format(PyExc_ValueError,
                  "gradients cannot be compressed by '%.100s'; expected no, fp16, bf16, "
+                 "int8, "
                  "power_sgd or batched_power_sgd",
                  name);
     return -1;
@@ -77,7 +85,8 @@ const char GradReducer_compress_doc[] =
     "compress($self, how, *, rank=1, start_iter=1000, min_compression_rate=2.0)\n"
     "--\n\n"
     "Choose how gradients travel from now on, the same on every rank.\n\n"
-    "how: 'no', whole; 'fp16' or 'bf16', in 16 bits; 'power_sgd', by bucket\n"
+    "how: 'no', whole; 'fp16' or 'bf16', in 16 bits; 'int8', in 8,\n"
+    "what is lost being added to the next; 'power_sgd', by bucket\n"
     "'batched_power_sgd', as products of matrices of `rank` columns, from pass\n"
     "start_iter on, where that makes them min_compression_rate times smaller. What\n"
     "was remembered for the one before is dropped.\n\n"

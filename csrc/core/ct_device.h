@@ -7,6 +7,7 @@
 #ifndef CT_DEVICE_H
 #define CT_DEVICE_H
 
+#include "core/ct_codes.h"
 #include "core/ct_factored.h"
 #include "core/ct_span.h"
 #include "core/ct_update.h"
@@ -19,7 +20,7 @@ extern "C" {
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 13
+#define CT_DEVICE_VERSION 14
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -94,6 +95,14 @@ typedef struct ct_gemm {
 typedef ct_status
 ct_gemm_fn(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *err);
 
+/* Rounds values to codes of 8 bits, by math/ct_codes_math.h; and the sum of what ranks
+ * have sent, part by part in float, back to values. A block with Inf or NaN on one rank
+ * becomes NaN. */
+typedef ct_status
+ct_encode_fn(void *stream, const ct_encoding *encoding, ct_error *err);
+typedef ct_status
+ct_decode_fn(void *stream, const ct_decoding *decoding, ct_error *err);
+
 /* Brings a double from the device to the host, waiting for the stream. */
 typedef ct_status
 ct_read_fn(void *stream, const double *device_value, double *host, ct_error *err);
@@ -114,6 +123,8 @@ typedef struct ct_device {
     ct_zero_fn *zero;
     ct_copy_fn *copy;
     ct_gemm_fn *gemm;
+    ct_encode_fn *encode;
+    ct_decode_fn *decode;
     ct_read_fn *read;
     ct_scratch_grow_fn *scratch_grow;
     ct_scratch_release_fn *scratch_release;

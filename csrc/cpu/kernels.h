@@ -14,5 +14,7 @@ ct_scale_fn ct_cpu_scale;
 ct_zero_fn ct_cpu_zero;
 ct_copy_fn ct_cpu_copy;
 ct_gemm_fn ct_cpu_gemm;
+ct_encode_fn ct_cpu_encode;
+ct_decode_fn ct_cpu_decode;
 
 #endif

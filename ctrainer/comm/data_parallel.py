@@ -145,10 +145,11 @@ class DataParallel(nn.Module):
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Choose how gradients travel: before the first pass, the same on every rank.
 
-        hook: "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd", accelerate's
-        DDPCommunicationHookType of these, or torch's hook of that kind. state: torch's
-        PowerSGDState, or any object with its matrix_approximation_rank,
-        start_powerSGD_iter and min_compression_rate; else torch's defaults hold.
+        hook: "no", "fp16", "bf16", "int8", "power_sgd" or "batched_power_sgd",
+        accelerate's DDPCommunicationHookType of these, or torch's hook of that kind.
+        state: torch's PowerSGDState, or any object with its attributes
+        matrix_approximation_rank, start_powerSGD_iter and min_compression_rate; else
+        torch's defaults hold.
 
         Raises ValueError for other hooks, and for PowerSGD without error feedback.
         """
@@ -218,7 +219,7 @@ def _name_of(hook: Any) -> str:
         return _HOOKS[name]
     raise ValueError(
         f"gradients cannot be compressed by {hook!r}: hooks run in C. Expected no, "
-        "fp16, bf16, power_sgd or batched_power_sgd, or torch's hook of that kind"
+        "fp16, bf16, int8, power_sgd or batched_power_sgd, or torch's hook of that kind"
     )
 
 

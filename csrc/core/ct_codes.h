@@ -1,0 +1,26 @@
+/* Values on their way to other ranks: codes of 8 bits, a scale for each block of them,
+ * and what rounding left of every value, which is added to the next. */
+#ifndef CT_CODES_H
+#define CT_CODES_H
+
+#include "core/ct_span.h"
+
+#include <stdint.h>
+
+typedef struct ct_encoding {
+    ct_span values;  /* of a float dtype; read */
+    float *residual; /* n: added to the values, then what the codes miss of the sum */
+    int8_t *codes;   /* n */
+    float *scales;   /* ct_codes_blocks(n) */
+} ct_encoding;
+
+/* What `parts` ranks have sent, each part_bytes behind the one before. */
+typedef struct ct_decoding {
+    ct_span values; /* of a float dtype; written: factor times the sum of the parts */
+    const int8_t *codes;
+    const float *scales;
+    size_t parts, part_bytes;
+    float factor;
+} ct_decoding;
+
+#endif

@@ -1,0 +1,74 @@
+/* Codes of 8 bits for other ranks, on the CPU. Mirrors cuda/codes.cu. */
+#include "cpu/cuts.h"
+#include "cpu/kernels.h"
+
+#include "core/ct_pool.h"
+#include "math/ct_codes_math.h"
+
+#define CT_BODY "cpu/codes_body.h"
+#include "cpu/expand.h"
+
+typedef void encode_body(const ct_encoding *e, size_t from, size_t n);
+typedef void decode_body(const ct_decoding *d, size_t from, size_t n);
+
+static encode_body *const encode_bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] =
+    CT_BODIES(encode);
+static decode_body *const decode_bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] =
+    CT_BODIES(decode);
+
+_Static_assert(CT_CUT_ALIGN % CT_CODES_BLOCK == 0, "a piece has whole blocks");
+
+/* One of the two. */
+typedef struct codes_job {
+    const ct_encoding *encoding;
+    const ct_decoding *decoding;
+    ct_isa isa;
+    ct_cuts cuts;
+} codes_job;
+
+static void
+run_batch(void *arg, size_t batch)
+{
+    const codes_job *job = arg;
+    ct_piece piece = ct_cuts_start(&job->cuts, batch);
+    while (ct_cuts_next(&job->cuts, batch, &piece)) {
+        if (job->encoding != NULL) {
+            const ct_dtype dtype = job->encoding->values.dtype;
+            encode_bodies[job->isa][dtype](job->encoding, piece.offset, piece.n);
+        }
+        else {
+            const ct_dtype dtype = job->decoding->values.dtype;
+            decode_bodies[job->isa][dtype](job->decoding, piece.offset, piece.n);
+        }
+    }
+}
+
+static ct_status
+run(codes_job *job, const ct_span *values, const char *kernel, ct_error *err)
+{
+    ct_status status = ct_isa_get(&job->isa, err);
+    if (status == CT_OK) {
+        status = ct_check_float(kernel, 0, values->dtype, err);
+    }
+    if (status == CT_OK && values->n > 0) {
+        ct_cuts_init(&job->cuts, &values->n, sizeof *values, 1);
+        ct_pool_run(run_batch, job, job->cuts.n_batches);
+    }
+    return status;
+}
+
+ct_status
+ct_cpu_encode(void *stream, const ct_encoding *e, ct_error *err)
+{
+    codes_job job = {.encoding = e};
+    (void)stream;
+    return run(&job, &e->values, "encode", err);
+}
+
+ct_status
+ct_cpu_decode(void *stream, const ct_decoding *d, ct_error *err)
+{
+    codes_job job = {.decoding = d};
+    (void)stream;
+    return run(&job, &d->values, "decode", err);
+}
