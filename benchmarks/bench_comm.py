@@ -1,10 +1,12 @@
-"""Collectives of 2 processes through shared memory against torch's gloo, and the end of
-a block of BMUF against fairseq's loop over tensors, stated here in torch.
+"""Collectives of 2 processes through shared memory against torch's gloo, and MPICH's
+where its wheel and mpi4py are installed; the end of a block of BMUF against fairseq's
+loop over tensors, stated here in torch.
 
 The two take turns; each figure is the median of the turns. Prints JSON lines.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
@@ -14,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +36,7 @@ N_TENSORS = 200
 MOMENTUM, LR = 0.9, 0.7
 
 Action = Callable[[], Any]
+Peer = dict[str, Callable[[torch.Tensor, torch.Tensor], Any]]
 
 
 def turns(group: ctrainer.Communicator, ours: Action, theirs: Action, n: int) -> Any:
@@ -58,30 +62,78 @@ def tell(
         print(json.dumps(row), flush=True)
 
 
-def collectives(group: ctrainer.Communicator, quick: bool) -> None:
+def gloo() -> Peer:
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    return {
+        "all_reduce": lambda whole, part: dist.all_reduce(whole),
+        "reduce_scatter": lambda whole, part: scatter(part, whole),
+        "all_gather": lambda whole, part: gather(whole, part),
+    }
+
+
+def mpi() -> Peer | None:
+    """MPI's, where its launcher has started the ranks."""
+    if "PMI_RANK" not in os.environ:
+        return None
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    return {
+        "all_reduce": lambda whole, part: world.Allreduce(MPI.IN_PLACE, whole.numpy()),
+        "reduce_scatter": lambda whole, part: world.Reduce_scatter_block(
+            whole.numpy(), part.numpy()
+        ),
+        "all_gather": lambda whole, part: world.Allgather(part.numpy(), whole.numpy()),
+    }
+
+
+def tensors(
+    group: ctrainer.Communicator, n_bytes: int, dtype: torch.dtype, is_shared: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not is_shared:
+        n = n_bytes // dtype.itemsize
+        return torch.zeros(n, dtype=dtype), torch.zeros(n // RANKS, dtype=dtype)
+    whole, part = (group.memory(n) for n in (n_bytes, n_bytes // RANKS))
+    return torch.frombuffer(whole, dtype=dtype), torch.frombuffer(part, dtype=dtype)
+
+
+def compare(
+    group: ctrainer.Communicator, size: str, name: str, peer: Peer, repeat: int,
+    dtype: torch.dtype = torch.float32, is_shared: bool = False,
+) -> None:  # fmt: skip
+    """Our three collectives against a peer's, on tensors of `size`.
+
+    is_shared: what ours reads lies in memory of the group; what the peer does is the
+    same, on memory of its own.
+    """
+    n_bytes = SIZES[size]
+    whole, part = tensors(group, n_bytes, dtype, is_shared)
+    result, piece = tensors(group, n_bytes, dtype, False)
+    ours: dict[str, Action] = {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "reduce_scatter": lambda: group.reduce_scatter(piece, whole),
+        "all_gather": lambda: group.all_gather(result, part),
+    }
+    kind = "" if dtype == torch.float32 else f" of {str(dtype).removeprefix('torch.')}"
+    where = ", in memory()" if is_shared else ""
+    for what, action in ours.items():
+        other = peer[what]
+        medians = turns(group, action, lambda o=other: o(result, piece), repeat)
+        goal = GOALS.get((what, size)) if name == "gloo" and is_shared else None
+        tell(f"{what} of {size}{kind}, 2 processes{where}", name, medians, goal)
+
+
+def collectives(group: ctrainer.Communicator, quick: bool) -> None:
     for size, n_bytes in SIZES.items():
-        whole, part = torch.zeros(n_bytes // 4), torch.zeros(n_bytes // 4 // RANKS)
-        pairs: dict[str, tuple[Action, Action]] = {
-            "all_reduce": (
-                lambda w=whole: group.all_reduce(w),
-                lambda w=whole: dist.all_reduce(w),
-            ),
-            "reduce_scatter": (
-                lambda w=whole, p=part: group.reduce_scatter(p, w),
-                lambda w=whole, p=part: scatter(p, w),
-            ),
-            "all_gather": (
-                lambda w=whole, p=part: group.all_gather(w, p),
-                lambda w=whole, p=part: gather(w, p),
-            ),
-        }
         repeat = 5 if quick or n_bytes > 1 << 25 else 21 if n_bytes > 1 << 20 else 101
-        for name, (ours, theirs) in pairs.items():
-            medians = turns(group, ours, theirs, repeat)
-            tell(f"{name} of {size}, 2 processes", "gloo", medians,
-                 GOALS.get((name, size)))  # fmt: skip
+        compare(group, size, "gloo", gloo(), repeat)
+    repeat = 5 if quick else 21
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        compare(group, "16 MB", "gloo", gloo(), repeat, dtype, True)
+    other = mpi()
+    if other is not None:
+        compare(group, "16 MB", "MPICH", other, repeat, is_shared=True)
 
 
 class Loop:
@@ -148,6 +200,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few turns")
     options = parser.parse_args()
+    if "PMI_RANK" in os.environ:
+        os.environ["RANK"] = os.environ["PMI_RANK"]
     if "RANK" in os.environ:
         be_rank(options.quick)
         return
@@ -155,11 +209,15 @@ def main() -> None:
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
            "CTRAINER_NUM_THREADS": "1"}  # fmt: skip
+    command = [sys.executable, "-W", "ignore", *sys.argv]
+    mpiexec = Path(sys.executable).with_name("mpiexec")  # of the mpich wheel
+    if mpiexec.exists() and importlib.util.find_spec("mpi4py") is not None:
+        command = [str(mpiexec), "-n", str(RANKS), *command]
+        sys.exit(subprocess.run(command, env={**os.environ, **job}).returncode)
     ranks = [
-        subprocess.Popen([sys.executable, "-W", "ignore", *sys.argv],
-                         env={**os.environ, **job, "RANK": str(rank)})
+        subprocess.Popen(command, env={**os.environ, **job, "RANK": str(rank)})
         for rank in range(RANKS)
-    ]  # fmt: skip
+    ]
     sys.exit(max(rank.wait() for rank in ranks))
 
 

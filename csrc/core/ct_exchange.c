@@ -195,15 +195,29 @@ take(const ct_exchange *self, ct_transfer *t, bool waits, bool *taken, ct_error 
     return CT_OK;
 }
 
-/* A piece ahead is given before the next is taken. */
+/* Gives ahead what there are free slots for: the fewer turns, the fewer waits where
+ * ranks share cores. Waits only for the slot of the piece that is to be taken next. */
+static ct_status
+give_ahead(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
+{
+    const uint32_t most = t->stream != NULL ? 2 : CT_SLOTS;
+    ct_status status = CT_OK;
+    bool given = true;
+    while (status == CT_OK && given && t->given < t->pieces &&
+           t->given < t->taken + most) {
+        const bool is_next = t->given == t->taken;
+        status = give(self, t, waits && is_next, &given, err);
+        *moved = given || !is_next;
+    }
+    return status;
+}
+
 static ct_status
 move(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 {
     ct_status status = CT_OK;
     while (status == CT_OK && *moved && t->taken < t->pieces) {
-        if (t->given < t->pieces && t->given < t->taken + 2) {
-            status = give(self, t, waits, moved, err);
-        }
+        status = give_ahead(self, t, waits, moved, err);
         if (status == CT_OK && *moved) {
             status = take(self, t, waits, moved, err);
         }
