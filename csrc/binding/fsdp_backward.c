@@ -126,6 +126,19 @@ store(FSDPUnit *self, fsdp_leaf *leaf, PyObject *grad)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
+/* A gradient that was refused must not be added to by the next backward. */
+static int
+drop(PyObject *param, PyObject *name, int result)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    const int dropped = PyObject_SetAttr(param, name, Py_None);
+    if (type != NULL) {
+        PyErr_Restore(type, value, trace);
+    }
+    return result < 0 ? result : dropped;
+}
+
 static int
 take(FSDPUnit *self, fsdp_leaf *leaf, PyObject *param)
 {
@@ -134,10 +147,8 @@ take(FSDPUnit *self, fsdp_leaf *leaf, PyObject *param)
     int result = grad == NULL ? -1 : 0;
     if (result == 0 && !Py_IsNone(grad)) {
         result = store(self, leaf, grad);
-        if (result == 0) {
-            result = PyObject_SetAttr(param, name, Py_None);
-            leaf->filled = true;
-        }
+        leaf->filled = leaf->filled || result == 0;
+        result = drop(param, name, result);
     }
     Py_XDECREF(grad);
     return result;

@@ -185,16 +185,17 @@ smaller(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* to += from * factor. to has the dtype of a tile, from any float dtype. */
+/* to += from * factor, of any float dtypes; what is added is of to's. */
 static ct_status
 accumulate(const ct_device *device, const ct_span *to, const ct_span *from,
            double factor, ct_error *err)
 {
-    _Alignas(64) float tile[TILE];
+    _Alignas(64) float tile[TILE]; /* the widest that there are */
     ct_status status = CT_OK;
     for (size_t at = 0; status == CT_OK && at < to->n; at += TILE) {
         const size_t n = smaller(to->n - at, TILE);
-        const ct_span source = part_of(*from, at, n), converted = {tile, n, CT_F32};
+        const ct_span source = part_of(*from, at, n);
+        const ct_span converted = {tile, n, to->dtype};
         const ct_span sum = part_of(*to, at, n);
         const void *const rows[2] = {sum.data, tile};
         status = device->copy(NULL, &converted, &source, 1, err);
@@ -202,7 +203,7 @@ accumulate(const ct_device *device, const ct_span *to, const ct_span *from,
             status = device->scale(NULL, factor, (double)INFINITY, &converted, 1, err);
         }
         if (status == CT_OK) {
-            ct_reduce(sum.data, rows, 2, n, CT_F32, CT_REDUCE_SUM);
+            ct_reduce(sum.data, rows, 2, n, to->dtype, CT_REDUCE_SUM);
         }
     }
     return status;

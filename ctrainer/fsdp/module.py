@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import traceback
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ctrainer.fsdp import _full, _layout, _metadata, _options
-from ctrainer.fsdp._buffers import cast_buffers
+from ctrainer.fsdp import _full, _metadata
+from ctrainer.fsdp._sharded import ShardedModule
 from ctrainer.fsdp._tensors import cast_floats
-from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.state import TrainingState
-from ctrainer.fsdp.unit import Unit
 
 __all__ = ["FullyShardedDataParallel", "XlaFullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(ShardedModule):
     """A module of whose parameters each rank keeps a part.
 
     They are gathered for the forward and the backward and released after each; the
@@ -45,12 +41,20 @@ class FullyShardedDataParallel(nn.Module):
     to a multiple of _shard_size_multiple elements a rank. process_group: a Communicator
     or a group of torch.distributed; by default ctrainer.comm.world().
 
+    auto_wrap_policy: called with each module below (module, recurse, nonwrapped_numel),
+    the inner ones first; where it says so they become units with these options, or what
+    auto_wrapper_callable makes of them. param_init_fn: called with each module that has
+    parameters on the meta device, to give it values on the CPU.
+
     What only a compiler or a TPU needs has nothing to do here: the optimization
-    barriers, pin_layout, coalesce_all_gather_ops, reduce_scatter_bucket_size_mb and
-    _use_xla_patched_linear. execute_sharding_on_init collects garbage, so that the
-    full parameters are gone. _debug_dummy_all_gather_op and its like leave the other
-    ranks out; watch_released ends the process where a parameter is used that is not
-    gathered, rather than reading zeros.
+    barriers, mark_step_on_finalization, sync_on_finalization, pin_layout,
+    coalesce_all_gather_ops, reduce_scatter_bucket_size_mb and _use_xla_patched_linear.
+    execute_sharding_on_init waits for the other ranks, without on_neuron; the full
+    parameters are gone in any case. _debug_dummy_all_gather_op and its like leave the
+    other ranks out. watch_released ends the process where a parameter is used that is
+    not gathered, rather than reading zeros. return_memory: malloc gives freed blocks
+    above 128 KiB back to the system, in the whole process; else what the activations of
+    one step leave behind stays, and sharding saves little on the CPU.
 
     Raises RuntimeError for a module that is wrapped already or has no forward,
     ValueError for dtypes and groups that make no sense, TypeError for parameters that
@@ -60,254 +64,7 @@ class FullyShardedDataParallel(nn.Module):
     has; Rajbhandari et al., "ZeRO", 2020.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        reshard_after_forward: bool = True,
-        flatten_parameters: bool = False,
-        execute_sharding_on_init: bool = True,
-        optimization_barrier_in_forward: bool = True,
-        optimization_barrier_in_backward: bool = True,
-        mark_step_on_finalization: bool = False,
-        disable_reshard_on_root: bool = True,
-        compute_dtype: torch.dtype | str | None = None,
-        buffer_dtype: torch.dtype | str | None = None,
-        fp32_reduce_scatter: bool = False,
-        sharding_groups: Any = None,
-        sharding_rank: int | None = None,
-        sharding_world_size: int | None = None,
-        on_neuron: bool = True,
-        _shard_size_multiple: int = 128,
-        _pin_layout_in_all_reduce: bool = False,
-        _pin_layout_in_all_gather: bool = False,
-        _pin_layout_in_reduce_scatter: bool = False,
-        _debug_dummy_forward_pass: bool = False,
-        _debug_msg: str = "xla_fsdp",
-        _debug_print: bool = False,
-        _debug_dummy_all_gather_op: bool = False,
-        _debug_dummy_all_reduce_op: bool = False,
-        _debug_dummy_reduce_scatter_op: bool = False,
-        _debug_dummy_optimization_barrier_op: bool = False,
-        *,
-        sync_on_finalization: bool = False,
-        shard_param_on_dim_0: bool = False,
-        pin_layout_in_collective_ops: bool = True,
-        reduce_scatter_bucket_size_mb: int = 0,
-        coalesce_all_gather_ops: bool = False,
-        auto_wrap_policy: Any = None,
-        auto_wrapper_callable: Any = None,
-        param_init_fn: Any = None,
-        _use_xla_patched_linear: bool = True,
-        process_group: Any = None,
-        watch_released: bool = False,
-    ) -> None:
-        _options.check_module(module, FullyShardedDataParallel)
-        super().__init__()
-        self.compute_dtype = _options.float_dtype(
-            "compute_dtype", compute_dtype, torch.float32
-        )
-        self.buffer_dtype = _options.float_dtype(
-            "buffer_dtype", buffer_dtype, self.compute_dtype
-        )
-        self._orig_reshard_after_forward = reshard_after_forward
-        self.disable_reshard_on_root = disable_reshard_on_root
-        self.flatten_parameters = flatten_parameters
-        self.mark_step_on_finalization = (
-            mark_step_on_finalization or sync_on_finalization
-        )
-        self.fp32_reduce_scatter = fp32_reduce_scatter
-        self.sharding_groups = sharding_groups
-        self.on_neuron = on_neuron
-        self._debug_dummy_forward_pass = _debug_dummy_forward_pass
-        self._debug_dummy_all_reduce_op = _debug_dummy_all_reduce_op
-        self._debug_msg, self._debug_print = _debug_msg, _debug_print
-        self.communicator = _options.communicator_of(
-            process_group, sharding_groups, sharding_rank, sharding_world_size
-        )
-        self.rank = self.communicator.rank
-        self.world_size = self.communicator.world_size
-        self._sharding = _layout.Sharding(
-            self.rank,
-            self.world_size,
-            _shard_size_multiple,
-            on_dim_0=on_neuron or shard_param_on_dim_0,
-            pads=shard_param_on_dim_0,
-        )
-        if auto_wrap_policy is not None:
-            _options.wrap_children(
-                module, auto_wrap_policy, auto_wrapper_callable or self._inner_like
-            )
-        if param_init_fn is not None:
-            _options.materialize(module, param_init_fn)
-        _options.check_parameters(module)
-        self._wrap(module)
-        self._unit = self._make_unit(
-            watch_released, _debug_dummy_all_gather_op, _debug_dummy_reduce_scatter_op
-        )
-        del module
-        self._share_out()
-        cast_buffers(self, self.buffer_dtype)
-        for name, param in self.named_parameters():
-            assert hasattr(param, "_is_sharded"), (
-                f"found unsharded parameter: {name} ; {param.size()}"
-            )
-        self._reset_lazy_init()
-        hooked: Any = self  # this has no types in torch
-        hooked.register_load_state_dict_post_hook(_after_load)
-        if execute_sharding_on_init:
-            gc.collect()
-            if not on_neuron:
-                self.communicator.barrier()
-
-    # ---- construction
-
-    def _wrap(self, module: nn.Module) -> None:
-        """The wrapped module and its groups; flat ones are in front."""
-        params = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
-        flat = [
-            [p for p in params if self.flatten_parameters and p.requires_grad == needs]
-            for needs in (True, False)
-        ]
-        self._fsdp_wrapped_module = FlattenParamsWrapper(
-            module, flat, auto_unflatten_state_dict=False, _flatten=False
-        )
-        groups = [
-            _layout.under(group, "_fsdp_wrapped_module")
-            for group in self._fsdp_wrapped_module._groups
-        ]
-        if not self.flatten_parameters:
-            groups += [_layout.lone_group(e) for e in _layout.entries_of(self, params)]
-        for group in groups:
-            self._sharding.fit(group)
-        self._groups = groups
-
-    def _make_unit(self, watched: bool, lone_gather: bool, lone_reduce: bool) -> Unit:
-        low = not self.fp32_reduce_scatter
-        reduce_dtype = self.compute_dtype if low else torch.float32
-        unit = Unit(
-            self.communicator,
-            tuple((group.size, group.requires_grad) for group in self._groups),
-            compute_dtype=str(self.compute_dtype).removeprefix("torch."),
-            reduce_dtype=str(reduce_dtype).removeprefix("torch."),
-            watched=watched,
-            lone_gather=lone_gather,
-            lone_reduce=lone_reduce,
-        )
-        unit.owner = weakref.ref(self)
-        factor = _options.predivide_factor(self.world_size)
-        unit.divide_factors = (factor, self.world_size / factor)
-        return unit
-
-    def _share_out(self) -> None:
-        """Each rank keeps its part; the parameters become the unit's memory."""
-        shards = [self._sharding.shard_of(group) for group in self._groups]
-        self.sharded_params: list[Any] = shards
-        for group, shard in zip(self._groups, self.sharded_params, strict=True):
-            self.register_parameter(shard._name, shard)
-            for entry in group.entries:
-                assert not hasattr(entry.param, "_is_sharded")
-                entry.param._sharded_param = shard
-        self._unit.shards = self.sharded_params
-        _layout.replace_parameters(self._unit, self._groups, self.compute_dtype)
-
-    def _inner_like(self, module: nn.Module) -> FullyShardedDataParallel:
-        """A child that auto_wrap_policy chooses, with the options of this one."""
-        return FullyShardedDataParallel(
-            module,
-            reshard_after_forward=self._orig_reshard_after_forward,
-            flatten_parameters=self.flatten_parameters,
-            execute_sharding_on_init=False,
-            compute_dtype=self.compute_dtype,
-            buffer_dtype=self.buffer_dtype,
-            fp32_reduce_scatter=self.fp32_reduce_scatter,
-            on_neuron=self.on_neuron,
-            shard_param_on_dim_0=self._sharding.pads,
-            _shard_size_multiple=self._sharding.multiple,
-            process_group=self.communicator,
-        )
-
-    # ---- what it is made of
-
-    @property
-    def module(self) -> FlattenParamsWrapper:
-        """The wrapped module, whose attributes are found here too."""
-        assert isinstance(self._fsdp_wrapped_module, FlattenParamsWrapper)
-        return self._fsdp_wrapped_module
-
-    @property
-    def full_params(self) -> list[torch.Tensor]:
-        """The wrapped module's own parameters, which hold values while gathered."""
-        return [entry.param for group in self._groups for entry in group.entries]
-
-    @property
-    def params_with_grad(self) -> list[nn.Parameter]:
-        """[p for p in self.parameters() if p.grad is not None]"""
-        return [p for p in self.parameters() if p.grad is not None]
-
-    @property
-    def training_state(self) -> TrainingState:
-        return TrainingState(self._unit.state)
-
-    @training_state.setter
-    def training_state(self, state: TrainingState) -> None:
-        self._unit.state = state.value
-
-    @property
-    def has_full_params(self) -> bool:
-        """Whether the parameters are gathered."""
-        return self._unit.gathered
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        return self._unit.reshard_after_forward
-
-    @reshard_after_forward.setter
-    def reshard_after_forward(self, value: bool) -> None:
-        self._unit.reshard_after_forward = value
-
-    @property
-    def _require_backward_grad_sync(self) -> bool:
-        return self._unit.require_sync
-
-    @property
-    def gradient_predivide_factor(self) -> float:
-        return self._unit.divide_factors[0]
-
-    @property
-    def gradient_postdivide_factor(self) -> float:
-        return self._unit.divide_factors[1]
-
-    def units(self) -> list[FullyShardedDataParallel]:
-        """Those below and this one, in the order of modules()."""
-        return [m for m in self.modules() if isinstance(m, FullyShardedDataParallel)]
-
-    def extra_repr(self) -> str:
-        return (
-            f"world_size={self.world_size}, rank={self.rank}, "
-            f"compute_dtype={self.compute_dtype}, buffer_dtype={self.buffer_dtype}, "
-            f"flatten_parameters={self.flatten_parameters}, "
-            f"reshard_after_forward={self.reshard_after_forward}, "
-            f"sharding_groups={self.sharding_groups}"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_fsdp_wrapped_module":
-                raise
-            return getattr(self._fsdp_wrapped_module, name)
-
-    def __getitem__(self, key: int) -> Any:
-        return self.module[key]
-
     # ---- roots
-
-    def _reset_lazy_init(self) -> None:
-        """Let the next forward find out anew which unit is the outermost."""
-        self._is_root: bool | None = None
-        self._unit.forget_root()
-        self.reshard_after_forward = self._orig_reshard_after_forward
 
     def _lazy_init(self) -> None:
         """The first unit that is called is the root of those below it."""
@@ -490,12 +247,3 @@ class FullyShardedDataParallel(nn.Module):
 
 
 XlaFullyShardedDataParallel = FullyShardedDataParallel
-
-
-def _after_load(module: Any, incompatible: object) -> None:
-    """What was gathered is old, and shards may have been assigned."""
-    shards = [module._parameters[shard._name] for shard in module.sharded_params]
-    for shard, group in zip(shards, module._groups, strict=True):
-        _layout.mark(shard, group)
-    module.sharded_params = module._unit.shards = shards
-    module._unit.release()

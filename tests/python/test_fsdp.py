@@ -1,9 +1,21 @@
 """Sharded modules on several ranks, in one run of their processes for all scenarios."""
 
+import gc
+import inspect
+import signal
+import subprocess
+import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import fsdp_ranks
 import pytest
+import torch
+from ctrainer import _C
+from ctrainer.fsdp import FullyShardedDataParallel as FSDP
+from ctrainer.fsdp import TrainingState
+from torch import nn
 
 WORLD = 2
 
@@ -17,3 +29,210 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", fsdp_ranks.scenarios())
 def test_on_two_ranks(outcomes: list[dict[str, str]], name: str) -> None:
     assert [told[name] for told in outcomes] == [""] * WORLD
+
+
+# ---- in a group of one
+
+
+def wrap(module: nn.Module, **options: Any) -> FSDP:
+    return FSDP(module, process_group=_C.Communicator(), **options)
+
+
+def test_the_arguments_have_the_order_and_the_defaults_of_the_original() -> None:
+    found = list(inspect.signature(FSDP.__init__).parameters.values())[1:]
+    positional = [p for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [(p.name, p.default) for p in positional[1:]] == [
+        ("reshard_after_forward", True),
+        ("flatten_parameters", False),
+        ("execute_sharding_on_init", True),
+        ("optimization_barrier_in_forward", True),
+        ("optimization_barrier_in_backward", True),
+        ("mark_step_on_finalization", False),
+        ("disable_reshard_on_root", True),
+        ("compute_dtype", None),
+        ("buffer_dtype", None),
+        ("fp32_reduce_scatter", False),
+        ("sharding_groups", None),
+        ("sharding_rank", None),
+        ("sharding_world_size", None),
+        ("on_neuron", True),
+        ("_shard_size_multiple", 128),
+        ("_pin_layout_in_all_reduce", False),
+        ("_pin_layout_in_all_gather", False),
+        ("_pin_layout_in_reduce_scatter", False),
+        ("_debug_dummy_forward_pass", False),
+        ("_debug_msg", "xla_fsdp"),
+        ("_debug_print", False),
+        ("_debug_dummy_all_gather_op", False),
+        ("_debug_dummy_all_reduce_op", False),
+        ("_debug_dummy_reduce_scatter_op", False),
+        ("_debug_dummy_optimization_barrier_op", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "text"),
+    [
+        (lambda: wrap(nn.Linear(2, 2)), {}, RuntimeError, "^Cannot wrap a module that"),
+        (nn.ModuleList, {}, RuntimeError, r"^The module wrapped by FSDP \*must define"),
+        (
+            lambda: nn.Linear(2, 2),
+            {"compute_dtype": torch.float64},
+            ValueError,
+            r"^compute_dtype must be one of \[torch.float32, torch.float16, "
+            r"torch.bfloat16\], not torch.float64$",
+        ),
+        (
+            lambda: nn.Linear(2, 2),
+            {"buffer_dtype": "int8"},
+            ValueError,
+            "^buffer_dtype must be one of .* not torch.int8$",
+        ),
+        (lambda: nn.Linear(2, 2).half(), {}, TypeError, "^only fp32 parameters are"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_refused(
+    module: Any, options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        wrap(module(), **options)
+
+
+def test_groups_need_a_rank_and_a_size() -> None:
+    text = (
+        "^sharding_rank and sharding_world_size must be provided when sharding_groups "
+        "is specified$"
+    )
+    with pytest.raises(ValueError, match=text):
+        FSDP(nn.Linear(2, 2), sharding_groups=[[0]])
+
+
+def test_states_are_asserted_as_in_the_original(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = wrap(nn.Linear(2, 2))
+    model.training_state = TrainingState.BACKWARD_PRE
+    text = (
+        r"^expected to be in states \[<TrainingState.IDLE: 1>\] but current state is "
+        "TrainingState.BACKWARD_PRE$"
+    )
+    with pytest.raises(ValueError, match=text):
+        model.set_gradient_divide_factors(1.0, 1.0, False)
+    printed = capsys.readouterr().out
+    assert printed.startswith("Asserting FSDP instance is: FullyShardedDataParallel(")
+    assert "ERROR: expected to be in states" in printed
+
+
+def test_only_a_root_clips_and_accumulates() -> None:
+    inner = wrap(nn.Linear(2, 2))
+    model = wrap(nn.Sequential(inner, nn.Linear(2, 2)))
+    text = r"^clip_grad_norm should only be called on the root \(parent\) instance"
+    with pytest.raises(AssertionError, match=text):
+        model.clip_grad_norm_(1.0)  # before the first forward
+    with model.no_sync():
+        pass
+    assert model.clip_grad_norm_(1.0) == 0.0
+    with pytest.raises(AssertionError, match=text):
+        inner.clip_grad_norm_(1.0)
+    with (
+        pytest.raises(AssertionError, match="^no_sync on inner FSDP is not supported"),
+        inner.no_sync(),
+    ):
+        pass
+
+
+def test_shards_have_the_names_and_attributes_of_the_original() -> None:
+    separator = "_FSDP_SHARD_SEPARATOR_"
+    options = {"flatten_parameters": True, "on_neuron": False}
+    model = wrap(nn.Sequential(wrap(nn.Linear(3, 2), **options), nn.Linear(2, 2)))
+    flat = f"_fsdp_shard{separator}_fsdp_wrapped_module{separator}flat_param_0"
+    own = f"_fsdp_shard{separator}_fsdp_wrapped_module{separator}_fpw_module"
+    assert list(model.state_dict()) == [
+        f"{own}{separator}1{separator}weight",
+        f"{own}{separator}1{separator}bias",
+        f"_fsdp_wrapped_module.0.{flat}",
+    ]
+    shard = model[0].sharded_params[0]
+    assert shard._orig_size == torch.Size([8])
+    assert shard._orig_name == "_fsdp_wrapped_module.flat_param_0"
+    assert shard.shape == (128,)
+    assert model[0].module.metadata(0) == (
+        ["_fpw_module.weight", "_fpw_module.bias"],
+        [torch.Size([2, 3]), torch.Size([2])],
+        [6, 2],
+    )
+    names = [n for n, _ in model.get_original_names_and_sharded_parameters()]
+    assert names == ["1.weight", "1.bias", "0.flat_param_0"]
+    info = model.get_shard_metadata()
+    assert list(info["shard_info"]) == ["", "_fsdp_wrapped_module.0"]
+    assert info["shard_info"]["_fsdp_wrapped_module.0"] == {
+        flat: {"_orig_size": torch.Size([8]), "_orig_name": shard._orig_name}
+    }
+    key = "_fsdp_wrapped_module.0._fsdp_wrapped_module.flat_param_0"
+    assert list(info["flatten_info"]) == [key]
+    assert (info["world_size"], info["rank"]) == (1, 0)
+
+
+def test_buffers_are_cast_and_known_by_their_first_dtype() -> None:
+    model = wrap(
+        nn.Sequential(wrap(nn.BatchNorm1d(2), compute_dtype=torch.bfloat16)),
+        compute_dtype=torch.float16,
+    )
+    assert model[0].running_mean.dtype == torch.float16
+    info = model.get_shard_metadata()["buffer_info"]
+    assert info["_fsdp_wrapped_module.0._fsdp_wrapped_module.running_mean"] == {
+        "_orig_dtype": torch.float32
+    }
+    assert set(info) <= set(model.state_dict())
+    assert model.full_state_dict()["0.running_mean"].dtype == torch.float32
+
+
+def test_a_policy_wraps_the_modules_below() -> None:
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return nonwrapped_numel >= 6
+
+    body = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.LayerNorm(2), nn.Tanh()))
+    model = wrap(body, auto_wrap_policy=policy)
+    assert [type(child) for child in model.module.module] == [FSDP, nn.Sequential]
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_modules_on_the_meta_device_are_given_values() -> None:
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+
+    model = wrap(nn.Linear(2, 2, device="meta"), param_init_fn=init)
+    assert torch.equal(model(torch.ones(1, 2)), torch.full((1, 2), 2.0))
+    with pytest.raises(ValueError, match="has left parameters of a Linear on the meta"):
+        wrap(nn.Linear(2, 2, device="meta"), param_init_fn=lambda m: None)
+
+
+def test_a_released_parameter_ends_the_process_where_it_is_watched() -> None:
+    code = """
+import torch
+from ctrainer import _C
+from ctrainer.fsdp import FullyShardedDataParallel as FSDP
+model = FSDP(torch.nn.Linear(2, 2), process_group=_C.Communicator(),
+             watch_released=True, disable_reshard_on_root=False)
+with torch.no_grad():
+    model(torch.ones(1, 2))
+print("alive", flush=True)
+model.module.module.weight.sum().item()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip
+    assert done.stdout == "alive\n"
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_units_are_collected() -> None:
+    model = wrap(nn.Sequential(wrap(nn.Linear(2, 2)), nn.Linear(2, 2)))
+    model(torch.ones(1, 2)).sum().backward()
+    watched = weakref.ref(model[0]._unit)
+    del model
+    gc.collect()
+    assert watched() is None

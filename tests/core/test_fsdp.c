@@ -1,0 +1,253 @@
+/* A unit's groups are gathered, released, reduced and accounted for on 1 to 4 ranks. */
+#include "core/ct_alloc.h"
+#include "core/ct_fsdp.h"
+#include "ct_ranks.h"
+
+#include <string.h>
+
+enum {
+    SHARE = 96, /* elements that a rank has of each group */
+    GROUPS = 2
+};
+
+typedef struct fixture {
+    ct_fsdp unit;
+    ct_fsdp_ledger ledger;
+    ct_mapping full, grads;
+    float shards[GROUPS][SHARE];
+    ct_span spans[GROUPS];
+} fixture;
+
+static float
+value_of(size_t group, size_t element)
+{
+    return (float)(group * 1000 + element) / 8.0F; /* exact in bfloat16 up to 32 */
+}
+
+static void
+open_unit(fixture *f, const ct_comm *comm, ct_dtype compute, ct_dtype reduce)
+{
+    const size_t n = SHARE * (size_t)comm->world_size;
+    const size_t sizes[GROUPS] = {n, n};
+    const bool trainable[GROUPS] = {true, false};
+    CHECK(ct_fsdp_init(&f->unit, &ct_device_cpu, sizes, trainable, GROUPS,
+                       comm->world_size, NULL) == CT_OK);
+    CHECK(ct_mapping_open(&f->full, ct_fsdp_full_bytes(&f->unit, compute), false,
+                          NULL) == CT_OK);
+    CHECK(ct_mapping_open(&f->grads, ct_fsdp_grad_bytes(&f->unit), false, NULL) ==
+          CT_OK);
+    f->ledger = (ct_fsdp_ledger){0, 0};
+    f->unit.ledger = &f->ledger;
+    f->unit.full = &f->full;
+    f->unit.grads = &f->grads;
+    f->unit.config = (ct_fsdp_config){.compute = compute,
+                                      .reduce = reduce,
+                                      .predivide = 1.0,
+                                      .postdivide = (double)comm->world_size};
+    for (size_t g = 0; g < GROUPS; g++) {
+        for (size_t i = 0; i < SHARE; i++) {
+            f->shards[g][i] = value_of(g, (size_t)comm->rank * SHARE + i);
+        }
+        f->spans[g] = (ct_span){f->shards[g], SHARE, CT_F32};
+    }
+}
+
+static void
+close_unit(fixture *f)
+{
+    ct_fsdp_fini(&f->unit);
+    ct_mapping_close(&f->full);
+    ct_mapping_close(&f->grads);
+}
+
+static void
+gathers_and_releases(ct_comm *comm, void *arg)
+{
+    fixture f;
+    const size_t n = SHARE * (size_t)comm->world_size;
+    (void)arg;
+    open_unit(&f, comm, CT_F32, CT_F32);
+    CHECK(ct_fsdp_gather(&f.unit, comm, f.spans, NULL) == CT_OK);
+    CHECK(ct_fsdp_gather(&f.unit, comm, f.spans, NULL) == CT_OK); /* nothing to do */
+    const float *full = f.full.data;
+    for (size_t g = 0; g < GROUPS; g++) {
+        for (size_t i = 0; i < n; i++) {
+            CHECK(full[f.unit.groups[g].at + i] == value_of(g, i));
+        }
+    }
+    CHECK(f.ledger.live == f.full.bytes && f.ledger.peak == f.full.bytes);
+    ct_fsdp_release(&f.unit);
+    CHECK(full[1] == 0.0F && f.ledger.live == 0 && f.ledger.peak == f.full.bytes);
+    close_unit(&f);
+}
+
+/* Each rank gives rank + 1 for every element, twice where `adds`. */
+static void
+give_gradients(fixture *f, const ct_comm *comm, bool wide, bool adds)
+{
+    const size_t n = SHARE * (size_t)comm->world_size;
+    float grad[SHARE * MAX_RANKS];
+    const ct_span span = {grad, n, CT_F32};
+    for (size_t i = 0; i < n; i++) {
+        grad[i] = (float)(comm->rank + 1);
+    }
+    for (int k = 0; k < (adds ? 2 : 1); k++) {
+        CHECK(ct_fsdp_take_grad(&f->unit, 0, 0, &span, k > 0, wide, NULL) == CT_OK);
+    }
+}
+
+static void
+check_reduced(fixture *f, ct_comm *comm, bool adds_to_shard, float expected)
+{
+    float out[SHARE];
+    const ct_span span = {out, SHARE, CT_F32};
+    for (size_t i = 0; i < SHARE; i++) {
+        out[i] = 100.0F;
+    }
+    CHECK(ct_fsdp_reduce(&f->unit, comm, 0, &span, adds_to_shard, NULL) == CT_OK);
+    for (size_t i = 0; i < SHARE; i++) {
+        CHECK(out[i] == expected + (adds_to_shard ? 100.0F : 0.0F));
+    }
+    ct_fsdp_drop_grads(&f->unit);
+    CHECK(f->ledger.live == 0);
+}
+
+/* 1, 2, ... world_size have the mean (world_size + 1) / 2, exact in every dtype. */
+static void
+averages_gradients(ct_comm *comm, void *arg)
+{
+    fixture f;
+    const ct_dtype reduce = *(const ct_dtype *)arg;
+    const float mean = (float)(comm->world_size + 1) / 2.0F;
+    open_unit(&f, comm, reduce, reduce);
+    for (int adds = 0; adds < 2; adds++) {
+        for (int wide = 0; wide < 2; wide++) {
+            give_gradients(&f, comm, wide != 0, adds != 0);
+            check_reduced(&f, comm, wide == 0, adds ? 2.0F * mean : mean);
+        }
+    }
+    close_unit(&f);
+}
+
+static void
+divides_before_and_after(ct_comm *comm, void *arg)
+{
+    fixture f;
+    const float sum = (float)(comm->world_size * (comm->world_size + 1)) / 2.0F;
+    (void)arg;
+    open_unit(&f, comm, CT_F32, CT_F32);
+    f.unit.config.predivide = 2.0;
+    f.unit.config.postdivide = 8.0;
+    give_gradients(&f, comm, false, false);
+    check_reduced(&f, comm, false, sum / 16.0F);
+    give_gradients(&f, comm, false, false);
+    check_reduced(&f, comm, true, sum / 16.0F);
+    close_unit(&f);
+}
+
+/* What has no gradient counts as 0, after other gradients were there, too. */
+static void
+takes_missing_gradients_as_zero(ct_comm *comm, void *arg)
+{
+    fixture f;
+    float one = 1.0F, out[SHARE];
+    const ct_span span = {&one, 1, CT_F32}, shard = {out, SHARE, CT_F32};
+    (void)arg;
+    open_unit(&f, comm, CT_F32, CT_F32);
+    give_gradients(&f, comm, false, false);
+    ct_fsdp_drop_grads(&f.unit);
+    CHECK(ct_fsdp_take_grad(&f.unit, 0, 2, &span, false, false, NULL) == CT_OK);
+    CHECK(ct_fsdp_reduce(&f.unit, comm, 0, &shard, false, NULL) == CT_OK);
+    for (size_t i = 0; i < SHARE; i++) {
+        CHECK(out[i] == (comm->rank == 0 && i == 2 ? 1.0F : 0.0F));
+    }
+    close_unit(&f);
+}
+
+static void
+lone_collectives_keep_to_this_rank(ct_comm *comm, void *arg)
+{
+    fixture f;
+    (void)arg;
+    open_unit(&f, comm, CT_F32, CT_F32);
+    f.unit.config.lone_gather = f.unit.config.lone_reduce = true;
+    CHECK(ct_fsdp_gather(&f.unit, comm, f.spans, NULL) == CT_OK);
+    const float *full = f.full.data;
+    for (size_t i = 0; i < SHARE * (size_t)comm->world_size; i++) {
+        const bool own = i / SHARE == (size_t)comm->rank;
+        CHECK(full[i] == (own ? value_of(0, i) : 0.0F));
+    }
+    give_gradients(&f, comm, false, false);
+    ct_fsdp_release(&f.unit);
+    check_reduced(&f, comm, false,
+                  (float)(comm->rank + 1) * (1.0F / (float)comm->world_size));
+    close_unit(&f);
+}
+
+static void
+refuses_what_does_not_fit(void)
+{
+    fixture f;
+    ct_comm *comm = ct_comm_self_new();
+    ct_error err;
+    ct_fsdp unit;
+    const size_t odd = 7;
+    const bool trainable = true;
+    CHECK(comm != NULL);
+    CHECK(ct_fsdp_init(&unit, &ct_device_cpu, &odd, &trainable, 1, 2, &err) ==
+          CT_EINVAL);
+    CHECK(strstr(err.message, "group 0 has 7 elements") != NULL);
+    ct_alloc_fail_after(1);
+    CHECK(ct_fsdp_init(&unit, &ct_device_cpu, &odd, &trainable, 1, 7, &err) ==
+          CT_ENOMEM);
+    ct_alloc_fail_after(0);
+    ct_fsdp_fini(&unit);
+    open_unit(&f, comm, CT_F32, CT_F32);
+    f.spans[1].n = SHARE - 1;
+    CHECK(ct_fsdp_gather(&f.unit, comm, f.spans, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "a shard has 95 elements of float32") != NULL);
+    CHECK(!f.unit.gathered && f.ledger.live == 0);
+    const ct_span grad = {f.shards[0], SHARE, CT_F32};
+    CHECK(ct_fsdp_take_grad(&f.unit, 0, 1, &grad, false, false, &err) == CT_EINVAL);
+    CHECK(ct_fsdp_reduce(&f.unit, comm, 0, &f.spans[1], false, &err) == CT_EINVAL);
+    close_unit(&f);
+    comm->ops->free(comm);
+}
+
+static void
+an_empty_unit_is_fine(void)
+{
+    ct_fsdp unit;
+    ct_mapping none;
+    ct_fsdp_ledger ledger = {0, 0}, other = {5, 5};
+    CHECK(ct_fsdp_init(&unit, &ct_device_cpu, NULL, NULL, 0, 3, NULL) == CT_OK);
+    CHECK(ct_fsdp_full_bytes(&unit, CT_F32) == 0 && ct_fsdp_grad_bytes(&unit) == 0);
+    CHECK(ct_mapping_open(&none, 0, true, NULL) == CT_OK);
+    ct_mapping_release(&none);
+    ct_mapping_obtain(&none);
+    unit.ledger = &ledger;
+    unit.full = unit.grads = &none;
+    ct_fsdp_move_account(&unit, &other);
+    CHECK(unit.ledger == &other && other.live == 5);
+    ct_fsdp_fini(&unit);
+    ct_mapping_close(&none);
+}
+
+int
+main(void)
+{
+    static const ct_dtype dtypes[] = {CT_F32, CT_BF16, CT_F16};
+    for (int ranks = 1; ranks <= 4; ranks++) {
+        run_ranks(ranks, 30.0, gathers_and_releases, NULL);
+        for (size_t d = 0; d < 3; d++) {
+            ct_dtype dtype = dtypes[d];
+            run_ranks(ranks, 30.0, averages_gradients, &dtype);
+        }
+        run_ranks(ranks, 30.0, divides_before_and_after, NULL);
+        run_ranks(ranks, 30.0, takes_missing_gradients_as_zero, NULL);
+        run_ranks(ranks, 30.0, lone_collectives_keep_to_this_rank, NULL);
+    }
+    refuses_what_does_not_fit();
+    an_empty_unit_is_fine();
+    return 0;
+}
