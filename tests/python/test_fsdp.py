@@ -12,10 +12,11 @@ from typing import Any
 import fsdp_ranks
 import pytest
 import torch
+from torch import nn
+
 from ctrainer import _C
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp import TrainingState
-from torch import nn
 
 WORLD = 2
 
@@ -135,7 +136,7 @@ def test_only_a_root_clips_and_accumulates() -> None:
     with pytest.raises(AssertionError, match=text):
         inner.clip_grad_norm_(1.0)
     with (
-        pytest.raises(AssertionError, match="^no_sync on inner FSDP is not supported"),
+        pytest.raises(AssertionError, match=r"^no_sync on inner FSDP is not supported"),
         inner.no_sync(),
     ):
         pass
