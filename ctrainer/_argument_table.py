@@ -90,7 +90,8 @@ REFUSED = {
     "push_to_hub": "upload the saved folder with huggingface_hub.upload_folder, or "
     "call model.push_to_hub",
     "parallelism_config": "one process trains on one device; leave it unset",
-    "fsdp": "one process trains on one device; leave it unset",
+    "fsdp": "every rank of this Trainer holds the whole model; leave it unset, or "
+    "shard with ctrainer.fsdp.FullyShardedDataParallel in a loop of your own",
     "deepspeed": "one process trains on one device; leave it unset",
     "debug": "use torch.autograd.detect_anomaly for overflows; nonfinite_policy finds "
     "gradients that are NaN or Inf",

@@ -69,4 +69,6 @@ def shard_metadata(root: Any, wrapper: type) -> dict[str, Any]:
         "shared_info": shared,
         "world_size": root.world_size,
         "rank": root.rank,
+        "shard_param_on_dim_0": root._sharding.on_dim_0,
+        "shard_size_multiple": root._sharding.multiple,
     }

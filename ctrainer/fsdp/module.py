@@ -241,7 +241,8 @@ class FullyShardedDataParallel(ShardedModule):
         shard_info: by unit, for each shard the size and the name of what it is part
         of; flatten_info: for each flat parameter (names, shapes, numels); buffer_info:
         the dtypes that buffers had; shared_info: the other names of tied parameters;
-        world_size and rank.
+        world_size and rank; shard_param_on_dim_0 and shard_size_multiple: how
+        parameters are divided.
         """
         return _metadata.shard_metadata(self, FullyShardedDataParallel)
 

@@ -26,8 +26,9 @@ from fsdp_shards import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ctrainer import __main__
+from ctrainer import _C, __main__
 from ctrainer.fsdp import (
+    FullyShardedDataParallel,
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
     load_shard,
@@ -147,6 +148,35 @@ def test_shards_for_another_number_of_ranks_are_those_that_it_would_have_saved(
         new = 6  # 12 rows
     folder = tmp_path_factory.mktemp("shards")
     check_reshard(nested_job(old, **layout), nested_job(new, **layout), folder, ours)
+
+
+@pytest.mark.parametrize("on_rows", [False, True])
+def test_a_modules_metadata_tells_how_its_shards_were_cut(
+    on_rows: bool, tmp_path: Path
+) -> None:
+    """Padded to multiples of 64 elements, where the original's files mean 128."""
+    module = FullyShardedDataParallel(
+        torch.nn.Linear(9, 100),
+        flatten_parameters=not on_rows,
+        on_neuron=on_rows,
+        _shard_size_multiple=64,
+        process_group=_C.Communicator(),
+    )
+    content = {
+        "model": module.state_dict(),
+        "shard_metadata": module.get_shard_metadata(),
+    }
+    save_shard(content, tmp_path / "r0.pth")
+    reshard_checkpoints(
+        str(tmp_path / "r"), world_size=3, save_prefix=str(tmp_path / "new")
+    )
+    shapes = [
+        [tuple(t.shape) for t in load_shard(path)["model"].values()]
+        for path in sorted(tmp_path.glob("new*"))
+    ]
+    assert shapes == [[(34, 9), (34,)] if on_rows else [(384,)]] * 3
+    full, _ = consolidate_sharded_model_checkpoints(str(tmp_path / "new"))
+    assert_same(full, module.full_state_dict())
 
 
 def test_every_name_of_a_tied_parameter_is_listed_and_shares_its_memory(
