@@ -85,12 +85,49 @@ def compare(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         torch.testing.assert_close(*values, rtol=2e-6, atol=2e-6, msg=f"{name}: {what}")
 
 
-def alone(folder: str) -> torch.Tensor:
-    """The parameters of one process that has both ranks' batches as one."""
+def trained(folder: str, rows: int, *callbacks: Any, base: Any = ctrainer.Trainer,
+            **options: Any) -> Any:  # fmt: skip
+    """Our trainer after a run of 6 updates over `tiny.rows` in their order."""
     args = ctrainer.TrainingArguments(
         folder, use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=6,
-        per_device_train_batch_size=8, train_sampling_strategy="sequential",
+        train_sampling_strategy="sequential", ddp_timeout=60, logging_strategy="no",
+        **options,
     )  # fmt: skip
-    model = tiny.Net()
-    ctrainer.Trainer(model, args, train_dataset=tiny.rows(48)).train()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    trainer = base(
+        tiny.Net(), args, train_dataset=tiny.rows(rows), callbacks=list(callbacks)
+    )
+    trainer.train()
+    return trainer
+
+
+def parameters(trainer: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+class Wish(ctrainer.TrainerCallback):
+    """Asks one rank's control to stop after an update."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.process_index == self.rank and state.global_step == self.step:
+            control.should_training_stop = True
+
+
+class Spoiling(ctrainer.Trainer):
+    """Rank 1's third batch is not a number."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+        if self.args.process_index == 1 and self.state.global_step == 2:
+            inputs["x"] = inputs["x"] * float("nan")
+        return super().compute_loss(model, inputs, *args, **kw)
+
+
+class Failing(ctrainer.Trainer):
+    """Rank 1 fails at its third batch."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+        if self.args.process_index == 1 and self.state.global_step == 2:
+            raise ZeroDivisionError("of its own")
+        return super().compute_loss(model, inputs, *args, **kw)

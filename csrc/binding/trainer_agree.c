@@ -3,6 +3,32 @@
 
 #include <string.h>
 
+/* ---- the length of the run ---------------------------------------------------------
+ */
+
+int
+ctpy_ranks_agree_length(PyObject *op, int64_t *epochs, int64_t *steps_in_epoch,
+                        int64_t *updates_in_epoch, int64_t *max_steps)
+{
+    int64_t values[] = {-*epochs, *steps_in_epoch, *updates_in_epoch, *max_steps};
+    const int64_t own = *steps_in_epoch;
+    if (ctpy_trainer_min(op, values, 4) < 0) {
+        return -1;
+    }
+    *epochs = -values[0];
+    *steps_in_epoch = values[1];
+    *updates_in_epoch = values[2];
+    *max_steps = values[3];
+    return own == values[1]
+               ? 0
+               : PyErr_WarnFormat(
+                     PyExc_UserWarning, 1,
+                     "the train dataloader has %lld batches on this rank and %lld on "
+                     "another; an epoch has no more than these. even_batches in "
+                     "accelerator_config gives all ranks equally many",
+                     (long long)own, (long long)values[1]);
+}
+
 /* ---- before: have all a batch, and how much is there to predict? -------------------
  */
 

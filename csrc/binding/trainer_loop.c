@@ -42,7 +42,9 @@ prepare(PyObject *op, PyObject *args, ctpy_run *run, plan *p, PyObject **loader)
     PyObject *given[] = {op, args, *loader};
     values = PyObject_VectorcallMethod(names->str_set_initial_training_values, given, 3,
                                        NULL);
-    if (values == NULL || plan_unpack(values, p) < 0) {
+    if (values == NULL || plan_unpack(values, p) < 0 ||
+        ctpy_ranks_agree_length(op, &p->epochs, &p->steps_in_epoch,
+                                &p->updates_in_epoch, &p->max_steps) < 0) {
         goto done;
     }
     position =

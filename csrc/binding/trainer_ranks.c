@@ -58,6 +58,12 @@ ctpy_trainer_sum(PyObject *op, int64_t *values, size_t n)
     return reduce(op, &(ct_span){values, n, CT_I64}, CT_REDUCE_SUM);
 }
 
+int
+ctpy_trainer_min(PyObject *op, int64_t *values, size_t n)
+{
+    return reduce(op, &(ct_span){values, n, CT_I64}, CT_REDUCE_MIN);
+}
+
 /* Is the exchange of gradients the model's own? A wrapper that averages while backward
  * runs has no_sync(). */
 static int

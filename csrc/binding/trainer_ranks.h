@@ -28,8 +28,15 @@ int ctpy_trainer_world_size(PyObject *op);
  * exception. */
 int ctpy_trainer_reduce(PyObject *op, double *values, size_t n, ct_reduce_op how);
 int ctpy_trainer_sum(PyObject *op, int64_t *values, size_t n);
+int ctpy_trainer_min(PyObject *op, int64_t *values, size_t n);
 
 /* trainer_agree.c */
+
+/* How long a run is, where loaders of different ranks are of different lengths: that of
+ * the shortest, with as many epochs as it needs. Longer ones warn of what they do not
+ * train on. */
+int ctpy_ranks_agree_length(PyObject *op, int64_t *epochs, int64_t *steps_in_epoch,
+                            int64_t *updates_in_epoch, int64_t *max_steps);
 
 /* Before an update: have all ranks a batch, and what do their labels count together,
  * for run->targets? One that has while another has not warns of what is left over. */

@@ -22,6 +22,51 @@ tell(len(ours))
 """
 
 
+BEHAVIOUR = """
+import warnings
+import ctrainer, torch
+from rank_trainings import Failing, Spoiling, Wish, parameters, trained
+
+found = {}
+whole = trained(folder, 48, per_device_train_batch_size=4)
+found["parameters"] = parameters(whole).tolist()
+found["wrapped"] = type(whole.model_wrapped).__name__
+accumulated = trained(
+    folder, 48, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+found["steps"] = [accumulated.state.global_step, accumulated.state.epoch]
+
+stopped = trained(folder, 48, Wish(1, 4), per_device_train_batch_size=4)
+found["stopped"] = stopped.state.global_step
+
+with warnings.catch_warnings(record=True) as told_of:
+    warnings.simplefilter("always", RuntimeWarning)
+    spoilt = trained(folder, 48, base=Spoiling, per_device_train_batch_size=4)
+found["spoilt"] = spoilt._loss_state()["nonfinite_total"]
+found["spoilt finite"] = bool(parameters(spoilt).isfinite().all())
+found["spoilt sum"] = parameters(spoilt).tolist()
+found["warned"] = sum("of step 3 are not finite" in str(w.message) for w in told_of)
+
+uneven = {"even_batches": False, "dispatch_batches": False}
+with warnings.catch_warnings(record=True) as told_of:
+    warnings.simplefilter("always", UserWarning)
+    trained(folder, 12, per_device_train_batch_size=4, accelerator_config=uneven)
+left_over = "2 batches on this rank and 1"
+found["left over"] = sum(left_over in str(w.message) for w in told_of)
+
+try:
+    trained(folder, 48, base=Failing, per_device_train_batch_size=4)
+except Exception as problem:
+    found["failure"] = f"{type(problem).__name__}: {problem}"
+again = trained(folder, 48, per_device_train_batch_size=4)
+found["again"] = parameters(again).tolist()
+found["torch.distributed"] = torch.distributed.is_initialized()
+accelerator = again.accelerator
+found["accelerator"] = [accelerator.num_processes, accelerator.process_index,
+    accelerator.gather(torch.tensor([rank])).tolist()]
+tell(found)
+"""
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -31,3 +76,29 @@ def free_port() -> int:
 def test_equal_to_transformers_on_two_ranks(tmp_path) -> None:
     pytest.importorskip("accelerate")
     assert told(run_ranks(tmp_path, PARITY, port=free_port())) == [9, 9]
+
+
+def test_like_one_process_and_alike_on_both(tmp_path) -> None:
+    import torch
+    from rank_trainings import parameters, trained
+
+    ranks = told(run_ranks(tmp_path / "two", BEHAVIOUR, port=free_port()))
+    alone = trained(str(tmp_path), 48, per_device_train_batch_size=8)
+    for number, found in enumerate(ranks):
+        # Means of halves are added where the whole is: an ulp or two an update.
+        torch.testing.assert_close(
+            torch.tensor(found["parameters"]), parameters(alone), rtol=2e-6, atol=2e-6
+        )
+        assert found["wrapped"] == "DataParallel"
+        assert found["steps"] == [6, 1.0]
+        assert found["stopped"] == 4
+        assert (found["spoilt"], found["spoilt finite"]) == (1, True)
+        assert found["spoilt sum"] == ranks[0]["spoilt sum"] != found["parameters"]
+        assert found["warned"] == 1
+        assert found["again"] == found["parameters"] == ranks[0]["parameters"]
+        assert not found["torch.distributed"]
+        assert found["accelerator"] == [2, number, [0, 1]]
+    assert [found["left over"] > 0 for found in ranks] == [True, False]
+    assert ranks[1]["failure"] == "ZeroDivisionError: of its own"
+    assert "rank 1 (process" in ranks[0]["failure"]
+    assert "has left the group" in ranks[0]["failure"]
