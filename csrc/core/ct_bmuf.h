@@ -91,6 +91,12 @@ CT_NODISCARD ct_status ct_bmuf_take_over(ct_bmuf *bmuf, const ct_bmuf_config *co
                                          ct_comm *comm, const ct_bmuf_list *list,
                                          ct_error *err);
 
+/* The ranks of a new group go on from the root's parameters, as they are, and its
+ * momentum; root is the same on all. */
+CT_NODISCARD ct_status ct_bmuf_adopt(ct_bmuf *bmuf, const ct_bmuf_config *config,
+                                     ct_comm *comm, int root, const ct_bmuf_list *list,
+                                     ct_error *err);
+
 /* The end of a block. CT_EINVAL on all ranks where a first block did not begin with the
  * same model on all. After CT_ECOMM some parameters may have moved and others not. */
 CT_NODISCARD ct_status ct_bmuf_meet(ct_bmuf *bmuf, const ct_bmuf_config *config,

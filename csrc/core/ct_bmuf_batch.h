@@ -40,6 +40,10 @@ CT_NODISCARD ct_status ct_bmuf_check_unchanged(const ct_bmuf *bmuf,
 /* Room for a batch of so many tensors, which has at most one piece of each. */
 CT_NODISCARD ct_status ct_bmuf_reserve_operands(ct_bmuf *bmuf, size_t n, ct_error *err);
 
+/* ct_bmuf_join.c: CT_EINVAL on all ranks where their global models are not the same;
+ * their sums are compared. */
+CT_NODISCARD ct_status ct_bmuf_check_alike(ct_bmuf *bmuf, ct_comm *comm, ct_error *err);
+
 static inline void *
 ct_bmuf_flat_at(const ct_bmuf_flat *flat, ct_dtype dtype, size_t at)
 {
