@@ -164,6 +164,30 @@ class BMUF(_C.BMUF):
         if "model" in own and self.block_momentum != 0:
             self._load_blocks(own["model"], own["momentum"])
 
+    def roll_call(self, stays: bool = True) -> list[int]:
+        """Which ranks of the group stay in it, in their order; all ranks call this.
+
+        A rank that is about to leave says stays=False, and calls nothing of the group
+        afterwards; the others make a group of those who stay, and go on with regroup().
+        """
+        answers = self.communicator.gather_bytes(b"\1" if stays else b"\0")
+        return [rank for rank, answer in enumerate(answers) if answer == b"\1"]
+
+    def regroup(self, communicator: _C.Communicator) -> None:
+        """Go on in another group: all ranks of it call this, those who trained before
+        at the end of a block.
+
+        All take over the parameters, the momentum of blocks and the number of updates
+        of the rank with the most updates, the first of these. A rank that is new has
+        moments of its own optimizer that begin at 0, and sets its schedule by
+        get_num_updates(). What a rank has learnt since its last block is lost, unless
+        it is the one that the others take over.
+        """
+        counts = communicator.gather_bytes(self.get_num_updates().to_bytes(8, "little"))
+        updates = [int.from_bytes(count, "little") for count in counts]
+        most = max(updates)
+        self._adopt(communicator, updates.index(most), most)
+
     def average_params(self) -> None:
         """Average the optimizer's moments over the ranks: Adam's, and no others."""
         if _is_foreign(self._optimizer):

@@ -228,6 +228,7 @@ static PyMemberDef BMUF_members[] = {
 };
 
 static PyMethodDef BMUF_methods[] = {
+    {"_adopt",           BMUF_adopt,                             METH_VARARGS,                 BMUF_adopt_doc          },
     {"_average_moments", BMUF_average_moments,                   METH_NOARGS,                  BMUF_average_moments_doc},
     {"_load_blocks",     BMUF_load_blocks,                       METH_VARARGS,                 BMUF_load_blocks_doc    },
     {"_save_blocks",     BMUF_save_blocks,                       METH_VARARGS,                 BMUF_save_blocks_doc    },

@@ -17,6 +17,7 @@ typedef struct BMUF {
     bool slowmo;
     bool started; /* the global model is one of these parameters */
     bool busy;    /* a pass is under way without the GIL */
+    int root;     /* of a new group: whose model and momentum all take over */
 } BMUF;
 
 /* Tensors of Python as the core's list; owns what it borrows from. Zeros is empty. */
@@ -39,7 +40,8 @@ int bmuf_check_idle(const BMUF *self, const char *what);
 int bmuf_after_update(BMUF *self);
 PyObject *BMUF_average_moments(PyObject *op, PyObject *unused);
 PyObject *BMUF_start(PyObject *op, PyObject *unused);
-extern const char BMUF_average_moments_doc[], BMUF_start_doc[];
+PyObject *BMUF_adopt(PyObject *op, PyObject *args);
+extern const char BMUF_average_moments_doc[], BMUF_start_doc[], BMUF_adopt_doc[];
 
 /* bmuf_state.c: what is saved besides the inner optimizer's state. */
 PyObject *BMUF_save_blocks(PyObject *op, PyObject *args);

@@ -136,6 +136,40 @@ BMUF_start(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
+static ct_status
+pass_adopt(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    return ct_bmuf_adopt(&self->core, &self->config, comm, self->root, list, err);
+}
+
+const char BMUF_adopt_doc[] =
+    "_adopt($self, communicator, root, num_updates, /)\n--\n\n"
+    "Go on in another group, from the root's parameters and momentum, after\n"
+    "num_updates.";
+
+PyObject *
+BMUF_adopt(PyObject *op, PyObject *args)
+{
+    BMUF *self = (BMUF *)op;
+    ctpy_state *state = ctpy_state_borrow(op);
+    PyObject *communicator;
+    long long updates;
+    int root;
+    if (!PyArg_ParseTuple(args, "OiL:_adopt", &communicator, &root, &updates) ||
+        bmuf_check_idle(self, "regroup()") < 0 ||
+        ctpy_comm_borrow(state, communicator) == NULL) {
+        return NULL;
+    }
+    Py_XSETREF(self->communicator, Py_NewRef(communicator));
+    self->root = root;
+    if (run(self, state->str__synced_tensors, pass_adopt) < 0) {
+        return NULL;
+    }
+    self->started = true;
+    self->num_updates = updates;
+    return call_hook(self, state->str__after_sync) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 static int
 end_warmup(BMUF *self, ctpy_state *state)
 {

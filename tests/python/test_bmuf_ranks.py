@@ -220,6 +220,46 @@ bmuf.step()
 bmuf.step()
 told["averaged"] = len(set(group.gather_bytes(mine.param_groups[0]["params"][0])))
 
+# Ranks that leave, and one that joins, at the ends of blocks
+def same(group, values):
+    return len(set(group.gather_bytes(b"".join(bits(values)))))
+
+mine = inner(params())
+values = mine.param_groups[0]["params"]
+cfg = config(warmup_iterations=0, global_sync_iter=2, block_momentum=0.5, block_lr=0.7)
+joins = from_environment(30.0)  # formed when rank 3 joins
+if rank < 3:
+    bmuf = ctrainer.BMUF(cfg, mine, three)
+    for update in range(4):
+        set_grads(mine, update)
+        bmuf.step()
+    before = bits(bmuf.state_dict()["bmuf"]["momentum"]), bits(values)
+    bmuf.regroup(joins)
+    kept = (bits(bmuf.state_dict()["bmuf"]["momentum"]), bits(values)) == before
+else:
+    for p in values:
+        p += 1  # not what the others began with
+    bmuf = ctrainer.BMUF(cfg, mine, ctrainer.Communicator())
+    bmuf.regroup(joins)
+    kept = True
+found = {"kept": kept, "updates": bmuf.get_num_updates(), "joined": same(group, values)}
+momentum = bmuf.state_dict()["bmuf"]["momentum"]
+found["momentum"] = [same(group, momentum), bool(np.any(momentum[0]))]
+for update in range(4, 6):
+    set_grads(mine, update)
+    bmuf.step()
+found["trained"] = same(group, values)
+stay = bmuf.roll_call(stays=rank != 0)
+found["stay"] = stay
+if rank in stay:
+    left = from_environment(30.0, ranks=stay)
+    bmuf.regroup(left)
+    for update in range(6, 8):
+        set_grads(mine, update)
+        bmuf.step()
+    found["left"] = [left.world_size, bmuf.get_num_updates(), same(left, values)]
+told["elastic"] = found
+
 # SlowMo divides by the rate
 mine = inner(params(), rate=0.0)
 try:
@@ -297,6 +337,15 @@ def test_other_parameters_at_the_start_are_told_on_every_rank(told: Told) -> Non
         assert rank["unlike"].startswith("the block of rank 1 began with other param")
         assert "have warmup_iterations" in rank["unlike"]
         assert rank["averaged"] == 1
+
+
+def test_ranks_join_and_leave_at_the_ends_of_blocks(told: Told) -> None:
+    for rank, found in enumerate(r["elastic"] for r in told):
+        assert found["kept"]
+        assert (found["updates"], found["joined"], found["trained"]) == (4, 1, 1)
+        assert found["momentum"] == [1, True]
+        assert found["stay"] == [1, 2, 3]
+        assert found.get("left") == ([3, 8, 1] if rank else None)
 
 
 def test_slowmo_without_a_rate_is_refused(told: Told) -> None:
