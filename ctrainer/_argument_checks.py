@@ -10,6 +10,7 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from ctrainer._block_options import way_of
 from ctrainer._loss_scaler import make_loss_scaler
 from ctrainer._older_fields import ALIASES, default_of
 from ctrainer.enums import (
@@ -186,6 +187,7 @@ def validate(args: TrainingArguments) -> None:
             "dataloader_prefetch_factor needs dataloader_num_workers above 0, which "
             "load ahead"
         )
+    way_of(args)
     unknown = set(args.include_for_metrics) - {"inputs", "loss"}
     if unknown:
         raise ValueError(

@@ -40,6 +40,8 @@ HONOURED = frozenset(
     ema_update_freq ema_fp32 swa_start_update swa_update_freq average_in_eval
     clip_by_group log_layer_grad_norms
     log_grad_noise_scale
+    use_bmuf use_diloco global_sync_iter block_lr block_momentum warmup_iterations
+    use_nbm average_sync
     malloc_tuning async_save save_on_signal eval_loss_by_token eval_spill_bytes
     use_legacy_prediction_loop predict_with_generate generation_max_length
     generation_num_beams generation_config average_tokens_across_devices

@@ -317,6 +317,41 @@ class OwnFields(OlderFields):
         "copy of the gradients.",
         kw_only=True,
     )
+    use_bmuf: bool = arg(
+        False,
+        "On several ranks: each trains by itself, and they meet at the ends of blocks of "
+        "updates, as fairseq's --use-bmuf has it.",
+        kw_only=True,
+    )
+    use_diloco: bool = arg(
+        False, "The same with DiLoCo's step between blocks.", kw_only=True
+    )
+    global_sync_iter: int | None = arg(
+        None, "Updates in a block; None: 50, or DiLoCo's 500.", kw_only=True
+    )
+    block_lr: float | None = arg(
+        None, "Learning rate of blocks; None: 1, or DiLoCo's 0.7.", kw_only=True
+    )
+    block_momentum: float | None = arg(
+        None,
+        "Momentum of blocks, 0: the models are averaged; None: 0.875, or DiLoCo's 0.9.",
+        kw_only=True,
+    )
+    warmup_iterations: int | None = arg(
+        None,
+        "Updates after which all first take over the first rank's model; None: 500, or "
+        "DiLoCo's 0, never.",
+        kw_only=True,
+    )
+    use_nbm: bool = arg(
+        False, "Nesterov's block momentum, as fairseq has it.", kw_only=True
+    )
+    average_sync: bool = arg(
+        False,
+        "Average Adam's moments where ranks meet; else they start anew after the "
+        "warm-up.",
+        kw_only=True,
+    )
     malloc_tuning: bool = arg(
         True,
         "On the CPU, have glibc keep large blocks instead of mapping them anew each "

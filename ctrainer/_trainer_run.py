@@ -12,6 +12,7 @@ from typing import Any
 
 from ctrainer import _C
 from ctrainer._loss_scaler import make_loss_scaler
+from ctrainer._trainer_blocks import BlocksMixin
 from ctrainer._trainer_ckpt import CheckpointMixin
 from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
@@ -31,7 +32,9 @@ from ctrainer.trainer_utils import (
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
+class RunMixin(
+    BlocksMixin, CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin
+):
     """Preparation and end of train(); the loop between them is C."""
 
     def _join_ranks(self) -> _C.Communicator:
@@ -215,6 +218,7 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        self._make_blocks()
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
         self._loss_scaler = self._make_loss_scaler()
@@ -223,6 +227,7 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
             self._load_weight_average(resume_from_checkpoint)
+            self._load_blocks(resume_from_checkpoint)
         self._schedule_on_metric = self._adapter.is_metric_scheduler(self.lr_scheduler)
         if self._schedule_on_metric and self.args.eval_strategy == "no":
             logger.warning(
@@ -342,13 +347,14 @@ class RunMixin(CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         self, model: Any, training: bool = True, dataloader: Any = None
     ) -> Any:
         """`model` as it is run: compiled, under mixed precision, where args say so, and
-        on several ranks with gradients that become their mean."""
+        on several ranks with gradients that become their mean, unless these train
+        apart."""
         if model is not self.model:
             return model
         self._adapter.enter_mixed_precision(model, self.args)
         if training and self.args.torch_compile:
             model = self._adapter.compile_model(model, self.args)
-        if training and self.args.world_size > 1:
+        if training and self.args.world_size > 1 and self._blocks is None:
             model = self._adapter.data_parallel(model, self.args, self._communicator)
         return model
 

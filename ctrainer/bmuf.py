@@ -137,13 +137,25 @@ class BMUF(_C.BMUF):
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, and under "bmuf" the updates, model and momentum."""
-        state: dict[str, Any] = {**self._optimizer.state_dict()}
-        state[_KEY] = {"num_updates": self.get_num_updates()}
+        return {**self._optimizer.state_dict(), _KEY: self.blocks_state_dict()}
+
+    def blocks_state_dict(self) -> dict[str, Any]:
+        """The updates, and with a momentum of blocks the global model and that."""
+        state: dict[str, Any] = {"num_updates": self.get_num_updates()}
         if self.block_momentum != 0:
             model, momentum = self._blanks(), self._blanks()
             self._save_blocks(model, momentum)
-            state[_KEY].update(model=model, momentum=momentum)
+            state.update(model=model, momentum=momentum)
         return state
+
+    def load_blocks_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what blocks_state_dict() gave; from an empty one a block begins
+        with the parameters as they are."""
+        self._start()
+        updates = state_dict.get("num_updates", self.get_num_updates())
+        self.set_num_updates(updates)
+        if "model" in state_dict and self.block_momentum != 0:
+            self._load_blocks(state_dict["model"], state_dict["momentum"])
 
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: Any = None
@@ -158,11 +170,7 @@ class BMUF(_C.BMUF):
             self._optimizer.load_state_dict(inner)
         else:
             self._optimizer.load_state_dict(inner, optimizer_overrides)
-        self._start()
-        own = state_dict.get(_KEY, {})
-        self.set_num_updates(own.get("num_updates", self.get_num_updates()))
-        if "model" in own and self.block_momentum != 0:
-            self._load_blocks(own["model"], own["momentum"])
+        self.load_blocks_state_dict(state_dict.get(_KEY, {}))
 
     def roll_call(self, stays: bool = True) -> list[int]:
         """Which ranks of the group stay in it, in their order; all ranks call this.

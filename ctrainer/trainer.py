@@ -251,6 +251,7 @@ _ATTRIBUTES: dict[str, Any] = {
     "_epoch": 0,
     "_loss_scaler": None,
     "weight_average": None,
+    "_blocks": None,
     "_schedule_on_metric": False,
     "_stray_parameters": False,
     "_flos_per_token": 0.0,

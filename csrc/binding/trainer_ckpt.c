@@ -83,6 +83,7 @@ write_parts(PyObject *op, PyObject *folder, PyObject *trial)
     if (!only_model && (save_part(op, "_save_optimizer_and_scheduler", folder) < 0 ||
                         save_part(op, "_save_scaler", folder) < 0 ||
                         save_part(op, "_save_weight_average", folder) < 0 ||
+                        save_part(op, "_save_blocks", folder) < 0 ||
                         save_part(op, "_save_rng_state", folder) < 0)) {
         return NULL;
     }

@@ -17,6 +17,7 @@ update_release(ctpy_update *u)
         Py_CLEAR(u->average);
     }
     ctpy_grads_close(&u->grads);
+    Py_CLEAR(u->blocks);
     Py_CLEAR(u->scaler);
     Py_CLEAR(u->engine);
     Py_CLEAR(u->optimizer);
@@ -92,6 +93,28 @@ update_open_average(PyObject *op, ctpy_update *u)
     return 0;
 }
 
+static int
+update_open_blocks(PyObject *op, ctpy_update *u)
+{
+    u->blocks = PyObject_GetAttr(op, ctpy_state_borrow(op)->str__blocks);
+    if (u->blocks == Py_None) {
+        Py_CLEAR(u->blocks);
+        return 0;
+    }
+    return u->blocks == NULL ? -1 : 0;
+}
+
+/* Ranks that train apart count every update, made or not, and meet where one is due. */
+static int
+count_in_block(const ctpy_update *u, ctpy_state *names)
+{
+    PyObject *answer = u->blocks == NULL ? Py_NewRef(Py_None)
+                                         : PyObject_CallMethodNoArgs(
+                                               u->blocks, names->str_count_update);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
 /* After the update: what it has not averaged itself. */
 static int
 finish_average(ctpy_update *u)
@@ -112,6 +135,7 @@ update_open(PyObject *op, ctpy_update *u)
     ctpy_state *names = ctpy_state_borrow(op);
     if (ctpy_update_read_clip(op, u) < 0 || read_policy(op, &u->config.nonfinite) < 0 ||
         update_open_scaler(op, u) < 0 || update_open_average(op, u) < 0 ||
+        update_open_blocks(op, u) < 0 ||
         (u->optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL) {
         return -1;
     }
@@ -198,8 +222,10 @@ static int
 update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    if (ctpy_trainer_average_grads(op, u) < 0 || ctpy_update_measure(op, u) < 0 ||
-        ctpy_ranks_agree_finite(op, &u->result.finite) < 0 ||
+    const bool apart = u->blocks != NULL;
+    if ((!apart && ctpy_trainer_average_grads(op, u) < 0) ||
+        ctpy_update_measure(op, u) < 0 ||
+        (!apart && ctpy_ranks_agree_finite(op, &u->result.finite) < 0) ||
         ctpy_metrics_measure(op, run, u) < 0 ||
         (!u->result.finite && u->scaler == NULL && tell_nonfinite(op, u) < 0) ||
         (u->result.finite && ctpy_update_clip(op, run, u) < 0)) {
@@ -219,7 +245,8 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
                                &u->result) < 0) {
         return -1;
     }
-    return finish_average(u) < 0 || scaler_update(u, names) < 0
+    return finish_average(u) < 0 || scaler_update(u, names) < 0 ||
+                   count_in_block(u, names) < 0
                ? -1
                : ctpy_trainer_fire(op, names->str_on_optimizer_step, NULL);
 }

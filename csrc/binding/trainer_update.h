@@ -11,6 +11,7 @@ typedef struct ctpy_update {
         *engine; /* of one of our optimizers whose step() nobody replaced, or NULL */
     PyObject *scaler;  /* the loss scaler, or NULL */
     PyObject *average; /* of the weights, or NULL */
+    PyObject *blocks;  /* a BMUF, whose ranks train apart, or NULL */
     bool average_due;
     double loss_scale;
     bool on_host;     /* the gradients are in host memory */

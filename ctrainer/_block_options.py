@@ -1,0 +1,50 @@
+"""How ranks train apart, from TrainingArguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What the fields are where they are None, by the way that is asked for.
+_DEFAULTS: dict[str, dict[str, float]] = {
+    "use_bmuf": {
+        "global_sync_iter": 50,
+        "block_lr": 1.0,
+        "block_momentum": 0.875,
+        "warmup_iterations": 500,
+    },
+    "use_diloco": {
+        "global_sync_iter": 500,
+        "block_lr": 0.7,
+        "block_momentum": 0.9,
+        "warmup_iterations": 0,
+    },
+}
+
+
+def way_of(args: Any) -> str | None:
+    """"use_bmuf", "use_diloco" or None, by training arguments.
+
+    Raises ValueError where they contradict each other, or say how blocks are without
+    asking for them.
+    """
+    asked = [way for way in _DEFAULTS if getattr(args, way, False)]
+    if len(asked) == 2:
+        raise ValueError("use_bmuf and use_diloco are both set; set one")
+    given = [n for n in _DEFAULTS["use_bmuf"] if getattr(args, n, None) is not None]
+    given += [n for n in ("use_nbm", "average_sync") if getattr(args, n, False)]
+    if given and not asked:
+        raise ValueError(
+            f"{given[0]} is of blocks of updates, which need use_bmuf or use_diloco"
+        )
+    if asked == ["use_diloco"] and args.use_nbm:
+        raise ValueError("use_nbm is BMUF's look ahead; use_diloco has its own")
+    return asked[0] if asked else None
+
+
+def options_of(args: Any, way: str) -> dict[str, Any]:
+    """The options of ctrainer.BMUF by their names."""
+    options = {
+        name: default if getattr(args, name) is None else getattr(args, name)
+        for name, default in _DEFAULTS[way].items()
+    }
+    return {**options, "use_nbm": args.use_nbm, "average_sync": args.average_sync}
