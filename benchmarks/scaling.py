@@ -49,7 +49,9 @@ def main() -> None:
     options = parser.parse_args()
     for parameters in options.parameters:
         compute = 6 * parameters * options.tokens / options.flops
-        print(f"\n{parameters / 1e6:.0f}M parameters, {compute:.2f} s an update alone\n")
+        print(
+            f"\n{parameters / 1e6:.0f}M parameters, {compute:.2f} s an update alone\n"
+        )
         table(Worker(parameters, compute, memory=options.memory), options.latency)
 
 

@@ -22,7 +22,7 @@ _DEFAULTS: dict[str, dict[str, float]] = {
 
 
 def way_of(args: Any) -> str | None:
-    """"use_bmuf", "use_diloco" or None, by training arguments.
+    """ "use_bmuf", "use_diloco" or None, by training arguments.
 
     Raises ValueError where they contradict each other, or say how blocks are without
     asking for them.

@@ -319,8 +319,8 @@ class OwnFields(OlderFields):
     )
     use_bmuf: bool = arg(
         False,
-        "On several ranks: each trains by itself, and they meet at the ends of blocks of "
-        "updates, as fairseq's --use-bmuf has it.",
+        "On several ranks: each trains by itself, and they meet at the ends of blocks "
+        "of updates, as fairseq's --use-bmuf has it.",
         kw_only=True,
     )
     use_diloco: bool = arg(

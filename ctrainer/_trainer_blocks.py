@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ctrainer._block_options import options_of, way_of
-from ctrainer._trainer_base import TrainerBase
+from ctrainer._trainer_ckpt import CheckpointMixin
 
 if TYPE_CHECKING:
     from ctrainer.bmuf import BMUF
@@ -16,7 +16,8 @@ logger = logging.getLogger("ctrainer.trainer")
 
 FILE = "blocks.pt"
 
-class BlocksMixin(TrainerBase):
+
+class BlocksMixin(CheckpointMixin):
     """Hooks around ctrainer.BMUF, which the loop tells of every update."""
 
     _blocks: BMUF | None
@@ -31,7 +32,12 @@ class BlocksMixin(TrainerBase):
         from ctrainer.bmuf import BMUF
 
         look = "nesterov" if way == "use_diloco" else None
-        blocks = BMUF(SimpleNamespace(**options_of(self.args, way)), self.optimizer, group, look=look)
+        blocks = BMUF(
+            SimpleNamespace(**options_of(self.args, way)),
+            self.optimizer,
+            group,
+            look=look,
+        )
         blocks.regroup(group)
         self._blocks = blocks
 

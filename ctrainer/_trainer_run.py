@@ -13,7 +13,6 @@ from typing import Any
 from ctrainer import _C
 from ctrainer._loss_scaler import make_loss_scaler
 from ctrainer._trainer_blocks import BlocksMixin
-from ctrainer._trainer_ckpt import CheckpointMixin
 from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
 from ctrainer._trainer_optim import OptimMixin
@@ -32,9 +31,7 @@ from ctrainer.trainer_utils import (
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class RunMixin(
-    BlocksMixin, CheckpointMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin
-):
+class RunMixin(BlocksMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
     """Preparation and end of train(); the loop between them is C."""
 
     def _join_ranks(self) -> _C.Communicator:

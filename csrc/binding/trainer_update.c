@@ -108,9 +108,10 @@ update_open_blocks(PyObject *op, ctpy_update *u)
 static int
 count_in_block(const ctpy_update *u, ctpy_state *names)
 {
-    PyObject *answer = u->blocks == NULL ? Py_NewRef(Py_None)
-                                         : PyObject_CallMethodNoArgs(
-                                               u->blocks, names->str_count_update);
+    PyObject *answer =
+        u->blocks == NULL
+            ? Py_NewRef(Py_None)
+            : PyObject_CallMethodNoArgs(u->blocks, names->str_count_update);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
 }

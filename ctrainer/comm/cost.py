@@ -65,9 +65,7 @@ def coded(bits: int, block: int = 256) -> float:
 def sync_update(worker: Worker, workers: int, network: Network) -> float:
     """An update of data parallelism: what the exchange of gradients takes longer than
     the part of the backward pass in which it is hidden is waited for."""
-    exchange = all_reduce(
-        worker.parameters * worker.gradient_bytes, workers, network
-    )
+    exchange = all_reduce(worker.parameters * worker.gradient_bytes, workers, network)
     hidden = worker.compute * worker.backward
     return worker.compute + max(0.0, exchange - hidden)
 

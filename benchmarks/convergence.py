@@ -1,0 +1,158 @@
+"""Four workers on scikit-learn's digits: synchronous training, BMUF and DiLoCo.
+
+Each worker has a quarter of the 1,437 training images and takes batches of 16 of them;
+all ways make the same number of updates with AdamW. Prints a row of JSON for each way
+and, with --picture, draws the loss on the 360 other images. Needs torch, scikit-learn,
+and for the picture matplotlib.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import ctrainer
+from ctrainer import optim
+from ctrainer.comm import from_environment
+
+RANKS, UPDATES, BATCH, LOOK = 4, 400, 16, 20
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor]:
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.manual_seed(0))
+    values = torch.tensor(digits.data, dtype=torch.float32) / 16
+    return values[order], torch.tensor(digits.target)[order]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+class Synchronous:
+    """Averages the gradients of every update."""
+
+    def __init__(self, optimizer: Any, group: ctrainer.Communicator) -> None:
+        self.optimizer, self.group = optimizer, group
+
+    def step(self) -> None:
+        for parameters in self.optimizer.param_groups:
+            for parameter in parameters["params"]:
+                self.group.all_reduce(parameter.grad, "mean")
+        self.optimizer.step()
+
+
+def bmuf(every: int) -> Callable[[Any, ctrainer.Communicator], Any]:
+    cfg = SimpleNamespace(
+        global_sync_iter=every, warmup_iterations=20, block_momentum=0.5
+    )
+    return lambda optimizer, group: ctrainer.BMUF(cfg, optimizer, group)
+
+
+def diloco(every: int) -> Callable[[Any, ctrainer.Communicator], Any]:
+    return lambda optimizer, group: ctrainer.BMUF.diloco(optimizer, group, every=every)
+
+
+WAYS: dict[str, tuple[int, Callable[[Any, ctrainer.Communicator], Any]]] = {
+    "one worker": (0, lambda optimizer, group: optimizer),
+    "synchronous": (1, Synchronous),
+    "BMUF, every 10": (10, bmuf(10)),
+    "DiLoCo, every 10": (10, diloco(10)),
+    "DiLoCo, every 50": (50, diloco(50)),
+}
+
+
+def train(make: Callable[[Any, ctrainer.Communicator], Any], group: Any) -> list[float]:
+    """The loss on the held out images after every LOOK updates, of the workers' mean
+    model: what a meeting at that moment would give plain averaging."""
+    values, targets = images()
+    own = torch.arange(360 + group.rank, len(targets), RANKS)
+    batches = torch.Generator().manual_seed(group.rank)
+    model = network()
+    stepper = make(optim.AdamW(model.parameters(), lr=2e-3), group)
+    losses = []
+    for update in range(1, UPDATES + 1):
+        chosen = own[torch.randint(len(own), (BATCH,), generator=batches)]
+        nn.functional.cross_entropy(model(values[chosen]), targets[chosen]).backward()
+        stepper.step()
+        model.zero_grad()
+        if update % LOOK == 0:
+            losses.append(held_out(model, values[:360], targets[:360], stepper, group))
+    return losses
+
+
+def held_out(
+    model: nn.Module, values: Any, targets: Any, stepper: Any, group: Any
+) -> float:
+    mean = network()
+    mean.load_state_dict(model.state_dict())
+    if isinstance(stepper, ctrainer.BMUF):
+        for parameter in mean.parameters():
+            group.all_reduce(parameter.detach(), "mean")
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(mean(values), targets))
+
+
+def megabytes(every: int) -> float:
+    """What a worker of a ring sends in all updates."""
+    n = sum(p.numel() for p in network().parameters())
+    meetings = UPDATES // every if every else 0
+    return meetings * 2 * (RANKS - 1) / RANKS * n * 4 / 1e6
+
+
+def be_rank(picture: str | None) -> None:
+    torch.set_num_threads(1)
+    group = from_environment(120.0)
+    found = {name: train(make, group) for name, (_, make) in WAYS.items()}
+    if group.rank > 0:
+        return
+    for name, (every, _) in WAYS.items():
+        row = {"name": name, "loss": found[name][-1], "sent_mb": megabytes(every)}
+        print(json.dumps(row), flush=True)
+    if picture:
+        draw(found, picture)
+
+
+def draw(found: dict[str, list[float]], picture: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, losses in found.items():
+        axes.plot(range(LOOK, UPDATES + 1, LOOK), losses, label=name, linewidth=1.2)
+    axes.set(xlabel="update", ylabel="loss on other images", yscale="log")
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(picture, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--picture", help="a png, svg or pdf to draw")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        be_rank(options.picture)
+        return
+    job = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
+           "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+           "CTRAINER_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv], env={**os.environ, **job, "RANK": str(rank)}
+        )
+        for rank in range(RANKS)
+    ]
+    sys.exit(max(rank.wait() for rank in ranks))
+
+
+if __name__ == "__main__":
+    main()
