@@ -91,23 +91,24 @@ REFUSED = {
     "per_device_train_batch_size and raise gradient_accumulation_steps instead",
     "push_to_hub": "upload the saved folder with huggingface_hub.upload_folder, or "
     "call model.push_to_hub",
-    "parallelism_config": "one process trains on one device; leave it unset",
+    "parallelism_config": "ranks hold the whole model; leave it unset",
     "fsdp": "every rank of this Trainer holds the whole model; leave it unset, or "
     "shard with ctrainer.fsdp.FullyShardedDataParallel in a loop of your own",
-    "deepspeed": "one process trains on one device; leave it unset",
+    "deepspeed": "its engine is not used; leave it unset",
     "debug": "use torch.autograd.detect_anomaly for overflows; nonfinite_policy finds "
     "gradients that are NaN or Inf",
     "use_mps_device": "training runs on a CPU or a CUDA device",
     "jit_mode_eval": "trace the model yourself, or set torch_compile",
     "tpu_num_cores": "training runs on a CPU or a CUDA device",
     "tpu_metrics_debug": "training runs on a CPU or a CUDA device",
-    "fsdp_min_num_params": "one process trains on one device; leave it unset",
-    "fsdp_transformer_layer_cls_to_wrap": "one process trains on one device; leave it "
-    "unset",
+    "fsdp_min_num_params": "it goes with fsdp, which is refused; leave it unset",
+    "fsdp_transformer_layer_cls_to_wrap": "it goes with fsdp, which is refused; leave "
+    "it unset",
     "push_to_hub_organization": "write it into hub_model_id, as organization/name",
     "mp_parameters": "SageMaker's model parallelism is not supported",
     "sortish_sampler": "set train_sampling_strategy='group_by_length'",
-    "sharded_ddp": "fairscale's sharding is not supported",
+    "sharded_ddp": "every rank of this Trainer holds the whole model; see "
+    "ctrainer.compat.fairscale for loops of your own",
 }
 
 

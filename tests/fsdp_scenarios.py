@@ -491,6 +491,15 @@ def scenario_norms_of_any_order(group: Any) -> None:
         check_parameters(sharded, plain, 1e-4)
 
 
+def scenario_norms_without_the_others(group: Any) -> None:
+    sharded = nested(group, tree(), _debug_dummy_all_reduce_op=True)
+    mse(sharded, 0, group).backward()
+    if group.rank == 0:  # nobody else is asked
+        squares = [p.grad.double().square().sum() for p in sharded.params_with_grad]
+        norm = sharded.clip_grad_norm_(0.1)
+        assert close(float(norm), float(sum(squares)) ** 0.5, 1e-6)
+
+
 def scenario_divide_factors(group: Any) -> None:
     sharded = nested(group, tree(), flatten_parameters=False)
     assert sharded.gradient_predivide_factor == 2.0

@@ -10,6 +10,7 @@ typedef struct clip_job {
     ct_span *spans;
     size_t n;
     double p, max_norm, total;
+    int alone; /* of this rank's shards */
 } clip_job;
 
 static ct_status
@@ -22,7 +23,7 @@ norm_over_ranks(clip_job *job, ct_comm *comm, ct_error *err)
                                                         job->spans, job->n, &sum, err);
     ct_device_cpu.scratch_release(&scratch);
     const ct_span span = {&sum, 1, CT_F64};
-    if (status == CT_OK) {
+    if (status == CT_OK && !job->alone) {
         status = comm->ops->all_reduce(
             comm, &span, isinf(job->p) ? CT_REDUCE_MAX : CT_REDUCE_SUM, err);
     }
@@ -66,36 +67,37 @@ static int
 run(PyObject *op, PyObject *params, clip_job *job, PyObject *owners)
 {
     ctpy_state *state = ctpy_state_borrow(op);
-    PyObject *communicator = ((FSDPUnit *)op)->communicator;
-    ct_comm *comm = ctpy_comm_borrow(state, communicator);
+    Communicator *group = (Communicator *)((FSDPUnit *)op)->communicator;
+    ct_comm *comm = ctpy_comm_borrow(state, (PyObject *)group);
     ct_status status;
     ct_error err;
     if (comm == NULL || read_grads(state, params, job, owners) < 0) {
         return -1;
     }
-    Py_INCREF(communicator);
-    ((Communicator *)communicator)->busy++;
+    Py_INCREF(group);
+    group->busy++;
     Py_BEGIN_ALLOW_THREADS
     status = clip(job, comm, &err);
-    Py_END_ALLOW_THREADS((Communicator *)communicator)
-    ->busy--;
-    Py_DECREF(communicator);
+    Py_END_ALLOW_THREADS
+    group->busy--;
+    Py_DECREF(group);
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
 const char FSDPUnit_clip_doc[] =
-    "clip($self, params, max_norm, norm_type, /)\n--\n\n"
+    "clip($self, params, max_norm, norm_type, alone=False, /)\n--\n\n"
     "Scale the gradients of a list of parameters, whose shards lie on all ranks, so\n"
     "that their norm together is at most max_norm; return what it was. Collective.\n\n"
-    "norm_type: p > 0, or inf. Powers are added in double.";
+    "norm_type: p > 0, or inf. Powers are added in double. alone: the norm is that of\n"
+    "this rank's shards, and nobody else is asked.";
 
 PyObject *
 FSDPUnit_clip(PyObject *op, PyObject *args)
 {
     PyObject *params;
     clip_job job = {.n = 0};
-    if (!PyArg_ParseTuple(args, "O!dd:clip", &PyList_Type, &params, &job.max_norm,
-                          &job.p)) {
+    if (!PyArg_ParseTuple(args, "O!dd|p:clip", &PyList_Type, &params, &job.max_norm,
+                          &job.p, &job.alone)) {
         return NULL;
     }
     if (!(job.p > 0.0)) {

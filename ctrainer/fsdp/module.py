@@ -79,6 +79,12 @@ class FullyShardedDataParallel(ShardedModule):
         self._unit.set_units([unit._unit for unit in self.units()])
         if self.disable_reshard_on_root:
             self.reshard_after_forward = False
+        if self._debug_print and self.rank == 0:
+            print(
+                f"root FSDP got {len(list(self.parameters()))} total params "
+                f"(_debug_msg: {self._debug_msg}).",
+                flush=True,
+            )
 
     def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
         """Raise ValueError unless the unit is in one of the states."""
@@ -189,7 +195,10 @@ class FullyShardedDataParallel(ShardedModule):
                 "lie on these ranks"
             )
         total = self._unit.clip(
-            self.params_with_grad, float(max_norm), float(norm_type)
+            self.params_with_grad,
+            float(max_norm),
+            float(norm_type),
+            self._debug_dummy_all_reduce_op,
         )
         return torch.tensor(total, dtype=torch.float32)
 

@@ -124,6 +124,14 @@ def test_states_are_asserted_as_in_the_original(
     assert "ERROR: expected to be in states" in printed
 
 
+def test_a_root_tells_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    inner = wrap(nn.Linear(2, 2), _debug_print=True)
+    model = wrap(nn.Sequential(inner), _debug_print=True, _debug_msg="here")
+    model(torch.ones(1, 2))
+    printed = capsys.readouterr().out
+    assert printed == "root FSDP got 2 total params (_debug_msg: here).\n"
+
+
 def test_only_a_root_clips_and_accumulates() -> None:
     inner = wrap(nn.Linear(2, 2))
     model = wrap(nn.Sequential(inner, nn.Linear(2, 2)))
