@@ -1,0 +1,86 @@
+"""Two machines of two ranks each: network name spaces joined by a link."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# Runs as root of a user name space of its own: its network is the first machine, a
+# sleeping process holds the second. The link is slow where this kernel has netem.
+MACHINES = """
+set -e
+unshare -n sleep 100 &
+other=$!
+trap 'kill $(jobs -p)' EXIT
+until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do
+    sleep 0.05
+done
+ip link add here type veth peer name there
+ip link set there netns $other
+ip addr add 10.77.0.1/24 dev here
+ip link set here up
+ip link set lo up
+in_other="nsenter -t $other -n"
+$in_other ip addr add 10.77.0.2/24 dev there
+$in_other ip link set there up
+$in_other ip link set lo up
+tc qdisc add dev here root netem delay 5ms rate 200mbit 2> /dev/null || true
+export WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=10.77.0.1 MASTER_PORT=29511
+ranks=
+for rank in 0 1 2 3; do
+    at=; device=here
+    if [ $rank -ge 2 ]; then at=$in_other; device=there; fi
+    RANK=$rank GLOO_SOCKET_IFNAME=$device $at "$1" "$2" > "$3/told$rank" &
+    ranks="$ranks $!"
+done
+for rank in $ranks; do wait $rank; done
+"""
+
+WORK = """
+import json, sys
+import numpy as np
+from ctrainer.comm import from_environment
+group = from_environment(60.0)
+values = np.arange(5001.0) * (group.rank + 1)
+group.all_reduce(values)
+out = np.zeros(4)
+group.all_gather(out, np.array([10.0 + group.rank]))
+alike = bool((values == np.arange(5001.0) * 10).all())
+print(json.dumps([group.backend, group.rank, group.world_size, alike, out.tolist()]))
+group.barrier()
+"""
+
+
+def can_make_machines() -> bool:
+    if not all(shutil.which(name) for name in ("unshare", "nsenter", "ip", "tc")):
+        return False
+    trial = "ip link add here type veth peer name there"
+    return subprocess.run(["unshare", "-rn", "sh", "-c", trial]).returncode == 0
+
+
+def test_ranks_in_two_networks_make_one_group(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    if not can_make_machines():
+        pytest.skip("needs unshare, ip and the right to make network name spaces")
+    script = tmp_path / "rank.py"
+    script.write_text(WORK)
+    command = ["unshare", "-rn", "bash", "-c", MACHINES, "machines"]
+    done = subprocess.run(
+        [*command, sys.executable, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        told = json.loads((tmp_path / f"told{rank}").read_text())
+        assert told == ["levels", rank, 4, True, [10.0, 11.0, 12.0, 13.0]]
