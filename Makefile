@@ -1,7 +1,7 @@
 # The one entry to every task.
 #
 #   make demo      install if need be, then fine-tune a model that searches code
-#   make test      install if need be, then run every test
+#   make test      install if need be, then run every test; with -j2 in two processes
 #   make install   make $(VENV) and install ctrainer into it, editable
 #   make bench     run the benchmarks and write their table into the README
 #   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
@@ -25,8 +25,6 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 CC ?= cc
 BUILD := build
-# Two processes share the tests by file.
-SHARED := -n 2 --dist loadfile
 STRICT := -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wvla -Werror
 EXACT := -ffp-contract=off -fno-math-errno -fno-trapping-math
 CFLAGS := -O3 $(STRICT) $(EXACT) -pthread -fvisibility=hidden -Icsrc $(SAN)
@@ -39,7 +37,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install demo test bench lint format ext check-core asan asan-core asan-ext tsan clean
+.PHONY: install demo test test-python test-engine bench lint format ext check-core asan asan-core asan-ext tsan clean
 .PHONY: bench-kernels
 install: $(INSTALLED)
 
@@ -53,8 +51,12 @@ $(INSTALLED): pyproject.toml
 demo: ext
 	$(PY) examples/code_search.py
 
-test: ext check-core
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest tests $(SHARED)
+# Two halves, for make -j2.
+test: check-core test-python test-engine
+test-python: ext
+	$(PY) -m pytest tests/python
+test-engine: ext
+	$(PY) -m pytest tests --ignore tests/python
 
 bench: ext
 	mkdir -p out/benchmarks
@@ -110,7 +112,7 @@ asan-ext:
 	  $(PY) setup.py -q build --build-base $(BUILD)/asan/ext --build-lib $(BUILD)/asan/lib
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(BUILD)/asan/lib \
-	  $(VENV)/bin/pytest tests/binding -k 'not memory' $(SHARED)
+	  $(VENV)/bin/pytest tests/binding -k 'not memory'
 
 THREADED := test_bmuf test_codecs test_comm test_comm_levels test_fsdp test_kernels test_norm test_pool \
     test_reducer test_step_ranks test_writer
