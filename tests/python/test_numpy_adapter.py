@@ -34,7 +34,12 @@ class Line:
 
 
 def args(**changes: Any) -> SimpleNamespace:
-    values = {"seed": 7, "data_seed": None, "dataloader_drop_last": False}
+    values = {
+        "seed": 7,
+        "data_seed": None,
+        "dataloader_drop_last": False,
+        "world_size": 1,
+    }
     return SimpleNamespace(**{**values, **changes})
 
 
