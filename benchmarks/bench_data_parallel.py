@@ -60,6 +60,8 @@ class GPT(nn.Module):
         self.places = nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
+        for table in (self.tokens, self.places):  # wider ones make a softmax of zeros
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids) + self.places.weight

@@ -24,6 +24,7 @@ from typing import Any
 
 WORLD, BATCH, LENGTH, VOCABULARY = 2, 4, 128, 8192
 WAYS = ("ours", "ddp", "fsdp1", "fsdp2")
+PEERS = {"ddp": "torch's DDP", "fsdp1": "torch's FSDP1", "fsdp2": "torch's FSDP2"}
 MIB = 2**20
 
 
@@ -58,6 +59,8 @@ def make_gpt(width: int, blocks: int, wrap: Any) -> Any:
             self.places = nn.Embedding(LENGTH, width)
             self.blocks = nn.ModuleList(wrap(Block()) for _ in range(blocks))
             self.norm = nn.LayerNorm(width)
+            for table in (self.tokens, self.places):  # wider: a softmax of zeros
+                nn.init.normal_(table.weight, std=0.02)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             x = self.tokens(ids) + self.places.weight
@@ -217,11 +220,11 @@ def main() -> None:
         )
         if apart > 1e-3:
             raise SystemExit(f"losses differ from those of {way} by {apart}")
-        goal = 1 / 0.92 if way == "ddp" else 1.0
+        goal = 1.09 if way == "ddp" else 1.0
         what = "GPT of 29.5M parameters on 2 ranks, sharded"
-        compare(f"{what}: processor time of a step", "ms", ours["cpu"], way,
+        compare(f"{what}: processor time of a step", "ms", ours["cpu"], PEERS[way],
                 theirs["cpu"], goal)  # fmt: skip
-        compare(f"{what}: memory of a rank", "MiB", ours["memory"], way,
+        compare(f"{what}: memory of a rank", "MiB", ours["memory"], PEERS[way],
                 theirs["memory"])  # fmt: skip
 
 
