@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
-import pickle
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -38,18 +38,20 @@ class RankFilesMixin(TrainerBase):
         return None
 
     def _take_rank_files(self) -> bytes:
-        """The files that this rank hands over, pickled."""
+        """The files that this rank hands over: a line of JSON with their sizes in
+        bytes by their names, then one after the other."""
         files, self._rank_files = self._rank_files, {}
-        return pickle.dumps(files)
+        sizes = {name: len(content) for name, content in files.items()}
+        return b"".join([json.dumps(sizes).encode(), b"\n", *files.values()])
 
     def _add_rank_files(self, parcels: list[bytes]) -> None:
         """Put the files of all ranks into the open save."""
         folder = self._checkpoint_writer().folder
         assert folder is not None
-        for parcel in parcels:
-            for name, content in pickle.loads(parcel).items():
+        for parcel in map(io.BytesIO, parcels):
+            for name, size in json.loads(parcel.readline()).items():
                 with open(os.path.join(folder, name), "wb") as file:
-                    file.write(content)
+                    file.write(parcel.read(size))
 
     # Generators
 

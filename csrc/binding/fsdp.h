@@ -47,6 +47,9 @@ int fsdp_expect(FSDPUnit *self, unsigned states);
 ctpy_state *fsdp_state_borrow(FSDPUnit *self);
 FSDPUnit *fsdp_root_borrow(FSDPUnit *self); /* itself where that is not known */
 
+/* fsdp_attributes.c */
+extern PyGetSetDef fsdp_getset[];
+
 /* fsdp_memory.c */
 int fsdp_gather(FSDPUnit *self);
 int fsdp_reduce(FSDPUnit *self);

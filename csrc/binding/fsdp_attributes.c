@@ -1,0 +1,124 @@
+/* What can be read and set of an FSDPUnit. */
+#include "binding/fsdp.h"
+
+#include <math.h>
+
+static PyObject *
+FSDPUnit_get_shards(PyObject *op, void *Py_UNUSED(closure))
+{
+    PyObject *shards = ((FSDPUnit *)op)->shards;
+    return shards == NULL ? PyTuple_New(0) : Py_NewRef(shards);
+}
+
+static int
+FSDPUnit_set_shards(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    FSDPUnit *self = (FSDPUnit *)op;
+    PyObject *shards = value == NULL ? NULL : PySequence_Tuple(value);
+    if (shards == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "shards cannot be deleted");
+        }
+        return -1;
+    }
+    if ((size_t)PyTuple_GET_SIZE(shards) != self->core.n_groups) {
+        PyErr_Format(PyExc_ValueError, "expected %zu shards, one a group, got %zd",
+                     self->core.n_groups, PyTuple_GET_SIZE(shards));
+        Py_DECREF(shards);
+        return -1;
+    }
+    Py_XSETREF(self->shards, shards);
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_gathered(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(((FSDPUnit *)op)->core.gathered);
+}
+
+static PyObject *
+FSDPUnit_get_offsets(PyObject *op, void *Py_UNUSED(closure))
+{
+    const ct_fsdp *core = &((FSDPUnit *)op)->core;
+    PyObject *offsets = PyTuple_New((Py_ssize_t)core->n_groups);
+    for (size_t i = 0; offsets != NULL && i < core->n_groups; i++) {
+        PyObject *at = PyLong_FromSize_t(core->groups[i].at);
+        if (at == NULL) {
+            Py_CLEAR(offsets);
+        }
+        else {
+            PyTuple_SET_ITEM(offsets, (Py_ssize_t)i, at);
+        }
+    }
+    return offsets;
+}
+
+static PyObject *
+FSDPUnit_get_factors(PyObject *op, void *Py_UNUSED(closure))
+{
+    const ct_fsdp_config *config = &((FSDPUnit *)op)->core.config;
+    return Py_BuildValue("dd", config->predivide, config->postdivide);
+}
+
+static int
+FSDPUnit_set_factors(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    ct_fsdp_config *config = &((FSDPUnit *)op)->core.config;
+    double pre, post;
+    if (value == NULL || !PyTuple_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "divide_factors is a tuple of two numbers");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(value, "dd", &pre, &post)) {
+        return -1;
+    }
+    if (!(pre > 0.0 && post > 0.0 && isfinite(pre) && isfinite(post))) {
+        PyErr_Format(PyExc_ValueError,
+                     "gradients are divided by numbers above 0, got %R", value);
+        return -1;
+    }
+    config->predivide = pre;
+    config->postdivide = post;
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_peak(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((FSDPUnit *)op)->ledger.peak);
+}
+
+static int
+FSDPUnit_set_peak(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    ct_fsdp_ledger *ledger = &((FSDPUnit *)op)->ledger;
+    const size_t peak = value == NULL ? 0 : PyLong_AsSize_t(value);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    ledger->peak = peak < ledger->live ? ledger->live : peak;
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_live(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((FSDPUnit *)op)->ledger.live);
+}
+
+PyGetSetDef fsdp_getset[] = {
+    {"divide_factors", FSDPUnit_get_factors,  FSDPUnit_set_factors,
+     "What gradients are divided by, before and after their sum; both above 0.",                         NULL},
+    {"gathered",       FSDPUnit_get_gathered, NULL,                 "Whether the parameters are there.",
+     NULL                                                                                                    },
+    {"live_bytes",     FSDPUnit_get_live,     NULL,
+     "Of a root: bytes of gathered parameters and of gradients not yet reduced.",                        NULL},
+    {"offsets",        FSDPUnit_get_offsets,  NULL,
+     "Where each group begins in full, in elements.",                                                    NULL},
+    {"peak_bytes",     FSDPUnit_get_peak,     FSDPUnit_set_peak,
+     "Of a root: the most that live_bytes has been; set it to 0 to count anew.",                         NULL},
+    {"shards",         FSDPUnit_get_shards,   FSDPUnit_set_shards,
+     "A parameter for each group: this rank's part of it.",                                              NULL},
+    {NULL,             NULL,                  NULL,                 NULL,                                NULL},
+};
