@@ -236,7 +236,8 @@ FSDPUnit_add_parameter(PyObject *op, PyObject *args)
 int
 fsdp_expect(FSDPUnit *self, unsigned states)
 {
-    if ((states >> self->state & 1) != 0) {
+    const bool known = self->state >= FSDP_IDLE && self->state <= FSDP_BACKWARD_POST;
+    if (known && (states >> self->state & 1) != 0) {
         return 0;
     }
     PyObject *wanted = PyList_New(0);

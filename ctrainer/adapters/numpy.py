@@ -8,7 +8,7 @@ adds to each parameter's gradient. `named_parameters()` is optional.
 from __future__ import annotations
 
 import contextlib
-import pickle
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -371,8 +371,10 @@ def share_order(loader: Any, group: _C.Communicator) -> None:
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, batches.SeededSampler):
         return
-    state = pickle.dumps(np.random.get_state())
-    np.random.set_state(pickle.loads(group.broadcast_bytes(state, 0)))
+    mine: Any = np.random.get_state()
+    state = json.dumps([mine[0], mine[1].tolist(), *mine[2:]]).encode()
+    name, key, *rest = json.loads(group.broadcast_bytes(state, 0))
+    np.random.set_state((name, np.array(key, np.uint32), *rest))
 
 
 def padding_collator(tokenizer: Any) -> Callable[..., Any]:

@@ -132,6 +132,13 @@ def test_a_root_tells_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed == "root FSDP got 2 total params (_debug_msg: here).\n"
 
 
+def test_a_state_that_there_is_not_is_told() -> None:
+    model = wrap(nn.Linear(2, 2))
+    model._unit.state = 99
+    with pytest.raises(ValueError, match="99 is not a valid TrainingState"):
+        model(torch.ones(1, 2))
+
+
 def test_only_a_root_clips_and_accumulates() -> None:
     inner = wrap(nn.Linear(2, 2))
     model = wrap(nn.Sequential(inner, nn.Linear(2, 2)))

@@ -256,3 +256,19 @@ def test_targets_are_counted() -> None:
     assert adapter.count_targets(labels, shifted=False) == 3
     assert adapter.count_targets(labels, shifted=True) == 2
     assert adapter.count_targets([1, 2], shifted=False) is None
+
+
+def test_all_ranks_take_over_the_first_ones_generator() -> None:
+    class First:
+        def broadcast_bytes(self, data: bytes, root: int) -> bytes:
+            self.sent = getattr(self, "sent", data)
+            return self.sent
+
+    group: Any = First()
+    np.random.seed(5)
+    np.random.normal()  # leaves the second of a pair behind
+    adapter.share_order([], group)
+    expected = np.random.normal(size=3).tolist()
+    np.random.seed(6)
+    adapter.share_order([], group)
+    assert np.random.normal(size=3).tolist() == expected
