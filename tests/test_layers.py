@@ -47,7 +47,7 @@ FLOORS = (
     {"ct_codes", "ct_factored", "ct_update"},
     {"ct_device", "ct_plugin", "ct_reduce", "ct_reduce_body"}
     | {"ct_comm", "ct_comm_bytes", "ct_comm_local", "ct_comm_memory"}
-    | {"ct_comm_levels", "ct_comm_split"}
+    | {"ct_comm_levels", "ct_comm_padded", "ct_comm_split"}
     | {"ct_comm_self", "ct_comm_shm", "ct_comm_sync"}
     | {"ct_exchange", "ct_exchange_slots", "ct_shm_queue"},
     set[str](),

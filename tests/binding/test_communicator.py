@@ -250,3 +250,21 @@ def test_survives_every_failed_allocation() -> None:
         if done and start > 100:
             break
     assert done
+
+
+def test_parts_of_different_lengths_are_gathered() -> None:
+    group = _C.Communicator()
+    out = np.full(3, 9.0)
+    assert group.all_gather_padded(out, np.array([4.0, 5.0])) == [2]
+    assert out.tolist() == [4.0, 5.0, 0.0]
+    assert group.all_gather_padded(out=out, in_=np.zeros(0)) == [0]
+    assert out.tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="gives 3 elements; a part of out has 2"):
+        group.all_gather_padded(np.zeros(2), np.zeros(3))
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="out is read-only"):
+        group.all_gather_padded(out, np.zeros(3))
+    group.all_gather_padded(np.zeros(3), out)
+    group.close()
+    with pytest.raises(ValueError, match="closed"):
+        group.all_gather_padded(np.zeros(3), out)

@@ -63,6 +63,9 @@ for _ in range(2):
     assert (values == np.arange(100001.0) * 1.5).all()
     parts = np.zeros(2, np.int64)
     group.all_gather(parts, np.array([group.rank * 7]))
+    wide = np.full(4, -1)
+    assert group.all_gather_padded(wide, np.arange(1, 3)[group.rank :]) == [2, 1]
+    assert wide.tolist() == [1, 2, 2, 0]
     assert "torch" not in sys.modules
 half = from_environment(30.0, ranks=[1, 0])
 half.all_gather(parts, np.array([group.rank * 7]))

@@ -1,0 +1,23 @@
+/* An all_gather of parts of different lengths, over any backend. */
+#ifndef CT_COMM_PADDED_H
+#define CT_COMM_PADDED_H
+
+#include "core/ct_comm.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Fills part r of out, out->n / world_size elements, with in of rank r, which may be
+ * shorter, and zeros behind it; lengths[r] tells how long it was. out and in do not
+ * overlap. On failure out is undefined. CT_EINVAL on every rank where one's operands do
+ * not fit, CT_ENOMEM, CT_EIO or CT_ECOMM. */
+CT_NODISCARD ct_status ct_comm_gather_padded(ct_comm *comm, const ct_span *out,
+                                             const ct_span *in, int64_t *lengths,
+                                             ct_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
