@@ -2,6 +2,7 @@
 
 SCENARIOS = """
 import logging, math, time, traceback
+import fairseq_tiny as tiny
 from ctrainer.comm import wrappers
 from ctrainer.fairseq import metrics
 

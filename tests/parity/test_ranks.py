@@ -3,7 +3,6 @@ predictions, checkpoints that each loads from the other."""
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from trainer_ranks import run_ranks, told
+from ranks import run_ranks, told
 
 WORK = """
 import logging, os, sys
@@ -96,16 +95,10 @@ def near(values: Any) -> Any:
     return pytest.approx(values, rel=1e-5, abs=1e-6)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    return told(run_ranks(folder, WORK, port=free_port()))
+    return told(run_ranks(folder, WORK))
 
 
 def test_metrics_and_predictions_are_those_of_transformers(found: Any) -> None:

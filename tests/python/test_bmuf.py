@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import uuid
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 import torch
 
 import ctrainer
 from ctrainer import optim
-
-TIMEOUT = 100
 
 # What every rank's program begins with: `group`, `rank`, and the model's tensors.
 COMMON = """
@@ -28,7 +23,6 @@ from ctrainer import optim
 from ctrainer.comm import from_environment
 torch.set_num_threads(1)
 group = from_environment(30.0)
-rank, world = group.rank, group.world_size
 
 def model(dtype=torch.float32, seed=rank):
     generator = torch.Generator().manual_seed(seed)
@@ -231,42 +225,22 @@ bmuf = ctrainer.BMUF(config(warmup_iterations=1, global_sync_iter=1),
 set_grads(params, 0)
 bmuf.step()
 if rank == 1:
-    print(json.dumps(told), flush=True)
+    tell(told)
     os._exit(0)
 try:
     bmuf.step()
 except RuntimeError as error:
     told["death"] = str(error)
-print(json.dumps(told))
+tell(told)
 """
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, Any]]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of 2 ranks found: importing torch takes longer than all of it."""
     code = COMMON + ORACLE + SIXTEEN + RESUME + DILOCO + DEATH
-    run = uuid.uuid4().hex
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "TORCHELASTIC_RUN_ID": run,
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        texts = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads(text.splitlines()[-1]) for text in texts]
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    return ranks.told(ranks.run_ranks(folder, code))
 
 
 Told = list[dict[str, Any]]

@@ -3,16 +3,11 @@ rank's trouble does."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
-
-TIMEOUT = 60
+import ranks
 
 COMMON = """
 import itertools, json, os, sys, time
@@ -22,7 +17,6 @@ import ctrainer
 from ctrainer.comm import from_environment
 group = from_environment(30.0)
 three = from_environment(30.0, ranks=[0, 1, 2]) if group.rank < 3 else None
-rank = group.rank
 f = np.float32
 told = {}
 
@@ -271,41 +265,22 @@ except ValueError as error:
 mine, bmuf = fresh()
 bmuf.step()
 if rank == 3:
-    print(json.dumps(told), flush=True)
+    tell(told)
     os._exit(0)
 try:
     bmuf.step()
 except RuntimeError as error:
     told["death"] = str(error)
-print(json.dumps(told))
+tell(told)
 """
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, Any]]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of 4 ranks found."""
-    job = {
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "4",
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        "CTRAINER_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", COMMON + ORACLE + TROUBLE],
-            env={**os.environ, **job, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        texts = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads(text.splitlines()[-1]) for text in texts]
+    code = COMMON + ORACLE + TROUBLE
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    return ranks.told(ranks.run_ranks(folder, code, world=4))
 
 
 Told = list[dict[str, Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fairseq_ranks import run_ranks, told
+from ranks import GLOO, run_ranks, told
 
 BODY = """
 from copy import deepcopy
@@ -231,7 +231,7 @@ tell(found)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("torch")
-    return told(run_ranks(tmp_path_factory.mktemp("ranks"), BODY))
+    return told(run_ranks(tmp_path_factory.mktemp("ranks"), GLOO + BODY))
 
 
 CASES = ["all used", "small buckets", "buffers stay", "unused", "static"]

@@ -8,13 +8,15 @@ from typing import Any
 import fairseq_tiny as tiny
 import pytest
 import torch
-from fairseq_ranks import run_ranks
+from ranks import GLOO, run_ranks, told
 
 from tests import fairseq_program as program
 
 SHARDED = {"distributed_training__ddp_backend": "fully_sharded"}
 CLIP = {"optimization__clip_norm": 0.5}
 BODY = """
+import fairseq_tiny as tiny
+
 two = {"distributed_training__distributed_world_size": world,
        "distributed_training__ddp_backend": "fully_sharded",
        "optimization__clip_norm": 0.5}
@@ -61,11 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[Any]:
-    made = run_ranks(folder, BODY)
-    for rank in made:
-        assert rank.told is not None, rank.output
-        assert rank.code == 0, rank.output
-    return [rank.told for rank in made]
+    return told(run_ranks(folder, GLOO + BODY))
 
 
 @pytest.mark.parametrize("name", ["flat", "apart"])
@@ -74,12 +72,12 @@ def test_two_processes_train_resume_and_save_as_one_would(
 ) -> None:
     ours, losses = alone(4)
     count = sum(p.numel() for p in ours.get_model().parameters())
-    for told in (rank[name] for rank in ranks):
-        assert told["losses"] == pytest.approx(losses[:3], rel=1e-5)
-        assert told["last"] == pytest.approx([losses[3]] * 2, rel=1e-5)
-        assert told["same"]
-        assert told["extra"] == 3
-        assert count / 2 <= told["sharded"] <= count / 2 + 4
+    for found in (rank[name] for rank in ranks):
+        assert found["losses"] == pytest.approx(losses[:3], rel=1e-5)
+        assert found["last"] == pytest.approx([losses[3]] * 2, rel=1e-5)
+        assert found["same"]
+        assert found["extra"] == 3
+        assert count / 2 <= found["sharded"] <= count / 2 + 4
     saved = torch.load(folder / f"{name}.pt", weights_only=True)
     expected, _ = alone(3)
     for key, value in expected.get_model().state_dict().items():

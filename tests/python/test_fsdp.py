@@ -9,8 +9,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import fsdp_ranks
 import pytest
+import scenarios
 import torch
 from torch import nn
 
@@ -19,15 +19,16 @@ from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp import TrainingState
 
 WORLD = 2
+SCENARIOS = "fsdp_scenarios"
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder: Path = tmp_path_factory.mktemp("fsdp")
-    return fsdp_ranks.outcomes(folder, WORLD)
+    return scenarios.outcomes(folder, WORLD, SCENARIOS)
 
 
-@pytest.mark.parametrize("name", fsdp_ranks.scenarios())
+@pytest.mark.parametrize("name", scenarios.found_in(SCENARIOS))
 def test_on_two_ranks(outcomes: list[dict[str, str]], name: str) -> None:
     assert [told[name] for told in outcomes] == [""] * WORLD
 

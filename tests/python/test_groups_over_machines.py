@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
+import ranks
 
 from ctrainer import _C
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 LEVELS = """
-import json, sys
 import numpy as np
 from ctrainer import _C
 from ctrainer.comm.machines import over_machines
 
-rank, key = int(sys.argv[1]), sys.argv[2]
-engine = _C.shared_memory_communicator(key, rank, 4, 60.0)
+engine = _C.shared_memory_communicator(folder, rank, 4, 60.0)
 group = over_machines(engine.split(0), 60.0, f"machine {rank // 2}")
 found = {"who": [group.backend, group.rank, group.world_size]}
 values = np.arange(5001.0) * (rank + 1)
@@ -57,26 +54,12 @@ found["others"] = [
 same = over_machines(engine, 60.0)
 found["same"] = [same.backend, same.world_size]
 same.barrier()
-print(json.dumps(found))
+tell(found)
 """
 
 
-def test_two_machines_of_two_ranks() -> None:
-    key = uuid.uuid4().hex
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEVELS, str(rank), key],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        told = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+def test_two_machines_of_two_ranks(tmp_path: Path) -> None:
+    told = ranks.told(ranks.run_ranks(tmp_path, LEVELS, world=4))
     for rank, found in enumerate(told):
         assert found["who"] == ["levels", rank, 4]
         assert found["all_reduce"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fairseq_ranks import Rank, run_ranks
+from ranks import GLOO, Rank, run_ranks
 
 EVERY_COLLECTIVE = """
 import time
@@ -81,7 +81,7 @@ os._exit(0)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
-    return run_ranks(tmp_path_factory.mktemp("ranks"), EVERY_COLLECTIVE)
+    return run_ranks(tmp_path_factory.mktemp("ranks"), GLOO + EVERY_COLLECTIVE)
 
 
 def test_every_collective_over_gloo(ranks: list[Rank]) -> None:

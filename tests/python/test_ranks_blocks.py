@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trainer_ranks import run_ranks, told
+from ranks import run_ranks, told
 
 import ctrainer
 

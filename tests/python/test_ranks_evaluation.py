@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 import rank_evaluations
-from trainer_ranks import run_ranks, told
+from ranks import run_ranks, told
 
 WORK = """
 import numpy as np

@@ -6,13 +6,13 @@ import mmap
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
+from ranks import started, torchrun
 
 from ctrainer import _C
 from ctrainer.comm import from_environment
@@ -21,36 +21,15 @@ from ctrainer.comm.environment import place_of
 TIMEOUT = 60
 
 
-def start_ranks(code: str, environs: list[Mapping[str, str]]) -> list[subprocess.Popen]:
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, **environ},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for environ in environs
-    ]
+def start_ranks(code: str) -> AbstractContextManager[list[subprocess.Popen[str]]]:
+    """Two ranks of a run; their standard input stays open."""
+    run = uuid.uuid4().hex
+    environs = [torchrun(rank, 2, run) for rank in range(2)]
+    return started(["-c", code], environs, stdin=subprocess.PIPE)
 
 
-def outputs(ranks: list[subprocess.Popen]) -> list[str]:
-    try:
-        return [rank.communicate(timeout=TIMEOUT)[0].strip() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
-def torchrun(rank: int, world_size: int, run: str) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": run,
-    }
+def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
+    return [process.communicate(timeout=TIMEOUT)[0].strip() for process in processes]
 
 
 WORK = """
@@ -92,9 +71,8 @@ print(group.backend, group.rank, group.world_size, parts.tolist())
 
 
 def test_ranks_of_a_launcher_meet_in_shared_memory_without_torch() -> None:
-    run = uuid.uuid4().hex
-    ranks = start_ranks(WORK, [torchrun(0, 2, run), torchrun(1, 2, run)])
-    assert outputs(ranks) == ["shm 0 2 [0, 7]", "shm 1 2 [0, 7]"]
+    with start_ranks(WORK) as both:
+        assert outputs(both) == ["shm 0 2 [0, 7]", "shm 1 2 [0, 7]"]
 
 
 DIE = """
@@ -113,13 +91,12 @@ except RuntimeError as error:
 
 def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
     before = set(os.listdir("/dev/shm"))
-    run = uuid.uuid4().hex
-    ranks = start_ranks(DIE, [torchrun(0, 2, run), torchrun(1, 2, run)])
-    assert ranks[1].stdout is not None
-    assert ranks[1].stdout.readline() == "ready\n"
-    began = time.monotonic()
-    ranks[1].send_signal(signal.SIGKILL)
-    text = outputs(ranks)[0]
+    with start_ranks(DIE) as both:
+        assert both[1].stdout is not None
+        assert both[1].stdout.readline() == "ready\n"
+        began = time.monotonic()
+        both[1].send_signal(signal.SIGKILL)
+        text = outputs(both)[0]
     assert time.monotonic() - began < 20  # of a time-out of 30 seconds
     assert text.startswith("ready\nall_reduce on rank 0 of 2: rank 1 (process ")
     assert text.endswith(") died")
@@ -154,20 +131,14 @@ else:
 
 
 def test_ctrl_c_ends_a_wait_and_tells_the_other_ranks() -> None:
-    run = uuid.uuid4().hex
-    ranks = start_ranks(INTERRUPT, [torchrun(0, 2, run), torchrun(1, 2, run)])
-    try:
-        first, second = ranks
+    with start_ranks(INTERRUPT) as (first, second):
         assert first.stdout is not None
         assert first.stdout.readline() == "interrupted 1.0\n"
         text = second.communicate("go\n", timeout=TIMEOUT)[0]
         first.communicate(timeout=TIMEOUT)
-    finally:
-        for rank in ranks:
-            rank.kill()
     assert text.startswith("all_reduce on rank 1 of 2: rank 0 (process ")
     assert text.endswith(") was interrupted\n")
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert [rank.returncode for rank in (first, second)] == [0, 0]
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:

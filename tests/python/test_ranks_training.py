@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 pytest.importorskip("torch")
 
-from trainer_ranks import run_ranks, told
+from ranks import run_ranks, told
 
 PARITY = """
 import ctrainer, torch, transformers
@@ -67,22 +65,16 @@ tell(found)
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_equal_to_transformers_on_two_ranks(tmp_path) -> None:
     pytest.importorskip("accelerate")
-    assert told(run_ranks(tmp_path, PARITY, port=free_port())) == [9, 9]
+    assert told(run_ranks(tmp_path, PARITY)) == [9, 9]
 
 
 def test_like_one_process_and_alike_on_both(tmp_path) -> None:
     import torch
     from rank_trainings import parameters, trained
 
-    ranks = told(run_ranks(tmp_path / "two", BEHAVIOUR, port=free_port()))
+    ranks = told(run_ranks(tmp_path / "two", BEHAVIOUR))
     alone = trained(str(tmp_path), 48, per_device_train_batch_size=8)
     for number, found in enumerate(ranks):
         # Means of halves are added where the whole is: an ulp or two an update.

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import uuid
+import ranks
 
 from ctrainer import comm
 from ctrainer.comm import run
-
-TIMEOUT = 60
 
 WORK = """
 import os, sys
@@ -40,35 +35,13 @@ values = np.array([2.0 * again.rank + 1.0])
 again.all_reduce(values)
 assert values[0] == 4.0
 assert "torch" not in sys.modules
-print("done", args.process_index)
+tell(f"done {args.process_index}")
 """
 
 
 def test_ranks_share_one_group_and_join_again_after_leaving(tmp_path) -> None:
-    job = uuid.uuid4().hex
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORK, str(tmp_path)],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "TORCHELASTIC_RUN_ID": job,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=TIMEOUT)[0].strip() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert told == ["done 0", "done 1"]
+    found = ranks.told(ranks.run_ranks(tmp_path, WORK))
+    assert found == ["done 0", "done 1"]
 
 
 def test_without_a_launcher_it_is_a_group_of_one() -> None:

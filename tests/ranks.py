@@ -1,0 +1,119 @@
+"""Runs code as the ranks of a run, as torchrun would start them on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_SECONDS = 150
+
+PROLOGUE = """
+import json, os, sys
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+folder = sys.argv[1]
+
+def tell(value):
+    with open(f"{folder}/told{rank}.json", "w") as file:
+        json.dump(value, file)
+"""
+
+# For bodies whose ranks are a gloo group of torch.distributed. It is left at the end:
+# gloo's threads may otherwise find the process half taken down.
+GLOO = """
+import atexit
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+dist.init_process_group(
+    "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world,
+    timeout=timedelta(seconds=60.0),
+)
+atexit.register(dist.destroy_process_group)
+"""
+
+
+@dataclass
+class Rank:
+    """How a rank ended: its exit code, output, and what it passed to tell()."""
+
+    code: int
+    output: str
+    told: Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def torchrun(rank: int, world: int, job: str, port: int = 29500) -> dict[str, str]:
+    """The variables that torchrun sets for a rank of a run on one machine."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": job,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def started(
+    arguments: list[str], environs: list[Mapping[str, str]], **options: Any
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """A Python process for each of environs; none outlives the block."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    common = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for environ in environs:
+            process = subprocess.Popen(
+                [sys.executable, *arguments], env={**common, **environ}, text=True,
+                stdout=subprocess.PIPE, **options,
+            )  # fmt: skip
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        yield processes
+
+
+def run_ranks(folder: Path, body: str, world: int = 2) -> list[Rank]:
+    """Run `body` in `world` processes; it sees rank, world, folder and tell(value),
+    which hands a JSON value back. A body after GLOO also sees torch and dist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "rank.py"
+    script.write_text(PROLOGUE + textwrap.dedent(body))
+    job, port = uuid.uuid4().hex, free_port()
+    environs = [torchrun(rank, world, job, port) for rank in range(world)]
+    with started(
+        [str(script), str(folder)], environs, cwd=folder, stderr=subprocess.STDOUT
+    ) as processes:
+        outputs = [
+            process.communicate(timeout=LIMIT_SECONDS)[0] for process in processes
+        ]
+    return [
+        Rank(process.returncode, output, _told(folder / f"told{rank}.json"))
+        for rank, (process, output) in enumerate(zip(processes, outputs, strict=True))
+    ]
+
+
+def _told(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def told(ranks: list[Rank]) -> list[Any]:
+    """What each rank told; all must have ended well."""
+    for number, rank in enumerate(ranks):
+        assert rank.code == 0, f"rank {number} ended with {rank.code}:\n{rank.output}"
+    return [rank.told for rank in ranks]
