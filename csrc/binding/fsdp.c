@@ -31,6 +31,7 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
 /* Every object that a unit owns. */
 #define EACH_OBJECT(f, self)                                                           \
     f((self)->communicator);                                                           \
+    f((self)->replicas);                                                               \
     f((self)->full);                                                                   \
     f((self)->grads);                                                                  \
     f((self)->shards);                                                                 \
@@ -167,17 +168,18 @@ map_memory(FSDPUnit *self, ct_dtype compute, int watched)
 static int
 FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"communicator", "groups",  "compute_dtype",
-                            "reduce_dtype", "watched", "lone_gather",
-                            "lone_reduce",  NULL};
+    static char *names[] = {"communicator", "groups",   "compute_dtype",
+                            "reduce_dtype", "watched",  "lone_gather",
+                            "lone_reduce",  "replicas", NULL};
     FSDPUnit *self = (FSDPUnit *)op;
-    PyObject *communicator, *groups;
+    PyObject *communicator, *groups, *replicas = Py_None;
     const char *compute = "float32", *reduce = "float32";
     int watched = 0, lone_gather = 0, lone_reduce = 0;
     ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$ssppp:FSDPUnit", names,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$sspppO:FSDPUnit", names,
                                      &communicator, &PyTuple_Type, &groups, &compute,
-                                     &reduce, &watched, &lone_gather, &lone_reduce) ||
+                                     &reduce, &watched, &lone_gather, &lone_reduce,
+                                     &replicas) ||
         dtype_of(compute, &config.compute) < 0 ||
         dtype_of(reduce, &config.reduce) < 0) {
         return -1;
@@ -187,7 +189,10 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), communicator);
-    if (comm == NULL || lay_out(self, groups, comm->world_size) < 0 ||
+    if (comm == NULL ||
+        (!Py_IsNone(replicas) &&
+         ctpy_comm_borrow(fsdp_state_borrow(self), replicas) == NULL) ||
+        lay_out(self, groups, comm->world_size) < 0 ||
         map_memory(self, config.compute, watched) < 0) {
         return -1;
     }
@@ -196,6 +201,7 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
     config.lone_reduce = lone_reduce != 0;
     self->core.config = config;
     self->communicator = Py_NewRef(communicator);
+    self->replicas = Py_IsNone(replicas) ? NULL : Py_NewRef(replicas);
     return 0;
 }
 
@@ -264,6 +270,8 @@ fsdp_expect(FSDPUnit *self, unsigned states)
 static PyMemberDef FSDPUnit_members[] = {
     {"communicator", T_OBJECT, offsetof(FSDPUnit, communicator), READONLY,
      "The group of ranks that share."},
+    {"replicas", T_OBJECT, offsetof(FSDPUnit, replicas), READONLY,
+     "The group of ranks that have the same shards, or None."},
     {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
      "The memory of the gathered parameters."},
     {"require_sync", T_BOOL, offsetof(FSDPUnit, require_sync), 0,
@@ -298,12 +306,14 @@ PyDoc_STRVAR(
     FSDPUnit_doc,
     "FSDPUnit(communicator, groups, *, compute_dtype='float32',\n"
     "         reduce_dtype='float32', watched=False, lone_gather=False,\n"
-    "         lone_reduce=False)\n--\n\n"
+    "         lone_reduce=False, replicas=None)\n--\n\n"
     "Parameters that are sharded over the ranks of a group, gathered and reduced\n"
     "together; ctrainer.fsdp.FullyShardedDataParallel has one for a module.\n\n"
     "groups: a tuple of (elements with padding, trainable). watched: parameters that\n"
     "are used while they are not there end the process, rather than reading zeros.\n"
-    "lone_gather, lone_reduce: leave the other ranks out, to measure without.\n\n"
+    "lone_gather, lone_reduce: leave the other ranks out, to measure without.\n"
+    "replicas: a group of ranks that have the same shards in other groups, over which\n"
+    "gradients are averaged.\n\n"
     "Its hooks: _grad_enabled(), _graph_task(), _queue(), _new_gradient(group) and\n"
     "assert_state(states).");
 

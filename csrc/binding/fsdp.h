@@ -24,6 +24,7 @@ typedef struct FSDPUnit {
     ct_fsdp core;
     ct_fsdp_ledger ledger;  /* of a root: of all units below it */
     PyObject *communicator; /* NULL before __init__ */
+    PyObject *replicas; /* the Communicator of those with the same shards, or NULL */
     PyObject *full, *grads; /* MappedMemory */
     PyObject *shards;       /* a tuple, one parameter a group */
     PyObject *root;         /* the FSDPUnit above, itself in a root; NULL: not known */
@@ -59,6 +60,11 @@ void fsdp_drop_grads(FSDPUnit *self);
 PyObject *FSDPUnit_gather(PyObject *op, PyObject *unused);
 PyObject *FSDPUnit_release(PyObject *op, PyObject *unused);
 extern const char FSDPUnit_gather_doc[], FSDPUnit_release_doc[];
+
+/* fsdp_replicas.c: the group of replicas is the core's until it is returned, and stays
+ * open. 0, or -1 with an exception and nothing lent. */
+int fsdp_lend_replicas(FSDPUnit *self);
+void fsdp_return_replicas(FSDPUnit *self);
 
 /* fsdp_forward.c */
 PyObject *FSDPUnit_forward(PyObject *op, PyObject *args);

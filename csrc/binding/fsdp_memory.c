@@ -150,13 +150,15 @@ reduce_into(FSDPUnit *self, size_t group, PyObject *grad, int add)
     ct_error err;
     const bool ready =
         comm != NULL &&
-        ctpy_span_from(state, grad, "the gradient of a shard", 1, &span) == 0;
+        ctpy_span_from(state, grad, "the gradient of a shard", 1, &span) == 0 &&
+        fsdp_lend_replicas(self) == 0;
     if (ready) {
         ((Communicator *)communicator)->busy++;
         Py_BEGIN_ALLOW_THREADS
         status = ct_fsdp_reduce(&self->core, comm, group, &span, add != 0, &err);
         Py_END_ALLOW_THREADS((Communicator *)communicator)
         ->busy--;
+        fsdp_return_replicas(self);
     }
     Py_DECREF(communicator);
     return !ready ? -1 : status == CT_OK ? 0 : ctpy_raise_int(&err);

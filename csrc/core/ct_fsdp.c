@@ -249,7 +249,8 @@ ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at, const ct_span *grad, b
                : unit->device->copy(NULL, &place, grad, 1, err);
 }
 
-/* The sum of all ranks' parts, where this rank's part of `whole` is. */
+/* The sum of all ranks' parts, where this rank's part of `whole` is; of the replicas'
+ * sums the average. */
 static ct_status
 sum_over_ranks(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
                const ct_span *part, ct_reduce_op op, ct_error *err)
@@ -257,7 +258,11 @@ sum_over_ranks(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
     if (unit->config.lone_reduce) {
         return CT_OK;
     }
-    return comm->ops->reduce_scatter(comm, part, whole, op, err);
+    ct_status status = comm->ops->reduce_scatter(comm, part, whole, op, err);
+    return status != CT_OK || unit->replicas == NULL
+               ? status
+               : unit->replicas->ops->all_reduce(unit->replicas, part, CT_REDUCE_MEAN,
+                                                 err);
 }
 
 /* Into the shard's gradient: from what is reduced, with the factor that is left. */

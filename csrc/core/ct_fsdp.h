@@ -8,7 +8,7 @@
  * and backward a unit takes no memory but the shards, which are the caller's.
  *
  * Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion
- * parameter models", 2020, stage 3. */
+ * parameter models", 2020, stage 3; Zhang et al., "MiCS", 2022 (replicas of groups). */
 #ifndef CT_FSDP_H
 #define CT_FSDP_H
 
@@ -43,6 +43,9 @@ typedef struct ct_fsdp_config {
 typedef struct ct_fsdp {
     const ct_device *device;
     ct_fsdp_config config;
+    /* The ranks of other groups that have the same shards, whose gradients are averaged
+     * with those that are reduced here; NULL: there are none. The caller's. */
+    ct_comm *replicas;
     ct_fsdp_ledger *ledger; /* the caller's; it may be shared by units */
     ct_fsdp_group *groups;
     size_t n_groups;
@@ -80,9 +83,10 @@ CT_NODISCARD ct_status ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at,
                                          const ct_span *grad, bool add, bool wide,
                                          ct_error *err);
 
-/* Reduces a trainable group's gradients over all ranks, divides them by both factors
- * and writes this rank's part into `shard`, or adds it. Elements without a gradient
- * count as 0. What grads holds of the group is used up. Collective. */
+/* Reduces a trainable group's gradients over all ranks, divides them by both factors,
+ * averages them over the replicas and writes this rank's part into `shard`, or adds it.
+ * Elements without a gradient count as 0. What grads holds of the group is used up.
+ * Collective. */
 CT_NODISCARD ct_status ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group,
                                       const ct_span *shard, bool add, ct_error *err);
 

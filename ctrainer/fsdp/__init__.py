@@ -1,5 +1,6 @@
 """Fully sharded data parallelism, and the checkpoints of sharded modules."""
 
+from ctrainer.fsdp._groups import hybrid_groups
 from ctrainer.fsdp.consolidate import (
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
@@ -24,6 +25,7 @@ __all__ = [
     "XlaFullyShardedDataParallel",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
+    "hybrid_groups",
     "load_shard",
     "memory_plan",
     "reshard_checkpoints",

@@ -1,15 +1,13 @@
-"""What the constructor's arguments say: checked, and who shares."""
+"""What the constructor's arguments say: checked."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
-from ctrainer import _C, comm
 from ctrainer.fsdp._tensors import FLOAT_DTYPES
 
 
@@ -55,54 +53,6 @@ def float_dtype(name: str, dtype: Any, default: torch.dtype) -> torch.dtype:
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name} must be one of {FLOAT_DTYPES}, not {dtype}")
     return dtype  # type: ignore[no-any-return]
-
-
-def communicator_of(
-    process_group: Any, sharding_groups: Any, rank: int | None, world_size: int | None
-) -> _C.Communicator:
-    """The ranks that share: those given, this rank's list of ranks, or all."""
-    if process_group is not None:
-        return _adopted(process_group)
-    if sharding_groups is None:
-        return comm.world()
-    if rank is None or world_size is None:
-        raise ValueError(
-            "sharding_rank and sharding_world_size must be provided when "
-            "sharding_groups is specified"
-        )
-    found = (
-        sharding_groups
-        if isinstance(sharding_groups, _C.Communicator)
-        else _own_group(tuple(tuple(group) for group in sharding_groups))
-    )
-    if (found.rank, found.world_size) != (rank, world_size):
-        raise ValueError(
-            f"sharding_rank={rank} and sharding_world_size={world_size}, but "
-            f"sharding_groups makes this rank {found.rank} of {found.world_size}"
-        )
-    return found
-
-
-def _adopted(group: Any) -> _C.Communicator:
-    if isinstance(group, _C.Communicator):
-        return group
-    from ctrainer.comm import process_group
-
-    return process_group.communicator(group)
-
-
-@functools.cache
-def _own_group(groups: tuple[tuple[int, ...], ...]) -> _C.Communicator:
-    """The communicator of the list that this rank is in, one for all units."""
-    rank = comm.world().rank
-    own = [group for group in groups if rank in group]
-    if len(own) != 1:
-        raise ValueError(
-            f"rank {rank} must be in exactly one of the sharding_groups {groups}"
-        )
-    if len(own[0]) == comm.world().world_size:
-        return comm.world()
-    return comm.from_environment(ranks=own[0])
 
 
 def wrap_children(module: nn.Module, policy: Any, wrap: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.fsdp import _layout, _options
+from ctrainer.fsdp import _groups, _layout, _options
 from ctrainer.fsdp._buffers import cast_buffers
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.state import TrainingState
@@ -58,6 +58,8 @@ class ShardedModule(nn.Module):
         param_init_fn: Any = None,
         _use_xla_patched_linear: bool = True,
         process_group: Any = None,
+        device_mesh: Any = None,
+        replica_groups: Any = None,
         watch_released: bool = False,
         return_memory: bool = True,
     ) -> None:
@@ -81,8 +83,13 @@ class ShardedModule(nn.Module):
         self._debug_dummy_forward_pass = _debug_dummy_forward_pass
         self._debug_dummy_all_reduce_op = _debug_dummy_all_reduce_op
         self._debug_msg, self._debug_print = _debug_msg, _debug_print
-        self.communicator = _options.communicator_of(
-            process_group, sharding_groups, sharding_rank, sharding_world_size
+        self.communicator, self.replicas = _groups.groups_of(
+            process_group,
+            device_mesh,
+            sharding_groups,
+            replica_groups,
+            sharding_rank,
+            sharding_world_size,
         )
         self.rank = self.communicator.rank
         self.world_size = self.communicator.world_size
@@ -152,6 +159,7 @@ class ShardedModule(nn.Module):
             watched=watched,
             lone_gather=lone_gather,
             lone_reduce=lone_reduce,
+            replicas=self.replicas,
         )
         unit.owner = weakref.ref(self)
         factor = _options.predivide_factor(self.world_size)
@@ -183,7 +191,9 @@ class ShardedModule(nn.Module):
             on_neuron=self.on_neuron,
             shard_param_on_dim_0=self._sharding.pads,
             _shard_size_multiple=self._sharding.multiple,
-            process_group=self.communicator,
+            process_group=self.communicator
+            if self.replicas is None
+            else (self.communicator, self.replicas),
         )
 
     def _reset_lazy_init(self) -> None:

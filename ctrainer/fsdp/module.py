@@ -39,7 +39,11 @@ class FullyShardedDataParallel(ShardedModule):
     shard each parameter by its rows, which the ranks have to divide;
     shard_param_on_dim_0: the same, padded; without either each is flattened and padded
     to a multiple of _shard_size_multiple elements a rank. process_group: a Communicator
-    or a group of torch.distributed; by default ctrainer.comm.world().
+    or a group of torch.distributed; by default ctrainer.comm.world(). Hybrid sharding:
+    a tuple of two, who shares and the replicas, which have the same shards and
+    average their gradients (hybrid_groups makes them); or device_mesh, torch's, with
+    dimensions for replicas and shards; or replica_groups, lists of ranks, beside
+    sharding_groups.
 
     auto_wrap_policy: called with each module below (module, recurse, nonwrapped_numel),
     the inner ones first; where it says so they become units with these options, or what
