@@ -32,7 +32,7 @@ ct_bmuf_fill_shares(ct_bmuf *b, ct_rule rule, int world_size, const batch *s,
                     ct_error *err)
 {
     ct_rule_coef coef;
-    coef.block_share.world_size = world_size;
+    coef.block_share = ct_block_share_of(world_size);
     for (size_t i = 0; i < s->n_pieces; i++) {
         const ct_bmuf_piece *piece = &b->pieces[i];
         b->spans[i] = (ct_update_span){

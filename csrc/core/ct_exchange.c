@@ -200,11 +200,10 @@ take(const ct_exchange *self, ct_transfer *t, bool waits, bool *taken, ct_error 
 static ct_status
 give_ahead(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 {
-    const uint32_t most = t->stream != NULL ? 2 : CT_SLOTS;
     ct_status status = CT_OK;
     bool given = true;
     while (status == CT_OK && given && t->given < t->pieces &&
-           t->given < t->taken + most) {
+           t->given < t->taken + CT_SLOTS) {
         const bool is_next = t->given == t->taken;
         status = give(self, t, waits && is_next, &given, err);
         *moved = given || !is_next;

@@ -5,7 +5,7 @@
 #include "core/ct_exchange.h"
 
 enum {
-    CT_SLOTS = 4 /* of a rank */
+    CT_SLOTS = 8 /* of a rank */
 };
 
 /* What a rank was asked to do, and where its data is unless it is in the slots. Only

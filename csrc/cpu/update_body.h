@@ -52,7 +52,6 @@
                 (n_states) > 2 ? CT_LOAD(s2[i]) : 0,                                   \
             };                                                                         \
             CT_REAL(ct_##rule##_apply)(&c, CT_LOAD(grad[i]), &next, state);            \
-            param[i] = CT_STORE(next);                                                 \
             if ((n_states) > 0) {                                                      \
                 s0[i] = CT_STORE(state[0]);                                            \
             }                                                                          \
@@ -62,6 +61,7 @@
             if ((n_states) > 2) {                                                      \
                 s2[i] = CT_STORE(state[2]);                                            \
             }                                                                          \
+            param[i] = CT_STORE(next);                                                 \
         }                                                                              \
     }
 #include "math/ct_rules.def"

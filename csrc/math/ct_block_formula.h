@@ -4,13 +4,21 @@
 CT_ROUNDED(ct_block_share, CT_BLOCK_SHARE_COEF)
 CT_ROUNDED(ct_block_momentum, CT_BLOCK_MOMENTUM_COEF)
 
+/* Of a power of two a product has the quotient's bits, and takes a fraction of its
+ * time. */
+CT_HD static inline ct_real
+CT_REAL(ct_block_part)(const CT_REAL(ct_block_share_coef) * c, ct_real x)
+{
+    return c->inverse > 0 ? x * c->inverse : x / c->world_size;
+}
+
 /* What a worker adds to the sum of all: *share becomes its part of the average. */
 CT_HD static inline void
 CT_REAL(ct_block_share_apply)(const CT_REAL(ct_block_share_coef) * c, ct_real value,
                               ct_real *share, ct_real *state)
 {
     (void)state;
-    *share = value / c->world_size;
+    *share = CT_REAL(ct_block_part)(c, value);
 }
 
 /* The same of how far it has come from the global model, state[0]. */
@@ -18,7 +26,7 @@ CT_HD static inline void
 CT_REAL(ct_block_delta_apply)(const CT_REAL(ct_block_share_coef) * c, ct_real value,
                               ct_real *share, ct_real *state)
 {
-    *share = (state[0] - value) / c->world_size;
+    *share = CT_REAL(ct_block_part)(c, state[0] - value);
 }
 
 /* state is the global model and the momentum of blocks; delta the average that the

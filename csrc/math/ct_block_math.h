@@ -21,8 +21,20 @@ typedef enum ct_block_look {
     CT_BLOCK_NESTEROV /* as torch.optim.SGD with nesterov */
 } ct_block_look;
 
-#define CT_BLOCK_SHARE_COEF(REAL, FLAG) REAL(world_size)
+#define CT_BLOCK_SHARE_COEF(REAL, FLAG)                                                \
+    REAL(world_size)                                                                   \
+    REAL(inverse) /* of a power of two, of which it is exact; else 0 */
 CT_COEF(ct_block_share, CT_BLOCK_SHARE_COEF)
+
+/* The constants of shares of an average over so many workers, >= 1. */
+static inline ct_block_share_coef
+ct_block_share_of(int world_size)
+{
+    const int is_power = (world_size & (world_size - 1)) == 0;
+    const ct_block_share_coef coef = {(double)world_size,
+                                      is_power ? 1.0 / (double)world_size : 0.0};
+    return coef;
+}
 
 #define CT_BLOCK_MOMENTUM_COEF(REAL, FLAG)                                             \
     REAL(momentum)                                                                     \

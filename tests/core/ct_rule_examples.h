@@ -312,7 +312,7 @@ ct_block_example(ct_rule rule, size_t variant)
         coef.block_momentum.look = (int)variant; /* one of each ct_block_look */
     }
     else {
-        coef.block_share.world_size = 2.0 + (double)variant;
+        coef.block_share = ct_block_share_of(2 + (int)variant);
     }
     return coef;
 }
