@@ -41,7 +41,7 @@ ONLY_IN = {
 FLOORS = (
     {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool", "ct_meeting"}
     | {"ct_crc32c", "ct_crc_table", "ct_io", "ct_deadline", "ct_segment", "ct_crew"}
-    | {"ct_interrupt", "ct_lanes", "ct_packet", "ct_pages", "ct_segment_hold"}
+    | {"ct_copy_far", "ct_interrupt", "ct_lanes", "ct_packet", "ct_pages", "ct_segment_hold"}
     | {"ct_mapping"},
     {"ct_adamw", "ct_hyper", "ct_sgd"},
     {"ct_codes", "ct_factored", "ct_update"},

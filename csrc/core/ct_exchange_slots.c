@@ -1,7 +1,9 @@
 #include "core/ct_exchange_slots.h"
 
+#include "core/ct_copy_far.h"
 #include "core/ct_reduce.h"
 
+#include <stdint.h>
 #include <string.h>
 
 enum {
@@ -95,36 +97,71 @@ ct_slot_fill(const ct_exchange *self, const ct_transfer *t, uint32_t index, size
     }
 }
 
-static void
-copy(void *to, const void *from, size_t bytes)
+static bool
+overlap(const void *a, const void *b, size_t bytes)
 {
-    if (bytes != 0 && to != from) {
+    const uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return (x < y ? y - x : x - y) < bytes;
+}
+
+/* A part of a result of `whole` bytes. */
+static void
+copy(void *to, const void *from, size_t bytes, size_t whole)
+{
+    if (bytes == 0 || to == from) {
+        return;
+    }
+    if (whole >= CT_FAR_BYTES && !overlap(to, from, bytes)) {
+        ct_copy_far(to, from, bytes);
+    }
+    else {
         memmove(to, from, bytes);
+    }
+}
+
+static void
+gather(const ct_exchange *self, const ct_transfer *t, uint32_t piece, size_t at)
+{
+    for (int rank = 0; rank < self->world_size; rank++) {
+        copy(t->to + ((size_t)rank * t->part + at) * t->item,
+             given_by(self, t, rank, piece, at), length_at(t, rank, at) * t->item,
+             t->total * t->item);
+    }
+}
+
+static void
+reduce(const ct_exchange *self, const ct_transfer *t, uint32_t piece, size_t at)
+{
+    const size_t own = length_at(t, self->rank, at);
+    for (int rank = 0; rank < self->world_size; rank++) {
+        self->rows[rank] = given_by(self, t, rank, piece, at);
+    }
+    if (t->stream != NULL && own != 0) {
+        t->stream->use(t->stream->arg, at, own, self->rows);
+    }
+    else if (own != 0) {
+        ct_reduce(t->to + at * t->item, self->rows, (size_t)self->world_size, own,
+                  t->request->in.dtype, t->request->op);
     }
 }
 
 void
 ct_slots_take(const ct_exchange *self, const ct_transfer *t, uint32_t piece, size_t at)
 {
-    const int ranks = self->world_size, root = t->request->root;
-    const size_t own = length_at(t, self->rank, at);
-    if (t->sink == CT_SINK_COPY && self->rank != root) {
-        copy(t->to + at * t->item, given_by(self, t, root, piece, at), own * t->item);
-    }
-    for (int rank = 0; t->sink == CT_SINK_GATHER && rank < ranks; rank++) {
-        copy(t->to + ((size_t)rank * t->part + at) * t->item,
-             given_by(self, t, rank, piece, at), length_at(t, rank, at) * t->item);
-    }
-    if (t->sink == CT_SINK_REDUCE && own != 0) {
-        for (int rank = 0; rank < ranks; rank++) {
-            self->rows[rank] = given_by(self, t, rank, piece, at);
+    const int root = t->request->root;
+    switch (t->sink) {
+    case CT_SINK_GATHER:
+        gather(self, t, piece, at);
+        return;
+    case CT_SINK_REDUCE:
+        reduce(self, t, piece, at);
+        return;
+    case CT_SINK_COPY:
+        if (self->rank != root) {
+            copy(t->to + at * t->item, given_by(self, t, root, piece, at),
+                 length_at(t, self->rank, at) * t->item, t->part * t->item);
         }
-        if (t->stream != NULL) {
-            t->stream->use(t->stream->arg, at, own, self->rows);
-            return;
-        }
-        ct_reduce(t->to + at * t->item, self->rows, (size_t)ranks, own,
-                  t->request->in.dtype, t->request->op);
+        return;
     }
 }
 
@@ -144,7 +181,7 @@ ct_lanes_reduce(const ct_exchange *self, const ct_request *r)
         }
         ct_reduce(own, self->rows, ranks, length, r->in.dtype, r->op);
         for (size_t rank = 0; rank < ranks; rank++) {
-            copy(self->direct[rank] + at * item, own, length * item);
+            copy(self->direct[rank] + at * item, own, length * item, n * item);
         }
     }
 }

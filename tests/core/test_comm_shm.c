@@ -2,29 +2,13 @@
 #include "core/ct_alloc.h"
 #include "core/ct_comm_shm.h"
 #include "core/ct_pages.h"
-#include "core/ct_reduce.h"
-#include "ct_processes.h"
-#include "ct_rank_values.h"
+#include "ct_rank_moves.h"
 #include "ct_test.h"
 
 #include <stdint.h>
 #include <string.h>
 
 static const size_t lengths[] = {0, 1, 3, 1001, 16384, 16385, LARGEST};
-
-/* The reduction of all ranks' element i, by the arithmetic that all backends share. */
-static float
-reduced_at(int world_size, size_t i, ct_reduce_op op)
-{
-    float of_rank[MAX_PROCESSES], result;
-    const void *rows[MAX_PROCESSES];
-    for (int rank = 0; rank < world_size; rank++) {
-        of_rank[rank] = value_at(rank, i);
-        rows[rank] = &of_rank[rank];
-    }
-    ct_reduce(&result, rows, (size_t)world_size, 1, CT_F32, op);
-    return result;
-}
 
 /* ---- results -----------------------------------------------------------------------
  */
@@ -55,34 +39,6 @@ test_every_rank_gets_the_reduction(void)
 }
 
 static void
-gather_scatter_and_exchange(ct_comm *comm, float *whole, float *part, size_t n)
-{
-    const size_t ranks = (size_t)comm->world_size, mine = (size_t)comm->rank;
-    const ct_span all = {whole, n * ranks, CT_F32}, one = {part, n, CT_F32};
-    for (size_t i = 0; i < n; i++) {
-        part[i] = value_at(comm->rank, i);
-    }
-    CHECK(comm->ops->all_gather(comm, &all, &one, NULL) == CT_OK);
-    for (size_t i = 0; i < n * ranks; i++) {
-        CHECK(whole[i] == value_at((int)(i / n), i % n));
-    }
-    for (size_t i = 0; i < n * ranks; i++) {
-        whole[i] = value_at(comm->rank, i);
-    }
-    CHECK(comm->ops->reduce_scatter(comm, &one, &all, CT_REDUCE_MEAN, NULL) == CT_OK);
-    for (size_t i = 0; i < n; i++) {
-        CHECK(part[i] == reduced_at(comm->world_size, mine * n + i, CT_REDUCE_MEAN));
-    }
-    float *back = values_of(0, n * ranks);
-    const ct_span others = {back, n * ranks, CT_F32};
-    CHECK(comm->ops->all_to_all(comm, &others, &all, NULL) == CT_OK);
-    for (size_t i = 0; i < n * ranks; i++) {
-        CHECK(back[i] == value_at((int)(i / n), mine * n + i % n));
-    }
-    ct_free(back);
-}
-
-static void
 move_everything(ct_comm *comm)
 {
     const size_t ranks = (size_t)comm->world_size;
@@ -100,113 +56,6 @@ test_parts_go_where_they_belong(void)
 {
     run_processes(2, 30.0, -1, move_everything);
     run_processes(4, 30.0, -1, move_everything);
-}
-
-/* In place, in memory that the others read: each op on what the last one left. */
-static void
-work_in_shared_memory(ct_comm *comm)
-{
-    const size_t ranks = (size_t)comm->world_size, n = LARGEST;
-    const size_t mine = (size_t)comm->rank * n;
-    ct_pages *memory;
-    CHECK(ct_comm_memory(comm, n * ranks * sizeof(float), &memory, NULL) == CT_OK);
-    CHECK(memory->is_shared && memory->bytes >= n * ranks * sizeof(float));
-    float *whole = (float *)(void *)memory->data;
-    const ct_span all = {whole, n * ranks, CT_F32}, own = {whole + mine, n, CT_F32};
-    CHECK(whole[0] == 0.0f && whole[n * ranks - 1] == 0.0f);
-    for (size_t i = 0; i < n * ranks; i++) {
-        whole[i] = value_at(comm->rank, i);
-    }
-    CHECK(comm->ops->reduce_scatter(comm, &own, &all, CT_REDUCE_SUM, NULL) == CT_OK);
-    for (size_t i = 0; i < n; i++) {
-        CHECK(whole[mine + i] == reduced_at(comm->world_size, mine + i, CT_REDUCE_SUM));
-    }
-    CHECK(comm->ops->all_gather(comm, &all, &own, NULL) == CT_OK);
-    for (size_t i = 0; i < n * ranks; i++) {
-        CHECK(whole[i] == reduced_at(comm->world_size, i, CT_REDUCE_SUM));
-    }
-    for (size_t i = 0; i < n * ranks; i++) {
-        whole[i] = value_at(comm->rank, i);
-    }
-    CHECK(comm->ops->all_reduce(comm, &all, CT_REDUCE_MEAN, NULL) == CT_OK);
-    for (size_t i = 0; i < n * ranks; i++) {
-        CHECK(whole[i] == reduced_at(comm->world_size, i, CT_REDUCE_MEAN));
-    }
-    ct_pages_free(memory);
-}
-
-static void
-move_shared_memory(ct_comm *comm)
-{
-    ct_pages *memory, *more;
-    const size_t ranks = (size_t)comm->world_size, n = LARGEST;
-    CHECK(ct_comm_memory(comm, n * ranks * sizeof(float), &memory, NULL) == CT_OK);
-    CHECK(ct_comm_memory(comm, n * sizeof(float), &more, NULL) == CT_OK);
-    float *shared = (float *)(void *)memory->data;
-    float *part = values_of(0, n), *whole = values_of(0, n * ranks);
-    gather_scatter_and_exchange(comm, shared, part, n);
-    gather_scatter_and_exchange(comm, whole, shared, n);
-    gather_scatter_and_exchange(comm, shared, (float *)(void *)more->data, n);
-    ct_free(part);
-    ct_free(whole);
-    ct_pages_free(more);
-    gather_scatter_and_exchange(comm, shared, shared + n * (ranks - 1), 1);
-    ct_pages_free(memory);
-}
-
-/* Pages come back as zeroes, on every rank by itself; the others' stay. */
-static void
-discard_memory(ct_comm *comm)
-{
-    ct_pages *memory;
-    ct_error err;
-    float seen[3];
-    const size_t page = ct_pages_round(1);
-    CHECK(ct_comm_memory(comm, 2 * page, &memory, NULL) == CT_OK);
-    float *values = (float *)(void *)memory->data;
-    const ct_span own = {values, 1, CT_F32}, all = {seen, 3, CT_F32};
-    values[0] = values[page / sizeof(float)] = (float)(comm->rank + 1);
-    CHECK(comm->ops->all_gather(comm, &all, &own, NULL) == CT_OK && seen[1] == 2.0f);
-    if (comm->rank == 1) {
-        CHECK(ct_pages_discard(memory, 0, page, NULL) == CT_OK);
-        CHECK(values[0] == 0.0f && values[page / sizeof(float)] == 2.0f);
-    }
-    CHECK(comm->ops->all_gather(comm, &all, &own, NULL) == CT_OK);
-    CHECK(seen[0] == 1.0f && seen[1] == 0.0f && seen[2] == 3.0f);
-    CHECK(ct_pages_discard(memory, 1, page, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "must be whole pages") != NULL);
-    CHECK(ct_pages_discard(memory, 2 * page, page, &err) == CT_EINVAL);
-    ct_pages_free(memory);
-}
-
-static void
-test_discarded_memory_reads_as_zeroes(void)
-{
-    run_processes(3, 30.0, -1, discard_memory);
-}
-
-static void
-test_memory_of_the_group_is_read_where_it_is(void)
-{
-    run_processes(2, 30.0, -1, work_in_shared_memory);
-    run_processes(3, 30.0, -1, work_in_shared_memory);
-    run_processes(3, 30.0, -1, move_shared_memory);
-}
-
-static void
-ask_for_different_memory(ct_comm *comm)
-{
-    ct_error err;
-    ct_pages *memory = NULL;
-    CHECK(ct_comm_memory(comm, comm->rank == 1 ? 100 : 50, &memory, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "got 50 to 100") != NULL && memory == NULL);
-    CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
-}
-
-static void
-test_memory_of_different_sizes_is_refused(void)
-{
-    run_processes(2, 30.0, -1, ask_for_different_memory);
 }
 
 /* Begun on one rank before the other comes near; large and small, staged and not. */
@@ -371,9 +220,6 @@ main(void)
 {
     test_every_rank_gets_the_reduction();
     test_parts_go_where_they_belong();
-    test_memory_of_the_group_is_read_where_it_is();
-    test_memory_of_different_sizes_is_refused();
-    test_discarded_memory_reads_as_zeroes();
     test_what_has_begun_ends_in_order();
     test_what_ranks_disagree_on_is_told_by_wait();
     test_a_broadcast_is_the_roots();
