@@ -6,19 +6,33 @@
 typedef struct GroupMemory {
     PyObject_HEAD
     ct_pages *pages;
-    Py_ssize_t n_bytes; /* as asked for; the pages may be longer */
+    unsigned char *theirs; /* another rank's part, to be read; NULL: our own */
+    Py_ssize_t n_bytes;    /* as asked for; the pages may be longer */
 } GroupMemory;
 
-static PyObject *
-memory_steal(ctpy_state *state, ct_pages *pages, Py_ssize_t n_bytes)
+static void
+release(ct_pages *pages, unsigned char *theirs)
 {
-    PyTypeObject *type = state->GroupMemory;
+    if (theirs == NULL) {
+        ct_pages_free(pages);
+    }
+    else {
+        ct_pages_drop(pages);
+    }
+}
+
+/* Takes one hold of the pages over. */
+static PyObject *
+memory_steal(PyTypeObject *type, ct_pages *pages, unsigned char *theirs,
+             Py_ssize_t n_bytes)
+{
     GroupMemory *self = (GroupMemory *)type->tp_alloc(type, 0);
     if (self == NULL) {
-        ct_pages_free(pages);
+        release(pages, theirs);
         return NULL;
     }
     self->pages = pages;
+    self->theirs = theirs;
     self->n_bytes = n_bytes;
     return (PyObject *)self;
 }
@@ -26,7 +40,8 @@ memory_steal(ctpy_state *state, ct_pages *pages, Py_ssize_t n_bytes)
 static void
 GroupMemory_dealloc(PyObject *op)
 {
-    ct_pages_free(((GroupMemory *)op)->pages);
+    const GroupMemory *self = (GroupMemory *)op;
+    release(self->pages, self->theirs);
     ctpy_leaf_dealloc(op);
 }
 
@@ -64,14 +79,51 @@ Communicator_memory(PyObject *op, PyObject *number)
     status = ct_comm_memory(comm, (size_t)n_bytes, &pages, &err);
     Py_END_ALLOW_THREADS((Communicator *)op)
     ->busy--;
-    return status == CT_OK ? memory_steal(state, pages, n_bytes) : ctpy_raise(&err);
+    return status == CT_OK ? memory_steal(state->GroupMemory, pages, NULL, n_bytes)
+                           : ctpy_raise(&err);
 }
 
 static int
 GroupMemory_getbuffer(PyObject *op, Py_buffer *view, int flags)
 {
     const GroupMemory *self = (GroupMemory *)op;
-    return PyBuffer_FillInfo(view, op, self->pages->data, self->n_bytes, 0, flags);
+    const bool is_own = self->theirs == NULL;
+    void *data = is_own ? self->pages->data : self->theirs;
+    return PyBuffer_FillInfo(view, op, data, self->n_bytes, !is_own, flags);
+}
+
+PyDoc_STRVAR(
+    of_rank_doc,
+    "of_rank($self, rank, /)\n--\n\n"
+    "Read another rank's memory where it lies; a memoryview of nbytes bytes.\n\n"
+    "An all_gather of nothing: after a barrier() of the group it shows what that rank\n"
+    "wrote before its own, and another barrier() has to come before that rank writes\n"
+    "again. It is read-only. What the rank discards or drops reads as zeroes.\n\n"
+    "Raises ValueError for no rank of the group, and where ranks do not share memory.");
+
+static PyObject *
+GroupMemory_of_rank(PyObject *op, PyObject *number)
+{
+    const GroupMemory *self = (GroupMemory *)op;
+    const long rank = PyLong_AsLong(number);
+    if (rank == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    unsigned char *theirs = ct_pages_of_rank(self->pages, rank);
+    if (theirs == NULL) {
+        return self->pages->is_shared
+                   ? PyErr_Format(PyExc_ValueError, "the group has no rank %ld", rank)
+                   : PyErr_Format(PyExc_ValueError,
+                                  "rank %ld's memory cannot be read where it lies: the "
+                                  "ranks of this group do not share memory; use "
+                                  "all_gather",
+                                  rank);
+    }
+    ct_pages_hold(self->pages);
+    PyObject *memory = memory_steal(Py_TYPE(op), self->pages, theirs, self->n_bytes);
+    PyObject *view = memory == NULL ? NULL : PyMemoryView_FromObject(memory);
+    Py_XDECREF(memory);
+    return view;
 }
 
 PyDoc_STRVAR(
@@ -90,6 +142,10 @@ GroupMemory_discard(PyObject *op, PyObject *args, PyObject *kwargs)
     PyObject *wanted = Py_None;
     Py_ssize_t offset = 0;
     ct_error err;
+    if (self->theirs != NULL) {
+        PyErr_SetString(PyExc_ValueError, "a rank can discard its own memory alone");
+        return NULL;
+    }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|nO:discard", names, &offset,
                                      &wanted)) {
         return NULL;
@@ -124,8 +180,9 @@ GroupMemory_is_shared(PyObject *op, void *Py_UNUSED(closure))
 
 static PyMethodDef GroupMemory_methods[] = {
     {"discard", (PyCFunction)(void (*)(void))GroupMemory_discard,
-     METH_VARARGS | METH_KEYWORDS,                                   discard_doc},
-    {NULL,      NULL,                                             0, NULL       },
+     METH_VARARGS | METH_KEYWORDS,                                        discard_doc},
+    {"of_rank", GroupMemory_of_rank,                              METH_O, of_rank_doc},
+    {NULL,      NULL,                                             0,      NULL       },
 };
 
 static PyGetSetDef GroupMemory_getset[] = {

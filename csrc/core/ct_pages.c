@@ -108,6 +108,15 @@ ct_pages_discard(ct_pages *p, size_t offset, size_t bytes, ct_error *err)
                : ct_fail_io(err, errno, "discard", "memory of a group");
 }
 
+unsigned char *
+ct_pages_of_rank(const ct_pages *p, long rank)
+{
+    const size_t ranks = p->is_shared ? p->segment.bytes / p->bytes : 0;
+    return rank >= 0 && (size_t)rank < ranks
+               ? (unsigned char *)p->segment.base + (size_t)rank * p->bytes
+               : NULL;
+}
+
 void
 ct_pages_hold(ct_pages *p)
 {

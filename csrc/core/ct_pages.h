@@ -37,6 +37,10 @@ CT_NODISCARD ct_status ct_pages_new_steal(ct_pages **pages, ct_segment *segment,
 CT_NODISCARD ct_status ct_pages_discard(ct_pages *pages, size_t offset, size_t bytes,
                                         ct_error *err);
 
+/* Where that rank's part of what is shared begins, as long as this one; NULL for pages
+ * that are not shared, or no rank of theirs. */
+unsigned char *ct_pages_of_rank(const ct_pages *pages, long rank);
+
 void ct_pages_hold(ct_pages *pages);
 void ct_pages_drop(ct_pages *pages); /* the last one unmaps them; NULL is fine */
 

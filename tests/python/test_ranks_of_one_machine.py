@@ -65,6 +65,23 @@ group.all_gather(whole, shared)
 assert (whole[:10001] == np.arange(10001.0)).all() and whole[-1] == 10001.0
 group.all_reduce(shared)
 assert memory.is_shared and (shared == np.arange(10001.0) * 2 + 1).all()
+shared[0] = 5.0 + group.rank
+theirs = memory.of_rank(1 - group.rank)
+group.barrier()
+assert theirs.readonly and np.frombuffer(theirs)[0] == 6.0 - group.rank
+assert len(theirs) == 80008 and bytes(memory.of_rank(group.rank)) == bytes(memory)
+for rank in (-1, 2):
+    try:
+        memory.of_rank(rank)
+    except ValueError as error:
+        assert str(error) == f"the group has no rank {rank}"
+try:
+    theirs.obj.discard()
+except ValueError as error:
+    assert "its own memory alone" in str(error)
+    group.barrier()
+del memory, shared
+assert np.frombuffer(theirs)[1] in (0.0, 3.0)  # dropped there, or not yet
 group.all_gather(parts, np.array([group.rank * 7]))
 print(group.backend, group.rank, group.world_size, parts.tolist())
 """
@@ -294,6 +311,12 @@ def test_memory_of_no_bytes_is_refused(nbytes: int) -> None:
     for group in (_C.Communicator(), shared):
         with pytest.raises(ValueError, match="bytes"):
             group.memory(nbytes)
+
+
+def test_memory_of_one_process_is_no_other_ranks() -> None:
+    memory = _C.Communicator().memory(8)
+    with pytest.raises(ValueError, match="do not share memory; use all_gather"):
+        memory.of_rank(0)
 
 
 def test_one_rank_shares_memory_with_itself() -> None:
