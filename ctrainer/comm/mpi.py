@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable
 from typing import Any
@@ -153,17 +154,44 @@ class Pending:
 
     def wait(self) -> None:
         """Wait for the result; RuntimeError when it does not come in time."""
-        until = time.monotonic() + self._timeout_seconds
-        looks = 0
-        while not self._request.Test():
-            looks += 1
-            if looks <= _LOOKS:
-                continue
-            if time.monotonic() > until:
-                raise RuntimeError(
-                    "another rank did not come, or was not done, within "
-                    f"{self._timeout_seconds:g} seconds"
-                )
-            time.sleep(_NAP_SECONDS)
+        if not _has_ended(self._request, self._timeout_seconds):
+            _abandon(self)
+            raise RuntimeError(
+                "another rank did not come, or was not done, within "
+                f"{self._timeout_seconds:g} seconds"
+            )
         if self._finish is not None:
             self._finish()
+
+    def ends_late(self) -> bool:
+        """Whether an abandoned one ends within its time-out, from now on."""
+        return _has_ended(self._request, self._timeout_seconds)
+
+
+def _has_ended(request: Any, timeout_seconds: float) -> bool:
+    until = time.monotonic() + timeout_seconds
+    looks = 0
+    while not request.Test():
+        looks += 1
+        if looks > _LOOKS:
+            if time.monotonic() > until:
+                return False
+            time.sleep(_NAP_SECONDS)
+    return True
+
+
+# What was given up: MPI may still write into its buffers.
+_abandoned: list[Pending] = []
+
+
+def _abandon(pending: Pending) -> None:
+    if not _abandoned:
+        atexit.register(_end_job)
+    _abandoned.append(pending)
+
+
+def _end_job() -> None:
+    """At exit MPI would wait for ever for ranks that still owe a collective; if they do
+    not come now, end them all, as MPI does where a rank dies."""
+    if not all(pending.ends_late() for pending in _abandoned):
+        MPI.COMM_WORLD.Abort(1)
