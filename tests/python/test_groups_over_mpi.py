@@ -21,9 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(
-    folder: Path, script: str, *arguments: str
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The script as 2 ranks of a job, which has to end within a minute."""
     path = folder / "rank.py"
     path.write_text(script)
