@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from functools import update_wrapper
 from importlib import import_module
 from types import CellType, FunctionType, ModuleType
 from typing import Any
+
+from ctrainer.comm.environment import meet_on_this_machine
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,11 @@ def patch_transformers() -> None:
     Call it before TRL, sentence-transformers, setfit or the like are imported: their
     classes then subclass ours. A module that has taken transformers' Trainer already
     keeps it, and is named in a warning. May be called again.
+
+    Where mpirun or srun has started ranks on this machine, it also sets MASTER_ADDR and
+    MASTER_PORT, unless they are set: transformers' TrainingArguments need them.
     """
+    meet_on_this_machine(os.environ)
     for place, name, home in _PLACES:
         ours = getattr(import_module(home), name)
         original = getattr(import_module(place), name)
@@ -56,7 +63,8 @@ def _copies(name: str) -> list[ModuleType]:
     """Every module object called `name`: transformers puts a new one into sys.modules
     while it loads, and a script may hold the old."""
     import_module(name)
-    modules = (m for m in gc.get_objects() if isinstance(m, ModuleType))
+    # By type(): asked for its __class__, a lazy object of another package may load.
+    modules = (m for m in gc.get_objects() if issubclass(type(m), ModuleType))
     return [m for m in modules if m.__name__ == name]
 
 

@@ -94,8 +94,9 @@ def trained(folder: str, rows: int, *callbacks: Any, base: Any = ctrainer.Traine
         **options,
     )  # fmt: skip
     trainer = base(
-        tiny.Net(), args, train_dataset=tiny.rows(rows), callbacks=list(callbacks)
-    )
+        tiny.Net(), args, train_dataset=tiny.rows(rows), callbacks=list(callbacks),
+        eval_dataset=tiny.rows(8),
+    )  # fmt: skip
     trainer.train()
     return trainer
 
@@ -131,3 +132,23 @@ class Failing(ctrainer.Trainer):
         if self.args.process_index == 1 and self.state.global_step == 2:
             raise ZeroDivisionError("of its own")
         return super().compute_loss(model, inputs, *args, **kw)
+
+
+class Moding(ctrainer.Trainer):
+    """Notes in which mode batches are trained on and evaluations logged; before the
+    third update something puts the model into eval mode, as packages do to save it."""
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.seen: list[tuple[str, bool]] = []
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.seen.append(("step", self.model.training))
+        return super().compute_loss(model, inputs, *args, **kw)
+
+    def log(self, logs: Any, *args: Any, **kw: Any) -> None:
+        if "eval_loss" in logs:
+            self.seen.append(("log", self.model.training))
+            self.model.eval()
+        super().log(logs, *args, **kw)

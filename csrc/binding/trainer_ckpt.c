@@ -94,16 +94,6 @@ write_parts(PyObject *op, PyObject *folder, PyObject *trial)
                                   : Py_NewRef(Py_None);
 }
 
-/* The mode of an optimizer that has modes. */
-static int
-set_optimizer_mode(PyObject *op, PyObject *mode)
-{
-    PyObject *optimizer = PyObject_GetAttr(op, ctpy_state_borrow(op)->str_optimizer);
-    int result = optimizer == NULL ? -1 : ctpy_call_if_there(optimizer, mode);
-    Py_XDECREF(optimizer);
-    return result;
-}
-
 /* A schedule-free optimizer's average is what is worth keeping: the weights are written
  * in its eval mode, and a training that is under way goes on in train mode, as one that
  * is resumed from the checkpoint does. */
@@ -114,12 +104,12 @@ write_in_eval_mode(PyObject *op, PyObject *folder, PyObject *trial)
     PyObject *type, *value, *trace;
     int training;
     if (ctpy_get_bool(op, names->str_is_in_train, &training) < 0 ||
-        set_optimizer_mode(op, names->str_eval) < 0) {
+        ctpy_set_optimizer_mode(op, names->str_eval) < 0) {
         return NULL;
     }
     PyObject *answer = write_parts(op, folder, trial);
     PyErr_Fetch(&type, &value, &trace);
-    if (training && set_optimizer_mode(op, names->str_train) < 0) {
+    if (training && ctpy_set_optimizer_mode(op, names->str_train) < 0) {
         Py_CLEAR(answer);
         if (type == NULL) {
             return NULL;

@@ -40,23 +40,17 @@ cast_model(ctpy_eval_loop *loop, PyObject *adapter, const ctpy_state *names)
 
 /* model.eval() or model.train(), and the optimizer's. */
 static int
-set_mode(const ctpy_eval_loop *loop, PyObject *mode, const ctpy_state *names)
+set_mode(const ctpy_eval_loop *loop, PyObject *mode)
 {
-    PyObject *optimizer = PyObject_GetAttr(loop->op, names->str_optimizer);
-    int result = -1;
-    if (optimizer != NULL && ctpy_call_if_there(loop->model, mode) == 0) {
-        result = ctpy_call_if_there(optimizer, mode);
-    }
-    Py_XDECREF(optimizer);
-    return result;
+    return ctpy_call_if_there(loop->model, mode) < 0
+               ? -1
+               : ctpy_set_optimizer_mode(loop->op, mode);
 }
 
 int
 ctpy_eval_ready_model(ctpy_eval_loop *loop, PyObject *adapter, const ctpy_state *names)
 {
-    return cast_model(loop, adapter, names) < 0
-               ? -1
-               : set_mode(loop, names->str_eval, names);
+    return cast_model(loop, adapter, names) < 0 ? -1 : set_mode(loop, names->str_eval);
 }
 
 /* Its own weights, and its own forward, which _wrap_model may have put under autocast.
@@ -77,13 +71,28 @@ undo_precision(const ctpy_eval_loop *loop, PyObject *adapter, const ctpy_state *
     return answer == NULL ? -1 : 0;
 }
 
+/* A training goes on. The model stays in eval mode until the next training_step, as it
+ * does with transformers: logs and callbacks tell evaluations by it. One that has no
+ * flag to tell by, or whose evaluation has failed, is put back at once. */
+static int
+resume_training(const ctpy_eval_loop *loop, bool failed, const ctpy_state *names)
+{
+    bool on = false;
+    const int flagged = failed ? 0 : ctpy_has_eval_mode(loop->model, names, &on);
+    if (flagged < 0) {
+        return -1;
+    }
+    return flagged ? ctpy_set_optimizer_mode(loop->op, names->str_train)
+                   : set_mode(loop, names->str_train);
+}
+
 int
 ctpy_eval_release_model(const ctpy_eval_loop *loop, PyObject *adapter,
                         const ctpy_state *names)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
-    int result = loop->in_train ? set_mode(loop, names->str_train, names)
+    int result = loop->in_train ? resume_training(loop, type != NULL, names)
                                 : undo_precision(loop, adapter, names);
     if (type != NULL) {
         PyErr_Clear();

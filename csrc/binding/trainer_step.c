@@ -348,27 +348,6 @@ settle_steal(PyObject *op, PyObject *loss, PyObject *count)
     return detached;
 }
 
-/* model.train(), and the optimizer's, unless the model is in that mode already: asking
- * costs 40 ns where setting it walks all modules. */
-static int
-ensure_train_mode(PyObject *op, PyObject *model)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int failed;
-    PyObject *training = ctpy_get_optional(model, names->str_training, &failed);
-    if (training == NULL) {
-        return failed ? -1 : 0; /* a model without modes */
-    }
-    int on = PyObject_IsTrue(training);
-    Py_DECREF(training);
-    if (on != 0) {
-        return on < 0 ? -1 : 0;
-    }
-    PyObject *answer = PyObject_CallMethodOneArg(op, names->str__train_mode, model);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
 const char Trainer_training_step_doc[] =
     "training_step($self, model, inputs, num_items_in_batch=None)\n--\n\n"
     "Run forward and backward on one micro-batch; return its loss, detached.\n\n"
@@ -384,7 +363,7 @@ Trainer_training_step(PyObject *op, PyObject *args, PyObject *kwargs)
     PyObject *model, *inputs, *count = Py_None, *ready, *loss;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:training_step", keywords,
                                      &model, &inputs, &count) ||
-        ensure_train_mode(op, model) < 0) {
+        ctpy_ensure_train_mode(op, model) < 0) {
         return NULL;
     }
     ready = PyObject_CallMethodOneArg(op, names->str__prepare_inputs, inputs);

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from ctrainer import _C
@@ -126,6 +126,20 @@ def _is_local(launcher: _Launcher, environ: Mapping[str, str], world_size: int) 
         nodes = "SLURM_STEP_NUM_NODES"
         return _number(environ, nodes if nodes in environ else "SLURM_NNODES") == 1
     return environ.get("MASTER_ADDR", "") in _LOCAL_ADDRESSES
+
+
+def meet_on_this_machine(environ: MutableMapping[str, str]) -> None:
+    """Fill in MASTER_ADDR and MASTER_PORT, by which torch.distributed finds the ranks,
+    where they are all on this machine and their launcher, mpirun or srun, does not.
+
+    The port, in [20000, 32000), follows from the job: the same on all ranks.
+    """
+    place = place_of(environ)
+    if place is None or place.world_size == 1 or not place.on_one_machine:
+        return
+    port = 20000 + int(hashlib.sha256(place.key.encode()).hexdigest(), 16) % 12000
+    environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    environ.setdefault("MASTER_PORT", str(port))
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -6,6 +6,8 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
+from ctrainer.comm.environment import meet_on_this_machine
+
 
 def _integrations() -> Any:
     if find_spec("transformers") is None:
@@ -80,6 +82,7 @@ def partial_state(args: Any, cpu: bool | None = None) -> Any:
     """
     from accelerate import PartialState
 
+    meet_on_this_machine(os.environ)
     cpu = args.device.type == "cpu" if cpu is None else cpu
     backend = args.ddp_backend or ("gloo" if cpu else "nccl")
     return PartialState(cpu=cpu, backend=backend, timeout=args.ddp_timeout_delta)

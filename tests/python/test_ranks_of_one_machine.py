@@ -16,7 +16,7 @@ from ranks import started, torchrun
 
 from ctrainer import _C
 from ctrainer.comm import from_environment
-from ctrainer.comm.environment import place_of
+from ctrainer.comm.environment import meet_on_this_machine, place_of
 
 TIMEOUT = 60
 
@@ -218,6 +218,24 @@ def test_each_launcher_says_who_we_are(
         place.world_size,
         place.on_one_machine,
     ) == expected
+
+
+def test_ranks_that_mpirun_started_here_get_a_place_to_meet() -> None:
+    job = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "PMI_PORT": "host:4711"}
+    met = []
+    for rank in "01":
+        environ = {"PMI_RANK": rank, **job}
+        meet_on_this_machine(environ)
+        met.append((environ["MASTER_ADDR"], environ["MASTER_PORT"]))
+    assert met[0] == met[1]
+    assert met[0][0] == "127.0.0.1"
+    assert 20000 <= int(met[0][1]) < 32000
+    given = {"PMI_RANK": "0", **job, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "5"}
+    meet_on_this_machine(given)
+    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("10.0.0.7", "5")
+    spread = {"PMI_RANK": "0", **job, "MPI_LOCALNRANKS": "1"}
+    meet_on_this_machine(spread)
+    assert "MASTER_ADDR" not in spread
 
 
 def test_jobs_and_their_restarts_have_keys_of_their_own() -> None:

@@ -23,7 +23,7 @@ tell(len(ours))
 BEHAVIOUR = """
 import warnings
 import ctrainer, torch
-from rank_trainings import Failing, Spoiling, Wish, parameters, trained
+from rank_trainings import Failing, Moding, Spoiling, Wish, parameters, trained
 
 found = {}
 whole = trained(folder, 48, per_device_train_batch_size=4)
@@ -43,6 +43,9 @@ found["spoilt"] = spoilt._loss_state()["nonfinite_total"]
 found["spoilt finite"] = bool(parameters(spoilt).isfinite().all())
 found["spoilt sum"] = parameters(spoilt).tolist()
 found["warned"] = sum("of step 3 are not finite" in str(w.message) for w in told_of)
+
+modes = trained(folder, 48, base=Moding, eval_strategy="steps", eval_steps=2)
+found["modes"] = sorted(set(modes.seen))
 
 uneven = {"even_batches": False, "dispatch_batches": False}
 with warnings.catch_warnings(record=True) as told_of:
@@ -87,6 +90,8 @@ def test_like_one_process_and_alike_on_both(tmp_path) -> None:
         assert (found["spoilt"], found["spoilt finite"]) == (1, True)
         assert found["spoilt sum"] == ranks[0]["spoilt sum"] != found["parameters"]
         assert found["warned"] == 1
+        # as transformers leaves it, and TRL's log() expects it
+        assert found["modes"] == [["log", False], ["step", True]]
         assert found["again"] == found["parameters"] == ranks[0]["parameters"]
         assert not found["torch.distributed"]
         assert found["accelerator"] == [2, number, [0, 1]]
