@@ -1,7 +1,8 @@
 """Runs the scenarios of a module, such as fsdp_scenarios, in ranks that share memory.
 
 A scenario is a function scenario_NAME(group) which raises where it finds something
-wrong; one set of processes runs all of a module, as importing torch takes the longest.
+wrong. One set of processes runs those of several modules: importing torch takes the
+longest.
 """
 
 from __future__ import annotations
@@ -17,28 +18,31 @@ GROUP_SECONDS = 30.0
 
 BODY = """
 import scenarios
-tell(scenarios.run(MODULE, folder, rank, world))
+tell(scenarios.run(MODULES, folder, rank, world))
 """
 
 
-def found_in(module: str) -> dict[str, Any]:
-    found = vars(import_module(module))
-    names = [name for name in found if name.startswith("scenario_")]
-    return {name.removeprefix("scenario_"): found[name] for name in names}
+def found_in(*modules: str) -> dict[str, Any]:
+    return {
+        name.removeprefix("scenario_"): value
+        for module in modules
+        for name, value in vars(import_module(module)).items()
+        if name.startswith("scenario_")
+    }
 
 
-def outcomes(folder: Path, world: int, module: str) -> list[dict[str, str]]:
+def outcomes(folder: Path, world: int, *modules: str) -> list[dict[str, str]]:
     """By rank, for each scenario "" or the traceback of what it raised."""
-    return told(run_ranks(folder, BODY.replace("MODULE", repr(module)), world))
+    return told(run_ranks(folder, BODY.replace("MODULES", repr(modules)), world))
 
 
-def run(module: str, folder: str, rank: int, world: int) -> dict[str, str]:
-    """All scenarios of a module on this rank; each has a group of its own, so that one
-    that fails leaves the others' alone."""
+def run(modules: tuple[str, ...], folder: str, rank: int, world: int) -> dict[str, str]:
+    """All scenarios of the modules on this rank; each has a group of its own, so that
+    one that fails leaves the others' alone."""
     from ctrainer import _C
 
     found = {}
-    for name, scenario in found_in(module).items():
+    for name, scenario in found_in(*modules).items():
         key = f"{folder}/{name}"
         group = _C.shared_memory_communicator(key, rank, world, GROUP_SECONDS)
         try:

@@ -10,6 +10,7 @@ import torch
 
 from ctrainer.fsdp import _metadata
 from ctrainer.fsdp._layout import Entry, Group
+from ctrainer.fsdp._sharded import ShardedModule
 
 
 def gathered(unit: Any, group: Group, shard: torch.Tensor) -> torch.Tensor:
@@ -26,6 +27,15 @@ def view_of(full: torch.Tensor, entry: Entry) -> torch.Tensor:
 def own_part(unit: Any, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     begin = unit.rank * shard.numel()
     return full[begin : begin + shard.numel()].view_as(shard)
+
+
+def is_unit(module: Any) -> bool:
+    return isinstance(module, ShardedModule)
+
+
+def units_of(root: Any) -> list[Any]:
+    """In the order of modules()."""
+    return [module for module in root.modules() if is_unit(module)]
 
 
 def groups_of(units: list[Any]) -> Iterator[tuple[Any, Group, torch.Tensor]]:
@@ -59,16 +69,11 @@ def names_of(root: Any) -> dict[int, list[str]]:
     """The names of each parameter before wrapping, the first place first."""
     found: dict[int, list[str]] = {}
     for name, unit in root.named_modules():
-        for group in getattr(unit, "_groups", ()):
-            if not hasattr(unit, "_unit"):
-                continue
-            inside = "_fsdp_wrapped_module" if len(group.entries[0].places) else ""
-            for entry in group.entries:
-                for place in entry.places:
-                    path = _metadata.join(_metadata.join(name, inside), place.path)
-                    found.setdefault(id(entry), []).append(
-                        _metadata.original_name(path)
-                    )
+        entries = [e for g in unit._groups for e in g.entries] if is_unit(unit) else []
+        for entry in entries:
+            paths = [_metadata.join(name, place.path) for place in entry.places]
+            own = [_metadata.original_name(path) for path in paths]
+            found.setdefault(id(entry), []).extend(own)
     return found
 
 
@@ -118,13 +123,23 @@ def load_group(
     state: dict[str, Any],
 ) -> None:
     """Copies what of each parameter is in this rank's part."""
-    flat, begin = shard.detach().view(-1), unit.rank * shard.numel()
+    parts = []
     for entry in group.entries:
         found = [state[name] for name in names[id(entry)] if name in state]
+        parts += [(entry, value) for value in found[:1]]
+    copy_own_parts(unit, shard, parts)
+
+
+def copy_own_parts(
+    unit: Any, shard: torch.Tensor, parts: list[tuple[Entry, torch.Tensor]]
+) -> None:
+    """Copies into a shard what it has of whole tensors, one for an entry each."""
+    flat, begin = shard.detach().view(-1), unit.rank * shard.numel()
+    for entry, value in parts:
         low = max(begin, entry.at)
         high = min(begin + shard.numel(), entry.at + entry.numel)
-        if found and low < high:
-            values = found[0].detach().reshape(-1)
+        if low < high:
+            values = value.detach().reshape(-1)
             flat[low - begin : high - begin] = values[low - entry.at : high - entry.at]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ctrainer.fsdp import _full, _metadata
+from ctrainer.fsdp import _full, _metadata, optim_state
 from ctrainer.fsdp._sharded import ShardedModule
 from ctrainer.fsdp._tensors import cast_floats
 from ctrainer.fsdp.state import TrainingState
@@ -234,6 +234,18 @@ class FullyShardedDataParallel(ShardedModule):
         """
         self._assert_idle()
         _full.load_state_dict(self, self.units(), state, strict)
+
+    # ---- optimizer states, under torch's names
+
+    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(
+        optim_state.scatter_full_optim_state_dict
+    )
+    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
+    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
 
     # ---- names and metadata
 

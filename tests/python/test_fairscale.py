@@ -1,4 +1,5 @@
-"""fairscale's names on two ranks, in one run of their processes for all scenarios."""
+"""fairscale's names, and torch's for optimizer states, on two ranks: in one run of
+their processes for all scenarios."""
 
 from pathlib import Path
 
@@ -6,15 +7,15 @@ import pytest
 import scenarios
 
 WORLD = 2
-SCENARIOS = "fairscale_scenarios"
+SCENARIOS = ("fairscale_scenarios", "fsdp_state_scenarios")
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder: Path = tmp_path_factory.mktemp("fairscale")
-    return scenarios.outcomes(folder, WORLD, SCENARIOS)
+    return scenarios.outcomes(folder, WORLD, *SCENARIOS)
 
 
-@pytest.mark.parametrize("name", scenarios.found_in(SCENARIOS))
+@pytest.mark.parametrize("name", scenarios.found_in(*SCENARIOS))
 def test_on_two_ranks(outcomes: list[dict[str, str]], name: str) -> None:
     assert [told[name] for told in outcomes] == [""] * WORLD
