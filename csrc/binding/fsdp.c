@@ -35,6 +35,7 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
     f((self)->full);                                                                   \
     f((self)->grads);                                                                  \
     f((self)->shards);                                                                 \
+    f((self)->grad_owners);                                                            \
     f((self)->root);                                                                   \
     f((self)->units)
 
@@ -53,6 +54,7 @@ FSDPUnit_clear(PyObject *op)
     FSDPUnit *self = (FSDPUnit *)op;
     ct_fsdp_move_account(&self->core, &self->ledger);
     Py_CLEAR(self->shards);
+    Py_CLEAR(self->grad_owners);
     Py_CLEAR(self->root);
     Py_CLEAR(self->units);
     return 0;

@@ -27,6 +27,7 @@ typedef struct FSDPUnit {
     PyObject *replicas; /* the Communicator of those with the same shards, or NULL */
     PyObject *full, *grads; /* MappedMemory */
     PyObject *shards;       /* a tuple, one parameter a group */
+    PyObject *grad_owners;  /* a tuple: whose grad is the shard's; NULL: the shards */
     PyObject *root;         /* the FSDPUnit above, itself in a root; NULL: not known */
     PyObject *units;        /* of a root: a list of those below and itself */
     fsdp_leaf *leaves;

@@ -10,24 +10,48 @@ FSDPUnit_get_shards(PyObject *op, void *Py_UNUSED(closure))
     return shards == NULL ? PyTuple_New(0) : Py_NewRef(shards);
 }
 
+/* A tuple of something for each group; NULL with an exception. */
+static PyObject *
+one_a_group(FSDPUnit *self, PyObject *value, const char *what)
+{
+    PyObject *each = value == NULL ? NULL : PySequence_Tuple(value);
+    if (value == NULL) {
+        PyErr_Format(PyExc_TypeError, "%s cannot be deleted", what);
+    }
+    if (each != NULL && (size_t)PyTuple_GET_SIZE(each) != self->core.n_groups) {
+        PyErr_Format(PyExc_ValueError, "expected %zu %s, one a group, got %zd",
+                     self->core.n_groups, what, PyTuple_GET_SIZE(each));
+        Py_CLEAR(each);
+    }
+    return each;
+}
+
 static int
 FSDPUnit_set_shards(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
 {
-    FSDPUnit *self = (FSDPUnit *)op;
-    PyObject *shards = value == NULL ? NULL : PySequence_Tuple(value);
+    PyObject *shards = one_a_group((FSDPUnit *)op, value, "shards");
     if (shards == NULL) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_TypeError, "shards cannot be deleted");
-        }
         return -1;
     }
-    if ((size_t)PyTuple_GET_SIZE(shards) != self->core.n_groups) {
-        PyErr_Format(PyExc_ValueError, "expected %zu shards, one a group, got %zd",
-                     self->core.n_groups, PyTuple_GET_SIZE(shards));
-        Py_DECREF(shards);
+    Py_XSETREF(((FSDPUnit *)op)->shards, shards);
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_grad_owners(PyObject *op, void *closure)
+{
+    PyObject *owners = ((FSDPUnit *)op)->grad_owners;
+    return owners == NULL ? FSDPUnit_get_shards(op, closure) : Py_NewRef(owners);
+}
+
+static int
+FSDPUnit_set_grad_owners(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    PyObject *owners = one_a_group((FSDPUnit *)op, value, "grad_owners");
+    if (owners == NULL) {
         return -1;
     }
-    Py_XSETREF(self->shards, shards);
+    Py_XSETREF(((FSDPUnit *)op)->grad_owners, owners);
     return 0;
 }
 
@@ -108,17 +132,19 @@ FSDPUnit_get_live(PyObject *op, void *Py_UNUSED(closure))
 }
 
 PyGetSetDef fsdp_getset[] = {
-    {"divide_factors", FSDPUnit_get_factors,  FSDPUnit_set_factors,
-     "What gradients are divided by, before and after their sum; both above 0.",                         NULL},
-    {"gathered",       FSDPUnit_get_gathered, NULL,                 "Whether the parameters are there.",
-     NULL                                                                                                    },
-    {"live_bytes",     FSDPUnit_get_live,     NULL,
-     "Of a root: bytes of gathered parameters and of gradients not yet reduced.",                        NULL},
-    {"offsets",        FSDPUnit_get_offsets,  NULL,
-     "Where each group begins in full, in elements.",                                                    NULL},
-    {"peak_bytes",     FSDPUnit_get_peak,     FSDPUnit_set_peak,
-     "Of a root: the most that live_bytes has been; set it to 0 to count anew.",                         NULL},
-    {"shards",         FSDPUnit_get_shards,   FSDPUnit_set_shards,
-     "A parameter for each group: this rank's part of it.",                                              NULL},
-    {NULL,             NULL,                  NULL,                 NULL,                                NULL},
+    {"divide_factors", FSDPUnit_get_factors,     FSDPUnit_set_factors,
+     "What gradients are divided by, before and after their sum; both above 0.",                                NULL},
+    {"gathered",       FSDPUnit_get_gathered,    NULL,                     "Whether the parameters are there.",
+     NULL                                                                                                           },
+    {"grad_owners",    FSDPUnit_get_grad_owners, FSDPUnit_set_grad_owners,
+     "An object for each group whose grad is that of the shard; by default the shards.",                        NULL},
+    {"live_bytes",     FSDPUnit_get_live,        NULL,
+     "Of a root: bytes of gathered parameters and of gradients not yet reduced.",                               NULL},
+    {"offsets",        FSDPUnit_get_offsets,     NULL,
+     "Where each group begins in full, in elements.",                                                           NULL},
+    {"peak_bytes",     FSDPUnit_get_peak,        FSDPUnit_set_peak,
+     "Of a root: the most that live_bytes has been; set it to 0 to count anew.",                                NULL},
+    {"shards",         FSDPUnit_get_shards,      FSDPUnit_set_shards,
+     "A parameter for each group: this rank's part of it.",                                                     NULL},
+    {NULL,             NULL,                     NULL,                     NULL,                                NULL},
 };

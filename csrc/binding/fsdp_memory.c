@@ -122,10 +122,10 @@ fsdp_drop_grads(FSDPUnit *self)
 
 /* The gradient of a shard, made where there is none; *add where there is one. */
 static PyObject *
-shard_grad(FSDPUnit *self, PyObject *shard, size_t group, int *add)
+shard_grad(FSDPUnit *self, PyObject *owner, size_t group, int *add)
 {
     ctpy_state *state = fsdp_state_borrow(self);
-    PyObject *grad = PyObject_GetAttr(shard, state->str_grad);
+    PyObject *grad = PyObject_GetAttr(owner, state->str_grad);
     *add = grad != NULL && !Py_IsNone(grad);
     if (grad == NULL || *add) {
         return grad;
@@ -168,16 +168,17 @@ static int
 reduce_group(FSDPUnit *self, size_t group)
 {
     int add, result = -1;
-    PyObject *shard = Py_NewRef(PyTuple_GET_ITEM(self->shards, (Py_ssize_t)group));
-    PyObject *grad = shard_grad(self, shard, group, &add);
+    PyObject *owners = self->grad_owners == NULL ? self->shards : self->grad_owners;
+    PyObject *owner = Py_NewRef(PyTuple_GET_ITEM(owners, (Py_ssize_t)group));
+    PyObject *grad = shard_grad(self, owner, group, &add);
     if (grad != NULL) {
         result = reduce_into(self, group, grad, add);
     }
     if (result == 0 && !add) {
-        result = PyObject_SetAttr(shard, fsdp_state_borrow(self)->str_grad, grad);
+        result = PyObject_SetAttr(owner, fsdp_state_borrow(self)->str_grad, grad);
     }
     Py_XDECREF(grad);
-    Py_DECREF(shard);
+    Py_DECREF(owner);
     return result;
 }
 

@@ -43,6 +43,7 @@ typedef struct OptimEngine {
     size_t n_known, known_capacity;
     PyObject *average; /* a WeightAverage, or NULL */
     bool averages;     /* the next update takes part in it */
+    bool parts_asked;  /* whether a parameter is a part of one: these slots are not */
     int busy;          /* > 0: a pass or a plan is under way; nothing may be changed */
     bool measured;     /* the last update knew the norm of its gradients */
     ct_step_result result; /* of the last update */
@@ -56,6 +57,9 @@ int optim_write_groups(OptimEngine *self, PyObject *face);
 
 /* Makes slots agree with the face's live param_groups. */
 int optim_plan_params(OptimEngine *self, PyObject *face);
+/* optimizer_parts.c: a ValueError where a group looks at whole parameters and a rank
+ * has a part of one. */
+int optim_refuse_parts(OptimEngine *self);
 /* Reads every parameter's .grad into its slot and the core. */
 int optim_plan_grads(OptimEngine *self);
 /* Reads parameters, gradients and state of every slot with a gradient, making state

@@ -159,6 +159,7 @@ plan_slots(OptimEngine *self, PyObject *groups)
         return 0;
     }
     self->n_known = 0; /* the slots' state has to be looked up anew */
+    self->parts_asked = false;
     return refuse_duplicates(self);
 }
 
@@ -176,6 +177,10 @@ optim_plan_params(OptimEngine *self, PyObject *face)
         result = plan_slots(self, groups) < 0 ? -1 : optim_read_groups(self, groups);
     }
     Py_XDECREF(groups);
+    if (result == 0 && !self->parts_asked) {
+        result = optim_refuse_parts(self);
+        self->parts_asked = result == 0;
+    }
     if (result < 0) {
         optim_drop_slots(self, 0);
     }

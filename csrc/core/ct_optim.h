@@ -135,6 +135,10 @@ size_t ct_optim_n_params(const ct_optim *optim);
 
 const char *ct_optim_kind_name(ct_optim_kind kind); /* "adamw", "sgd", ... */
 
+/* Whether a group's updates look at more of a parameter than an element at a time, so
+ * that parts of it cannot be updated by themselves. */
+bool ct_optim_group_is_whole(const ct_optim_group *group);
+
 /* The kind of that name, or CT_OPTIM_KIND_COUNT. */
 ct_optim_kind ct_optim_kind_from_name(const char *name);
 

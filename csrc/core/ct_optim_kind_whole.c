@@ -153,3 +153,12 @@ ct_optim_muon_check(const ct_optim_param *param, size_t i, ct_error *err)
                          "matrices: give it to another optimizer",
                          i, param->ndim);
 }
+
+/* ---- all of them -------------------------------------------------------------------
+ */
+
+bool
+ct_optim_group_is_whole(const ct_optim_group *group)
+{
+    return ct_rule_is_measured(ct_optim_kinds[group->kind].rule(group)) != 0;
+}

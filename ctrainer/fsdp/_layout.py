@@ -57,6 +57,11 @@ class Group:
     size: int = 0
     shard_shape: torch.Size = field(default_factory=lambda: torch.Size([0]))
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks have parts of it."""
+        return self.size != self.shard_shape.numel()
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -108,6 +113,7 @@ def mark(shard: Any, group: Group) -> None:
     shard._is_sharded = True
     shard._orig_size = group.orig_size
     shard._orig_name = group.name
+    shard._is_part = group.is_divided or len(group.entries) > 1  # for optimizers
     shard._name = f"_fsdp_shard.{group.name}".replace(".", SEPARATOR)
 
 

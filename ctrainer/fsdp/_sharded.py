@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.fsdp import _groups, _layout, _options
+from ctrainer.fsdp import _groups, _layout, _metadata, _options, _views
 from ctrainer.fsdp._buffers import cast_buffers
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.state import TrainingState
@@ -60,6 +61,7 @@ class ShardedModule(nn.Module):
         process_group: Any = None,
         device_mesh: Any = None,
         replica_groups: Any = None,
+        use_orig_params: bool = False,
         watch_released: bool = False,
         return_memory: bool = True,
     ) -> None:
@@ -74,6 +76,7 @@ class ShardedModule(nn.Module):
         self._orig_reshard_after_forward = reshard_after_forward
         self.disable_reshard_on_root = disable_reshard_on_root
         self.flatten_parameters = flatten_parameters
+        self.use_orig_params = use_orig_params
         self.mark_step_on_finalization = (
             mark_step_on_finalization or sync_on_finalization
         )
@@ -120,6 +123,7 @@ class ShardedModule(nn.Module):
             )
         self._reset_lazy_init()
         hooked: Any = self  # this has no types in torch
+        hooked.register_load_state_dict_pre_hook(_views.before_load)
         hooked.register_load_state_dict_post_hook(_after_load)
         if return_memory:
             _C.malloc_tune(False)
@@ -177,6 +181,8 @@ class ShardedModule(nn.Module):
                 entry.param._sharded_param = shard
         self._unit.shards = self.sharded_params
         _layout.replace_parameters(self._unit, self._groups, self.compute_dtype)
+        if self.use_orig_params:
+            _views.make(self)
 
     def _inner_like(self, module: nn.Module) -> ShardedModule:
         """A child that auto_wrap_policy chooses, with the options of this one."""
@@ -184,6 +190,7 @@ class ShardedModule(nn.Module):
             module,
             reshard_after_forward=self._orig_reshard_after_forward,
             flatten_parameters=self.flatten_parameters,
+            use_orig_params=self.use_orig_params,
             execute_sharding_on_init=False,
             compute_dtype=self.compute_dtype,
             buffer_dtype=self.buffer_dtype,
@@ -219,6 +226,19 @@ class ShardedModule(nn.Module):
     def params_with_grad(self) -> list[nn.Parameter]:
         """[p for p in self.parameters() if p.grad is not None]"""
         return [p for p in self.parameters() if p.grad is not None]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Shards; or with use_orig_params, by the names before wrapping, views."""
+        found = super().named_parameters(prefix, recurse, remove_duplicate)
+        rename = _metadata.original_name if self.use_orig_params else str
+        return ((rename(name), param) for name, param in found)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's shards."""
+        with _views.shards_shown(self.units()):
+            return super().state_dict(*args, **kwargs)
 
     @property
     def training_state(self) -> TrainingState:
@@ -284,4 +304,6 @@ def _after_load(module: Any, incompatible: object) -> None:
     for shard, group in zip(shards, module._groups, strict=True):
         _layout.mark(shard, group)
     module.sharded_params = module._unit.shards = shards
+    if module.use_orig_params:
+        _views.after_load(module)
     module._unit.release()

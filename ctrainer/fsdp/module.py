@@ -45,6 +45,9 @@ class FullyShardedDataParallel(ShardedModule):
     dimensions for replicas and shards; or replica_groups, lists of ranks, beside
     sharding_groups.
 
+    use_orig_params: parameters() has, in place of shards, a view of the shard for every
+    parameter by its own name, for groups with options of their own.
+
     auto_wrap_policy: called with each module below (module, recurse, nonwrapped_numel),
     the inner ones first; where it says so they become units with these options, or what
     auto_wrapper_callable makes of them. param_init_fn: called with each module that has
@@ -253,6 +256,8 @@ class FullyShardedDataParallel(ShardedModule):
         self,
     ) -> list[tuple[str, nn.Parameter]]:
         """Like named_parameters(), with the names before wrapping."""
+        if self.use_orig_params:
+            return list(self.named_parameters())
         return [
             (_metadata.original_name(_metadata.join(name, shard._orig_name)), shard)
             for name, unit in self.named_modules()

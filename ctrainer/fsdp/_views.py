@@ -1,0 +1,157 @@
+"""A shard by the parameters that lie in it, for optimizers that tell them apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ctrainer.fsdp._layout import Group
+
+Pieces = list[tuple[nn.Parameter, int]]  # a view, and where it begins in the shard
+
+
+class Views:
+    """The views of a shard, whose gradients side by side are its gradient."""
+
+    def __init__(self, shard: nn.Parameter, group: Group, rank: int) -> None:
+        self.pieces = _cut(shard, group, rank)
+        self.numel = shard.numel()
+        self.shape = shard.shape
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of all views, zeros where one has none; None where none has.
+
+        A view whose gradient was replaced is given its place in the whole again.
+        """
+        if all(view.grad is None for view, _ in self.pieces):
+            return None
+        row = self._row()
+        for view, begin in self.pieces:
+            place = _place(row, view, begin)
+            if view.grad is None:
+                place.zero_()
+            elif view.grad.data_ptr() != place.data_ptr():
+                place.copy_(view.grad)
+            view.grad = place
+        return row.view(self.shape)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor) -> None:
+        row = value.detach().view(-1)
+        for view, begin in self.pieces:
+            view.grad = _place(row, view, begin)
+
+    def _row(self) -> torch.Tensor:
+        """What the views' gradients are parts of; a new one where of none."""
+        for view, begin in self.pieces:
+            grad = view.grad
+            base = None if grad is None or grad.numel() == 0 else grad._base
+            if grad is None or base is None or base.numel() != self.numel:
+                continue
+            if base.view(-1)[begin:].data_ptr() == grad.data_ptr():
+                return base.view(-1)
+        return torch.zeros(self.numel)
+
+    def follow(self, shard: nn.Parameter) -> None:
+        """Be views of another shard: optimizers go on with them."""
+        for view, begin in self.pieces:
+            view.data = _place(shard.detach().view(-1), view, begin)
+
+
+def _place(row: torch.Tensor, view: torch.Tensor, begin: int) -> torch.Tensor:
+    return row[begin : begin + view.numel()].view(view.shape)
+
+
+def _cut(shard: Any, group: Group, rank: int) -> Pieces:
+    """A view of every parameter's part in the shard: of one dimension, or its rows.
+
+    One that has nothing on this rank has a view of no elements: all ranks' optimizers
+    then have the same parameters.
+    """
+    flat, offset = shard.detach().view(-1), rank * shard.numel()
+    pieces: Pieces = []
+    for entry in group.entries:
+        low = min(max(entry.at - offset, 0), shard.numel())
+        high = max(low, min(entry.at + entry.numel - offset, shard.numel()))
+        values = flat[low:high]
+        if shard.dim() > 1:
+            values = values.view(-1, *shard.shape[1:])
+        view: Any = nn.Parameter(values, requires_grad=group.requires_grad)
+        view._is_sharded = True
+        view._is_part = group.is_divided
+        view._orig_size = entry.param.size()
+        pieces.append((view, low))
+    return pieces
+
+
+# ---- who is in the modules' tables
+
+
+def make(unit: Any) -> None:
+    """Give the unit's modules views of its shards for parameters."""
+    unit._views = [
+        Views(shard, group, unit.rank)
+        for shard, group in zip(unit.sharded_params, unit._groups, strict=True)
+    ]
+    unit._unit.grad_owners = unit._views
+    show_views(unit)
+
+
+def show_views(unit: Any) -> None:
+    """Let the unit's modules have the views for parameters, under the first names.
+
+    Attributes stay what forward() computes with: an instance's own come before what
+    nn.Module finds in its tables.
+    """
+    for shard in unit.sharded_params:
+        unit._parameters.pop(shard._name, None)
+    for group, views in zip(unit._groups, unit._views, strict=True):
+        for entry, (view, _) in zip(group.entries, views.pieces, strict=True):
+            for place in entry.places:
+                place.module._parameters[place.name] = view
+
+
+def show_shards(unit: Any) -> None:
+    """Let the unit have its shards for parameters, as checkpoints do."""
+    for group, shard in zip(unit._groups, unit.sharded_params, strict=True):
+        unit._parameters[shard._name] = shard
+        for entry in group.entries:
+            for place in entry.places:
+                place.module._parameters.pop(place.name, None)
+
+
+def views_shown(unit: Any) -> bool:
+    return unit.use_orig_params and not any(
+        shard._name in unit._parameters for shard in unit.sharded_params
+    )
+
+
+@contextlib.contextmanager
+def shards_shown(units: Iterable[Any]) -> Iterator[None]:
+    """Within it, units that have views for parameters have shards."""
+    changed = [unit for unit in units if views_shown(unit)]
+    for unit in changed:
+        show_shards(unit)
+    try:
+        yield
+    finally:
+        for unit in changed:
+            show_views(unit)
+
+
+def before_load(unit: Any, *unused: object) -> None:
+    """The hook of load_state_dict, which finds shards in states."""
+    if views_shown(unit):
+        show_shards(unit)
+
+
+def after_load(unit: Any) -> None:
+    """Let the views be those of the shards that the unit has now."""
+    for views, shard in zip(unit._views, unit.sharded_params, strict=True):
+        views.follow(shard)
+    show_views(unit)
