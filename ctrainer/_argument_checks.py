@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ctrainer._block_options import way_of
+from ctrainer._fsdp_options import sharding_of
 from ctrainer._loss_scaler import make_loss_scaler
 from ctrainer._older_fields import ALIASES, default_of
 from ctrainer.enums import (
@@ -188,6 +189,7 @@ def validate(args: TrainingArguments) -> None:
             "load ahead"
         )
     way_of(args)
+    sharding_of(args)
     unknown = set(args.include_for_metrics) - {"inputs", "loss"}
     if unknown:
         raise ValueError(

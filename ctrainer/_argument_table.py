@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ctrainer import _optimizer_names, _rank_options
+from ctrainer import _fsdp_options, _optimizer_names, _rank_options
 
 HONOURED = frozenset(
     """
@@ -47,6 +47,7 @@ HONOURED = frozenset(
     generation_num_beams generation_config average_tokens_across_devices
     log_on_each_node log_level_replica save_on_each_node ddp_timeout
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
+    fsdp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap
     """.split()
 )
 
@@ -68,7 +69,6 @@ RECORDED = {
     "hub_strategy": _HUB,
     "hub_always_push": _HUB,
     "hub_revision": _HUB,
-    "fsdp_config": "no effect without fsdp",
     "do_train": _SCRIPTS,
     "do_eval": _SCRIPTS,
     "do_predict": _SCRIPTS,
@@ -92,8 +92,6 @@ REFUSED = {
     "push_to_hub": "upload the saved folder with huggingface_hub.upload_folder, or "
     "call model.push_to_hub",
     "parallelism_config": "ranks hold the whole model; leave it unset",
-    "fsdp": "every rank of this Trainer holds the whole model; leave it unset, or "
-    "shard with ctrainer.fsdp.FullyShardedDataParallel in a loop of your own",
     "deepspeed": "its engine is not used; leave it unset",
     "debug": "use torch.autograd.detect_anomaly for overflows; nonfinite_policy finds "
     "gradients that are NaN or Inf",
@@ -101,9 +99,6 @@ REFUSED = {
     "jit_mode_eval": "trace the model yourself, or set torch_compile",
     "tpu_num_cores": "training runs on a CPU or a CUDA device",
     "tpu_metrics_debug": "training runs on a CPU or a CUDA device",
-    "fsdp_min_num_params": "it goes with fsdp, which is refused; leave it unset",
-    "fsdp_transformer_layer_cls_to_wrap": "it goes with fsdp, which is refused; leave "
-    "it unset",
     "push_to_hub_organization": "write it into hub_model_id, as organization/name",
     "mp_parameters": "SageMaker's model parallelism is not supported",
     "sortish_sampler": "set train_sampling_strategy='group_by_length'",
@@ -158,6 +153,11 @@ LIMITED = {
         instead="leave it unset: ranks of one machine use shared memory, those of "
         "several gloo, and GPUs nccl",
     ),
+    "fsdp_config": Limit(
+        lambda config: True,  # read, and refused, by sharding_of
+        _fsdp_options.describe_keys(),
+        "",
+    ),
     "nonfinite_policy": one_of("skip", "stop", "keep"),
     "grad_norm_type": Limit(_is_positive, "numbers > 0 and inf", ""),
     "max_grad_value": Limit(
@@ -207,14 +207,14 @@ def tell(args: Any, default_of: Callable[[str], Any]) -> None:
 
 
 def check_environment() -> None:
-    """Raise RuntimeError when accelerate launch asks for sharding."""
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
-        if os.environ.get(name, "").lower() in ("1", "true", "yes", "on"):
-            raise RuntimeError(
-                f"{name} is set: every rank of this trainer holds the whole model. "
-                "Unset it, or start the script without it in accelerate's "
-                "configuration"
-            )
+    """Raise RuntimeError when accelerate launch asks for DeepSpeed."""
+    name = "ACCELERATE_USE_DEEPSPEED"
+    if os.environ.get(name, "").lower() in ("1", "true", "yes", "on"):
+        raise RuntimeError(
+            f"{name} is set: DeepSpeed's engine is not used. Unset it, or start the "
+            "script without it in accelerate's configuration; fsdp shards as its ZeRO "
+            "does"
+        )
 
 
 def status_of(name: str) -> tuple[str, str]:

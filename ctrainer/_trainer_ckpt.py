@@ -57,7 +57,7 @@ class CheckpointMixin(RankFilesMixin):
         folder = self.args.output_dir if output_dir is None else output_dir
         os.makedirs(folder, exist_ok=True)
         sink = self._sink(folder)
-        self._adapter.checkpoints.save_model(sink, self.model, state_dict)
+        self._save_weights(sink, state_dict)
         tokenizer = getattr(self.data_collator, "tokenizer", None)
         processor: Any = self.processing_class or tokenizer
         if callable(getattr(processor, "save_pretrained", None)):
@@ -65,14 +65,27 @@ class CheckpointMixin(RankFilesMixin):
         self._adapter.checkpoints.save_arguments(sink, self.args)
         self._flush_for_override(sink, "_save", "save_model")
 
+    def _save_weights(self, sink: Sink, state_dict: dict[str, Any] | None) -> None:
+        """Save the model's weights, or these, and its configuration."""
+        self._adapter.checkpoints.save_model(sink, self.model, state_dict)
+
+    def _share_weights(self, folder: str, in_checkpoint: bool) -> Any:
+        """What of the weights is to be written into the folder, where they are not the
+        model's own; called by all ranks."""
+        return None
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save optimizer.pt and scheduler.pt. Hook."""
         if not self.args.should_save:
             return
         sink, save = self._sink(output_dir), self._adapter.checkpoints.save_object
         save(sink, "optimizer.pt", self.optimizer.state_dict())
-        save(sink, "scheduler.pt", self.lr_scheduler.state_dict())
+        self._save_scheduler(sink)
         self._flush_for_override(sink, "_save_optimizer_and_scheduler")
+
+    def _save_scheduler(self, sink: Sink) -> None:
+        state = self.lr_scheduler.state_dict()
+        self._adapter.checkpoints.save_object(sink, "scheduler.pt", state)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Save scaler.pt, the state of the loss scale, if there is one. Hook."""
@@ -86,8 +99,11 @@ class CheckpointMixin(RankFilesMixin):
         if self.weight_average is not None and self.args.should_save:
             state = self.weight_average.state_dict()
             self._adapter.checkpoints.save_object(
-                self._sink(output_dir), "weight_average.pt", state
+                self._sink(output_dir), self._average_file(), state
             )
+
+    def _average_file(self) -> str:
+        return "weight_average.pt"
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Save rng_state.pth, the states of all generators; of several ranks each its
@@ -262,6 +278,12 @@ class CheckpointMixin(RankFilesMixin):
         load = self._adapter.checkpoints.load_object
         optimizer = load(checkpoint, "optimizer.pt")
         scheduler = load(checkpoint, "scheduler.pt")
+        self._take_optimizer_and_scheduler(checkpoint, optimizer, scheduler)
+
+    def _take_optimizer_and_scheduler(
+        self, checkpoint: str, optimizer: Any, scheduler: Any
+    ) -> None:
+        """Load both states, unless one is missing."""
         if optimizer is None or scheduler is None:
             logger.warning(
                 "%s has no state of optimizer and schedule (save_only_model?): both "
@@ -292,11 +314,11 @@ class CheckpointMixin(RankFilesMixin):
         Hook."""
         if checkpoint is None or self.weight_average is None:
             return
-        state = self._adapter.checkpoints.load_object(checkpoint, "weight_average.pt")
+        name = self._average_file()
+        state = self._adapter.checkpoints.load_object(checkpoint, name)
         if state is None:
             logger.warning(
-                "%s has no weight_average.pt: the average starts from its weights",
-                checkpoint,
+                "%s has no %s: the average starts from its weights", checkpoint, name
             )
             return
         self.weight_average.load_state_dict(state)
@@ -335,9 +357,12 @@ class CheckpointMixin(RankFilesMixin):
         logger.info(
             "Loading the best model from %s (%s).", best, self.state.best_metric
         )
-        self._adapter.checkpoints.load_model(self.model, best)
+        self._load_best_weights(best)
         if not self.args.save_only_model:
             self._load_weight_average(best)
+
+    def _load_best_weights(self, folder: str) -> None:
+        self._adapter.checkpoints.load_model(self.model, folder)
 
 
 def _overridden(trainer: TrainerBase, name: str) -> bool:

@@ -17,6 +17,7 @@ from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
 from ctrainer._trainer_optim import OptimMixin
 from ctrainer._trainer_search import SearchMixin
+from ctrainer._trainer_shards import ShardsMixin
 from ctrainer.comm import world
 from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import (
@@ -31,7 +32,9 @@ from ctrainer.trainer_utils import (
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class RunMixin(BlocksMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
+class RunMixin(
+    ShardsMixin, BlocksMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin
+):
     """Preparation and end of train(); the loop between them is C."""
 
     def _join_ranks(self) -> _C.Communicator:
@@ -69,13 +72,14 @@ class RunMixin(BlocksMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
             getattr(args, "save_on_signal", True)
             and threading.current_thread() is threading.main_thread()
         )
-        if self._inputs_stay and getattr(args, "malloc_tuning", True):
+        tunes = getattr(args, "malloc_tuning", True) and self._sharding is None
+        if self._inputs_stay and tunes:
             _C.malloc_tune(True)
         self._hp_search_setup(trial)
         if self.model_init is not None:
             self._seed()
             self.model = self.model_wrapped = self.call_model_init(trial)
-            self.optimizer = self.lr_scheduler = None
+            self.optimizer = self.lr_scheduler = self._shard_group = None
         if self._adapter.is_data_parallel(self.model_wrapped):
             self.model_wrapped = self.model  # of the run before
         self._move_model_to_device(self.model, args.device)
@@ -214,7 +218,9 @@ class RunMixin(BlocksMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         """Optimizer, schedule and the wrapped model; the checkpoint's state of them."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
+        self._shard_model(resume_from_checkpoint)
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        self._check_optimizer()
         self._make_blocks()
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
@@ -235,7 +241,8 @@ class RunMixin(BlocksMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         self._stray_parameters = self._adapter.stray_parameters(
             self.model, self.optimizer
         )
-        self._flos_per_token = self._adapter.flos_per_token(self.model)
+        if self._shard_group is None:
+            self._flos_per_token = self._adapter.flos_per_token(self.model)
         self._main_input_name = getattr(self.model, "main_input_name", "input_ids")
         self._train_mode(model)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -351,7 +358,8 @@ class RunMixin(BlocksMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin):
         self._adapter.enter_mixed_precision(model, self.args)
         if training and self.args.torch_compile:
             model = self._adapter.compile_model(model, self.args)
-        if training and self.args.world_size > 1 and self._blocks is None:
+        apart = self._blocks is not None or self._shard_group is not None
+        if training and self.args.world_size > 1 and not apart:
             model = self._adapter.data_parallel(model, self.args, self._communicator)
         return model
 

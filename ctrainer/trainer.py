@@ -200,6 +200,7 @@ class Trainer(RunMixin):
             is_world_process_zero=self.is_world_process_zero(),
         )
         self.__dict__.update(_ATTRIBUTES)
+        self._plan_shards()
         self._resume_state = {}
         self._rank_files = {}
         self._eval_dataloaders = {}
@@ -252,6 +253,8 @@ _ATTRIBUTES: dict[str, Any] = {
     "_loss_scaler": None,
     "weight_average": None,
     "_blocks": None,
+    "_sharding": None,
+    "_shard_group": None,
     "_schedule_on_metric": False,
     "_stray_parameters": False,
     "_flos_per_token": 0.0,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ctrainer import _argument_checks, _argument_table
 from ctrainer._argument_setters import Setters
+from ctrainer._fsdp_options import sharding_of
 from ctrainer._older_fields import ALIASES, default_of, take_shadowed
 from ctrainer._training_fields import arg
 from ctrainer.comm import run, world
@@ -67,7 +68,7 @@ class TrainingArguments(Setters):
     transformers; `device` imports torch.
 
     Raises ValueError for a value that is refused or contradicts another, RuntimeError
-    where accelerate launch asks for DeepSpeed or FSDP.
+    where accelerate launch asks for DeepSpeed.
     """
 
     deepspeed_plugin: ClassVar[None] = None
@@ -299,6 +300,7 @@ def adopt(args: Any) -> Any:
         _argument_checks.require_arguments(args)
         _argument_checks.complete(args, TrainingArguments)
     _argument_table.check(args, TrainingArguments._default_of)
+    sharding_of(args)
     if args.save_strategy == "best" and args.metric_for_best_model is None:
         raise ValueError(
             "save_strategy='best' needs metric_for_best_model, which is None; set it, "

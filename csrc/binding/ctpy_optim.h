@@ -48,8 +48,9 @@ PyObject *ctpy_grads_visit(ctpy_state *state, PyObject *optimizer,
 /* A list of the parameters whose gradients are those of such a list, in its order. */
 PyObject *ctpy_grads_params(ctpy_state *state, PyObject *optimizer);
 
-/* ct_clip_measure and then ct_clip_decide, and ct_clip_apply, without the GIL. 0, or -1
- * with an exception. */
+/* ct_clip_measure; that and then ct_clip_decide; ct_clip_apply; without the GIL. 0, or
+ * -1 with an exception. */
+int ctpy_grads_sum(ctpy_grads *grads, const ct_clip *clip);
 int ctpy_grads_measure(ctpy_grads *grads, const ct_clip *clip, double loss_scale,
                        double *norm);
 int ctpy_grads_clip(ctpy_grads *grads, const ct_clip *clip, double loss_scale);

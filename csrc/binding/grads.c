@@ -271,16 +271,22 @@ ctpy_grads_close(ctpy_grads *grads)
 }
 
 int
-ctpy_grads_measure(ctpy_grads *grads, const ct_clip *clip, double loss_scale,
-                   double *norm)
+ctpy_grads_sum(ctpy_grads *grads, const ct_clip *clip)
 {
     ct_status status;
     ct_error err;
     Py_BEGIN_ALLOW_THREADS
     status = ct_clip_measure(clip, &grads->list, NULL, &err);
     Py_END_ALLOW_THREADS
-    if (status != CT_OK) {
-        return ctpy_raise_int(&err);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+int
+ctpy_grads_measure(ctpy_grads *grads, const ct_clip *clip, double loss_scale,
+                   double *norm)
+{
+    if (ctpy_grads_sum(grads, clip) < 0) {
+        return -1;
     }
     *norm = ct_clip_decide(clip, &grads->list, loss_scale);
     return 0;

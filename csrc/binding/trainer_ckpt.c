@@ -178,29 +178,58 @@ const char Trainer_save_model_doc[] =
     "Save the model, and the processing class, for from_pretrained() to load.\n\n"
     "output_dir is args.output_dir if not given. Hook.";
 
+/* The folder that is given, or args.output_dir. */
+static PyObject *
+folder_or_default(PyObject *op, PyObject *given)
+{
+    if (given != Py_None) {
+        return Py_NewRef(given);
+    }
+    PyObject *settings = PyObject_GetAttr(op, ctpy_state_borrow(op)->str_args);
+    PyObject *folder =
+        settings == NULL ? NULL : PyObject_GetAttrString(settings, "output_dir");
+    Py_XDECREF(settings);
+    return folder;
+}
+
+/* Every rank's part of a save: what of the weights this one has to write; None: the
+ * model has them. */
+static PyObject *
+save_together(PyObject *op, PyObject *folder, bool due)
+{
+    PyObject *in_checkpoint = ((Trainer *)op)->saving ? Py_True : Py_False;
+    PyObject *answer = NULL, *weights = PyObject_CallMethod(op, "_share_weights", "OO",
+                                                            folder, in_checkpoint);
+    if (weights != NULL && due) {
+        answer = weights == Py_None
+                     ? PyObject_CallMethod(op, "_save", "O", folder)
+                     : PyObject_CallMethod(op, "_save", "OO", folder, weights);
+    }
+    else if (weights != NULL) {
+        answer = Py_NewRef(Py_None);
+    }
+    Py_XDECREF(weights);
+    return answer;
+}
+
 PyObject *
 Trainer_save_model(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"output_dir", "_internal_call", NULL};
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *folder = Py_None, *answer, *settings;
+    PyObject *folder = Py_None, *answer;
     int internal = 0, due;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|Op:save_model", keywords, &folder,
                                      &internal) ||
-        ctpy_field_bool(op, names->str_args, names->str_should_save, &due) < 0) {
+        ctpy_field_bool(op, names->str_args, names->str_should_save, &due) < 0 ||
+        (folder = folder_or_default(op, folder)) == NULL) {
         return NULL;
     }
+    answer = save_together(op, folder, due);
+    Py_DECREF(folder);
     if (!due) {
-        Py_RETURN_NONE;
+        return answer;
     }
-    if ((settings = PyObject_GetAttr(op, names->str_args)) == NULL) {
-        return NULL;
-    }
-    folder = folder == Py_None ? PyObject_GetAttrString(settings, "output_dir")
-                               : Py_NewRef(folder);
-    Py_DECREF(settings);
-    answer = folder == NULL ? NULL : PyObject_CallMethod(op, "_save", "O", folder);
-    Py_XDECREF(folder);
     if (answer != NULL && !internal) {
         Py_SETREF(answer, PyObject_CallMethod(op, "_push_saved_model", NULL));
     }

@@ -145,6 +145,19 @@ device_clip(PyObject *op, ctpy_update *u, const ct_clip *clip)
  */
 
 static int
+host_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm)
+{
+    ct_grads *list = &u->grads.list;
+    if (ctpy_grads_sum(&u->grads, clip) < 0 ||
+        ctpy_update_share_sums(op, u, clip->norm_type, list->sums, list->n_groups + 1) <
+            0) {
+        return -1;
+    }
+    *norm = ct_clip_decide(clip, list, u->loss_scale);
+    return 0;
+}
+
+static int
 open_and_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm)
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -155,8 +168,7 @@ open_and_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm
     for (size_t g = 0; u->overridden && g < u->grads.list.n_groups; g++) {
         u->grads.list.groups[g].max_norm = 0.0; /* clipping by norm is not ours */
     }
-    return u->on_host ? ctpy_grads_measure(&u->grads, clip, u->loss_scale, norm)
-                      : device_measure(op, u, clip, norm);
+    return (u->on_host ? host_measure : device_measure)(op, u, clip, norm);
 }
 
 static int
@@ -269,12 +281,14 @@ Trainer__clip_grad_norm(PyObject *op, PyObject *Py_UNUSED(model))
     ctpy_update u = {.loss_scale = 1.0};
     double norm = 0.0;
     u.optimizer = PyObject_GetAttr(op, names->str_optimizer);
-    bool failed = u.optimizer == NULL || ctpy_update_read_clip(op, &u) < 0;
+    bool failed = u.optimizer == NULL || ctpy_update_read_clip(op, &u) < 0 ||
+                  ctpy_update_open_shards(op, &u) < 0;
     u.overridden = false; /* an override may call this one */
     u.config.clip.value = 0.0;
     failed = failed || open_and_measure(op, &u, &u.config.clip, &norm) < 0 ||
              clip_in_place(op, &u, &u.config.clip) < 0;
     ctpy_grads_close(&u.grads);
+    Py_XDECREF(u.shards);
     Py_XDECREF(u.optimizer);
     return failed ? NULL : PyFloat_FromDouble(norm);
 }

@@ -161,7 +161,8 @@ layer_norms(PyObject *op, const ctpy_update *u, PyObject *params)
         (void)PyErr_NoMemory();
     }
     else if (labels != NULL &&
-             (u->on_host ? sum_on_host : sum_on_device)(op, u, p, n, sums) == 0) {
+             (u->on_host ? sum_on_host : sum_on_device)(op, u, p, n, sums) == 0 &&
+             ctpy_update_share_sums(op, u, p, sums, (size_t)n) == 0) {
         totals = sums_by_label(labels, params, sums, ct_norm_kind_of(p));
     }
     if (totals != NULL) {

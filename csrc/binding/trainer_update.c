@@ -17,6 +17,7 @@ update_release(ctpy_update *u)
         Py_CLEAR(u->average);
     }
     ctpy_grads_close(&u->grads);
+    Py_CLEAR(u->shards);
     Py_CLEAR(u->blocks);
     Py_CLEAR(u->scaler);
     Py_CLEAR(u->engine);
@@ -136,7 +137,7 @@ update_open(PyObject *op, ctpy_update *u)
     ctpy_state *names = ctpy_state_borrow(op);
     if (ctpy_update_read_clip(op, u) < 0 || read_policy(op, &u->config.nonfinite) < 0 ||
         update_open_scaler(op, u) < 0 || update_open_average(op, u) < 0 ||
-        update_open_blocks(op, u) < 0 ||
+        update_open_blocks(op, u) < 0 || ctpy_update_open_shards(op, u) < 0 ||
         (u->optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL) {
         return -1;
     }

@@ -12,6 +12,8 @@ typedef struct ctpy_update {
     PyObject *scaler;  /* the loss scaler, or NULL */
     PyObject *average; /* of the weights, or NULL */
     PyObject *blocks;  /* a BMUF, whose ranks train apart, or NULL */
+    PyObject *shards;  /* the Communicator of the ranks that each have a shard of every
+                          parameter, or NULL */
     bool average_due;
     double loss_scale;
     bool on_host;     /* the gradients are in host memory */
@@ -35,6 +37,15 @@ int ctpy_update_clip(PyObject *op, ctpy_run *run, ctpy_update *u);
 
 /* The L2 norm of the gradients as they are, divided by the loss scale. */
 int ctpy_update_norm(PyObject *op, const ctpy_update *u, double *norm);
+
+/* trainer_shards.c */
+
+/* Reads over which ranks parameters are sharded, if they are. */
+int ctpy_update_open_shards(PyObject *op, ctpy_update *u);
+
+/* Adds up, over these ranks, sums of powers of gradients for the p-norm. */
+int ctpy_update_share_sums(PyObject *op, const ctpy_update *u, double p, double *sums,
+                           size_t n);
 
 /* trainer_metrics.c: what is due of metrics; after measuring, before clipping. */
 int ctpy_metrics_measure(PyObject *op, const ctpy_run *run, const ctpy_update *u);

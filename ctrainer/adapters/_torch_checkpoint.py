@@ -135,6 +135,13 @@ def save_model(sink: Sink, model: Any, state_dict: dict[str, Any] | None) -> Non
     sink.tensors("model.safetensors", _writable(state, metadata), metadata)
 
 
+def save_configuration(sink: Sink, model: Any) -> None:
+    """The configuration of a model that has one."""
+    config: Any = getattr(model, "config", None)
+    if callable(getattr(config, "save_pretrained", None)):
+        config.save_pretrained(sink.folder)
+
+
 def _is_wrapper(model: Any) -> bool:
     return isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
 

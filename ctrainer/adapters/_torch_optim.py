@@ -49,7 +49,8 @@ def devices_elsewhere(model: nn.Module) -> set[str]:
 
 def embeddings(model: nn.Module) -> list[torch.Tensor]:
     """The tables of the model's embeddings."""
-    return [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    return [getattr(table, "_sharded_param", table) for table in tables]
 
 
 def optimizer_class(

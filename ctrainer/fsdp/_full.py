@@ -48,6 +48,7 @@ def groups_of(units: list[Any]) -> Iterator[tuple[Any, Group, torch.Tensor]]:
 def summoned(units: list[Any], writeback: bool) -> Iterator[None]:
     """Parameters over full tensors, and back over the units' memory."""
     fulls, homes = [], []
+    before = [(unit, unit._summoned) for unit in units]
     for unit, group, shard in groups_of(units):
         full = gathered(unit, group, shard)
         fulls.append((unit, full, shard))
@@ -55,14 +56,17 @@ def summoned(units: list[Any], writeback: bool) -> Iterator[None]:
             homes.append((entry.param, entry.param.data))
             entry.param.data = view_of(full, entry)
     try:
+        for unit in units:
+            unit._summoned = True
         yield
         for unit, full, shard in fulls if writeback else ():
             shard.detach().copy_(own_part(unit, full, shard))
     finally:
         for param, home in homes:
             param.data = home
-        for unit in units:
+        for unit, was in before:
             unit._unit.release()
+            unit._summoned = was
 
 
 def names_of(root: Any) -> dict[int, list[str]]:

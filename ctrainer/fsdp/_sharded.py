@@ -122,6 +122,7 @@ class ShardedModule(nn.Module):
                 f"found unsharded parameter: {name} ; {param.size()}"
             )
         self._reset_lazy_init()
+        self._summoned = False  # parameters are all there, and stay
         hooked: Any = self  # this has no types in torch
         hooked.register_load_state_dict_pre_hook(_views.before_load)
         hooked.register_load_state_dict_post_hook(_after_load)

@@ -173,12 +173,13 @@ def reshard_checkpoints(
     paths = []
     for rank in range(world_size):
         path = f"{save_prefix}-rank-{rank}-of-{world_size}{ending}"
-        _files.write_shard(path, _one_shard(shards, rank, world_size))
+        _files.write_shard(path, one_shard(shards, rank, world_size))
         paths.append(path)
     return paths
 
 
-def _one_shard(shards: list[Shard], rank: int, world_size: int) -> dict[str, Any]:
+def one_shard(shards: list[Shard], rank: int, world_size: int) -> dict[str, Any]:
+    """What one rank of `world_size` would have saved, with Items for tensors."""
     first = shards[0]
     keys = sharded_keys(first.model)
     shapes = {key: first.model[key].shape for key in keys}

@@ -116,6 +116,8 @@ class FullyShardedDataParallel(ShardedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._lazy_init()
+        if self._summoned:
+            return self.module(*args, **kwargs)
         if self.compute_dtype != torch.float32:
             args, kwargs = cast_floats(self.compute_dtype, (args, kwargs))
         run = self._dummy_forward if self._debug_dummy_forward_pass else self.module
@@ -216,6 +218,8 @@ class FullyShardedDataParallel(ShardedModule):
         self, recurse: bool = True, writeback: bool = True
     ) -> Iterator[None]:
         """Within it the module's parameters have all their values, in float32.
+
+        Units that are called run with these, on any rank, and gather nothing.
 
         recurse: those of inner units too. writeback: what is changed, alike on all
         ranks, goes into the shards at the end. Collective.

@@ -7,7 +7,7 @@ from typing import Any
 
 from ctrainer.fsdp import _files
 from ctrainer.fsdp._shards import read_shard
-from ctrainer.fsdp._stored import Stored
+from ctrainer.fsdp._stored import Item, Stored
 
 
 def save_shard(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -39,13 +39,17 @@ def load_shard(path: str | os.PathLike[str]) -> dict[str, Any]:
     content: dict[str, Any] = {"model": shard.model, "shard_metadata": shard.metadata}
     if shard.optimizer is not None:
         content["optimizer"] = shard.optimizer
+    return tensors_of(content)
+
+
+def tensors_of(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a shard with what lies in files read into memory."""
     return {key: _map(_tensor, value) for key, value in content.items()}
 
 
 def _tensor(value: Any) -> Any:
-    if not isinstance(value, Stored):
-        return value
-    return _files.tensor_of(_files.item_of(value))
+    item = _files.item_of(value) if isinstance(value, Stored) else value
+    return _files.tensor_of(item) if isinstance(item, Item) else value
 
 
 def _map(change: Any, value: Any) -> Any:

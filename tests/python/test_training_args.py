@@ -514,12 +514,10 @@ class TestObject:
         args = TrainingArguments(tmp_path, save_on_each_node=True)
         assert args.should_save is (local_rank == 0)
 
-    @pytest.mark.parametrize(
-        "name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"]
-    )
-    def test_sharding_of_accelerate_launch_is_refused(
-        self, name, monkeypatch, tmp_path
+    def test_deepspeed_of_accelerate_launch_is_refused(
+        self, monkeypatch, tmp_path
     ) -> None:
+        name = "ACCELERATE_USE_DEEPSPEED"
         args = TrainingArguments(tmp_path)
         monkeypatch.setenv(name, "true")
         with pytest.raises(RuntimeError, match=name):

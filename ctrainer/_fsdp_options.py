@@ -1,0 +1,324 @@
+"""How a run shards its model: fsdp and fsdp_config, or what accelerate launch says."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_STRATEGIES = (
+    "full_shard",
+    "shard_grad_op",
+    "no_shard",
+    "hybrid_shard",
+    "hybrid_shard_zero2",
+)
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_STATE_DICTS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What is asked for, by any release's names.
+
+    replicates: every rank keeps the whole model, as without sharding (no_shard).
+    hybrid: machines replicate what the ranks of one share. layers: class names of
+    the modules that become units, None: those that the model names. min_num_params:
+    how many parameters a module needs to become a unit, None: units are layers.
+    saves_full: checkpoints have the whole weights beside the shards. xla_options:
+    arguments of FullyShardedDataParallel that go before those of the run.
+    """
+
+    reshard_after_forward: bool = True
+    replicates: bool = False
+    hybrid: bool = False
+    wraps: bool = True
+    layers: tuple[str, ...] | None = None
+    min_num_params: int | None = None
+    saves_full: bool = True
+    recomputes: bool = False
+    synchronizes: bool = True
+    xla_options: dict[str, Any] = field(default_factory=dict)
+
+
+# What a key of fsdp_config without any work to do here is about.
+NO_EFFECT = {
+    "version": "both versions' options are read alike",
+    "cpu_offload": "parameters are in host memory",
+    "limit_all_gathers": "no more than two units are gathered at a time",
+    "use_orig_params": "parameters are always sharded each by itself",
+    "cpu_ram_efficient_loading": "the model is there when the trainer gets it",
+    "forward_prefetch": "a hint, and gathering is synchronous",
+    "backward_prefetch": "a hint, and gathering is synchronous",
+}
+HONOURED = (
+    "reshard_after_forward",
+    "auto_wrap_policy",
+    "transformer_layer_cls_to_wrap",
+    "min_num_params",
+    "state_dict_type",
+    "activation_checkpointing",
+    "sync_module_states",
+    "xla",
+    "xla_fsdp_settings",
+    "xla_fsdp_grad_ckpt",
+)
+_REFUSED = {
+    "xla_fsdp_v2": "sharding by torch_xla's SPMD compiler; leave it out, or set xla",
+    "activation_checkpointing_offload": "activations are in host memory already",
+    "ignored_modules": "every parameter is sharded; freeze what is not to be trained",
+}
+# Names of accelerate's variables, after FSDP_, that differ from those of fsdp_config.
+_VARIABLES = {
+    "offload_params": "cpu_offload",
+    "transformer_cls_to_wrap": "transformer_layer_cls_to_wrap",
+    "sharding_strategy": "strategy",
+}
+
+
+def sharding_of(args: Any) -> Sharding | None:
+    """How `args`, or else accelerate launch, say that the model is sharded; None: not.
+
+    Raises ValueError naming a word or a key that is unknown, refused or contradicts
+    another, or a file that cannot be read.
+    """
+    words = _words(getattr(args, "fsdp", None))
+    if words is not None:
+        config = _config(getattr(args, "fsdp_config", None))
+        _take_older_fields(args, config)
+        _take_words(words, config)
+    elif _truth("ACCELERATE_USE_FSDP", os.environ.get("ACCELERATE_USE_FSDP", "")):
+        config = _environment()
+    else:
+        return None
+    return _read(config)
+
+
+def describe_keys() -> str:
+    """The keys of fsdp_config, for the documentation."""
+    idle = "; ".join(f"{name}: {why}" for name, why in NO_EFFECT.items())
+    return f"keys {', '.join(HONOURED)}; without effect: {idle}"
+
+
+# ---- where the settings come from
+
+
+def _words(fsdp: Any) -> list[str] | None:
+    """The words of `fsdp`, [] for True; None where nothing is sharded."""
+    if fsdp is True:
+        return []
+    if not fsdp:
+        return None
+    given = fsdp.split() if isinstance(fsdp, str) else list(fsdp)
+    words = [str(getattr(word, "value", word)).lower() for word in given]
+    if words in (["true"], ["false"]):
+        return [] if words == ["true"] else None
+    known = (*_STRATEGIES, "auto_wrap", "offload")
+    for word in words:
+        if word not in known:
+            raise ValueError(f"fsdp knows {', '.join(known)} and True, not {word!r}")
+    return words
+
+
+def _config(given: Any) -> dict[str, Any]:
+    """fsdp_config as a dict of its own, without the prefix fsdp_ of its keys."""
+    if isinstance(given, str | os.PathLike):
+        given = _read_file(os.fspath(given))
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(
+            "fsdp_config must be a dict, or the path of a JSON file with one, not "
+            f"{given!r}"
+        )
+    return {str(k).removeprefix("fsdp_"): v for k, v in (given or {}).items()}
+
+
+def _read_file(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"fsdp_config: {path!r} is no JSON that can be read: {error}"
+        ) from None
+
+
+def _take_older_fields(args: Any, config: dict[str, Any]) -> None:
+    for name in ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"):
+        value = getattr(args, name, None)
+        if value:
+            config.setdefault(name.removeprefix("fsdp_"), value)
+
+
+def _take_words(words: list[str], config: dict[str, Any]) -> None:
+    strategies = [word for word in words if word in _STRATEGIES]
+    if len(strategies) > 1:
+        raise ValueError(
+            f"fsdp names several strategies, {', '.join(strategies)}; give one"
+        )
+    if strategies:
+        config.setdefault("strategy", strategies[0])
+
+
+def _environment() -> dict[str, Any]:
+    """What accelerate launch has put into variables that begin with FSDP_."""
+    config: dict[str, Any] = {}
+    for name, value in os.environ.items():
+        if name.startswith("FSDP_"):
+            key = name.removeprefix("FSDP_").lower()
+            config[_VARIABLES.get(key, key)] = value
+    config.setdefault("auto_wrap_policy", "NO_WRAP")  # accelerate's default, not HF's
+    if config.get("version") == "2":
+        config.pop("strategy", None)
+    return config
+
+
+# ---- what they mean
+
+
+def _read(config: dict[str, Any]) -> Sharding:
+    _check_keys(config)
+    strategy = _strategy(config)
+    xla = _flag(config, "xla", False)
+    recomputes = _flag(config, "activation_checkpointing", False)
+    xla_recomputes = _flag(config, "xla_fsdp_grad_ckpt", False)
+    settings = config.get("xla_fsdp_settings") or {}
+    if (xla_recomputes or settings) and not xla:
+        raise ValueError(
+            "fsdp_config: xla_fsdp_settings and xla_fsdp_grad_ckpt go with xla=True"
+        )
+    return Sharding(
+        **_units(config),
+        reshard_after_forward=strategy not in ("shard_grad_op", "hybrid_shard_zero2"),
+        replicates=strategy == "no_shard",
+        hybrid=strategy.startswith("hybrid"),
+        saves_full=_word(config, "state_dict_type", _STATE_DICTS) == _STATE_DICTS[0],
+        recomputes=recomputes or xla_recomputes,
+        synchronizes=_flag(config, "sync_module_states", True),
+        xla_options=_xla_options(settings),
+    )
+
+
+def _check_keys(config: dict[str, Any]) -> None:
+    for name, why in _REFUSED.items():
+        if name in config and _truth(name, config[name]):
+            raise ValueError(f"fsdp_config: {name} is not supported: {why}")
+    known = {*HONOURED, *NO_EFFECT, *_REFUSED, "strategy"}
+    unknown = sorted(set(config) - known)
+    if unknown:
+        raise ValueError(
+            f"fsdp_config has unknown keys {unknown}; known are "
+            f"{', '.join((*HONOURED, *NO_EFFECT))}"
+        )
+
+
+def _strategy(config: dict[str, Any]) -> str:
+    """One of _STRATEGIES, as reshard_after_forward or as the word that fsdp names."""
+    named, given = config.get("strategy"), config.get("reshard_after_forward")
+    if isinstance(named, str) and named.isdigit():  # counted from 1
+        named = dict(enumerate(_STRATEGIES, 1)).get(int(named), named)
+    if given is None:
+        given = "full_shard" if named is None else named
+    if str(given).lower() in _STRATEGIES:
+        return str(given).lower()
+    if not isinstance(given, bool) and str(given).lower() not in _TRUE + _FALSE:
+        raise ValueError(
+            "fsdp_config: reshard_after_forward must be true, false or one of "
+            f"{', '.join(_STRATEGIES)}, not {given!r}"
+        )
+    resharding = _truth("reshard_after_forward", given)
+    if named not in (None, "full_shard", "shard_grad_op"):
+        return str(named)
+    return "full_shard" if resharding else "shard_grad_op"
+
+
+def _units(config: dict[str, Any]) -> dict[str, Any]:
+    """Which modules become units."""
+    least, layers = _count(config), _names(config.get("transformer_layer_cls_to_wrap"))
+    policy = _word(config, "auto_wrap_policy", _POLICIES)
+    if "auto_wrap_policy" not in config and least:
+        if layers:
+            raise ValueError(
+                "fsdp_config: min_num_params and transformer_layer_cls_to_wrap are two "
+                "ways to choose units; give one, or auto_wrap_policy"
+            )
+        policy = "SIZE_BASED_WRAP"
+    if policy == "SIZE_BASED_WRAP":
+        return {"min_num_params": least}
+    return {"wraps": policy != "NO_WRAP", "layers": layers}
+
+
+def _count(config: dict[str, Any]) -> int:
+    value = config.get("min_num_params") or 0
+    try:
+        count = int(value)
+    except (TypeError, ValueError):
+        count = -1
+    if count < 0:
+        raise ValueError(
+            f"fsdp_config: min_num_params must be a number from 0 on, not {value!r}"
+        )
+    return count
+
+
+def _names(given: Any) -> tuple[str, ...] | None:
+    if not given:
+        return None
+    names = given.split(",") if isinstance(given, str) else given
+    return tuple(str(name).strip() for name in names)
+
+
+def _word(config: dict[str, Any], name: str, words: tuple[str, ...]) -> str:
+    """A word in any case, the first one by default."""
+    given = str(config.get(name) or words[0]).upper()
+    if given not in words:
+        raise ValueError(
+            f"fsdp_config: {name} must be one of {', '.join(words)}, not {given}"
+        )
+    return given
+
+
+def _flag(config: dict[str, Any], name: str, default: bool) -> bool:
+    return _truth(name, config.get(name, default))
+
+
+def _truth(name: str, value: Any) -> bool:
+    if isinstance(value, bool | int):
+        return bool(value)
+    word = str(value).lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(f"{name} must be true or false, not {value!r}")
+    return word in _TRUE
+
+
+_OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "compute_dtype": str,
+    "buffer_dtype": str,
+    "fp32_reduce_scatter": bool,
+    "reshard_after_forward": bool,
+    "disable_reshard_on_root": bool,
+    "watch_released": bool,
+}
+_OPTIONS_WITHOUT_EFFECT = frozenset(
+    """
+    optimization_barrier_in_forward optimization_barrier_in_backward
+    mark_step_on_finalization sync_on_finalization pin_layout_in_collective_ops
+    coalesce_all_gather_ops reduce_scatter_bucket_size_mb execute_sharding_on_init
+    """.split()
+)
+
+
+def _xla_options(settings: Any) -> dict[str, Any]:
+    """xla_fsdp_settings as arguments of FullyShardedDataParallel."""
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"fsdp_config: xla_fsdp_settings must be a dict: {settings!r}")
+    for name, value in settings.items():
+        idle = name in _OPTIONS_WITHOUT_EFFECT or not value
+        if name not in _OPTIONS and not idle:
+            raise ValueError(
+                f"fsdp_config: xla_fsdp_settings has {name}={value!r}; honoured are "
+                f"{', '.join(_OPTIONS)}: parameters are sharded each by itself"
+            )
+    return {name: _OPTIONS[name](v) for name, v in settings.items() if name in _OPTIONS}

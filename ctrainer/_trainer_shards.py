@@ -1,0 +1,225 @@
+"""Trainer: a model that is sharded over the ranks."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from typing import Any
+
+from ctrainer import _C
+from ctrainer._fsdp_options import Sharding, sharding_of
+from ctrainer._trainer_ckpt import CheckpointMixin
+from ctrainer.checkpoint import Sink
+
+logger = logging.getLogger("ctrainer.trainer")
+
+# Whose update of an element depends on others, which may be on another rank.
+_NOT_ELEMENTWISE = frozenset(
+    "Adafactor Adalomo APOLLOAdamW Composite GaLoreAdafactor GaLoreAdamW "
+    "GaLoreAdamW8bit LAMB LARS Lomo Muon StableAdamW".split()
+)
+
+
+class ShardsMixin(CheckpointMixin):
+    """Hooks around ctrainer.fsdp. `model` is the plain one up to the first train(), and
+    then the outermost unit; its norm of gradients is that of all ranks' shards, in C.
+    """
+
+    _sharding: Sharding | None
+    _shard_group: _C.Communicator | None  # of ranks that have a shard each
+
+    def _plan_shards(self) -> None:
+        """Read how the model is to be sharded; what does not go with it is refused."""
+        plan = sharding_of(self.args)
+        self._sharding = None if plan is None or plan.replicates else plan
+        if self._sharding is None:
+            return
+        self.is_fsdp_enabled = True
+        _check(self.args, self._sharding, on_host=self._inputs_stay)
+        if self.optimizer is not None:
+            raise ValueError(
+                "fsdp: the optimizer that was passed has the parameters of the whole "
+                "model; pass optimizer_cls_and_kwargs, or override create_optimizer, "
+                "which is called with the sharded model"
+            )
+
+    def _shard_model(self, checkpoint: str | None) -> None:
+        """Shard the model, where it is to be and is not yet, and load the checkpoint's
+        shards."""
+        if self._sharding is None:
+            return
+        from ctrainer.fsdp import _trained, _trainer_files
+
+        if not isinstance(self.model, _trained.TrainedModel):
+            self._set_signature_columns_if_needed()  # type: ignore[attr-defined]
+            self._flos_per_token = self._adapter.flos_per_token(self.model)
+            group = self._communicator
+            self.model = _trained.shard(self.model, self._sharding, self.args, group)
+            self.model_wrapped = self.model
+            self._shard_group = group
+        if checkpoint is not None and _has_shards(checkpoint):
+            _trainer_files.load_model(self.model, checkpoint)
+
+    def _check_optimizer(self) -> None:
+        """Raise ValueError for an optimizer that needs whole parameters."""
+        if self._shard_group is None:
+            return
+        for cls in type(self.optimizer).__mro__:
+            if cls.__name__ in _NOT_ELEMENTWISE:
+                raise ValueError(
+                    f"fsdp: {cls.__name__} updates elements of a parameter by what the "
+                    "others are, and each rank has only a part of it; choose an "
+                    "optimizer such as AdamW, which does not"
+                )
+
+    def get_num_trainable_parameters(self) -> int:
+        """Number of elements of the parameters that train, on all ranks together."""
+        sizes = (
+            getattr(p, "_orig_size", p.shape)
+            for p in self.model.parameters()
+            if p.requires_grad
+        )
+        return sum(size.numel() for size in sizes)
+
+    # Saving
+
+    def _share_weights(self, folder: str, in_checkpoint: bool) -> Any:
+        """The whole weights, brought together into a file without a name in the folder;
+        {} where a checkpoint has only shards."""
+        if self._shard_group is None:
+            return None
+        assert self._sharding is not None
+        if in_checkpoint and not self._sharding.saves_full:
+            return {}
+        from ctrainer.fsdp import _trainer_files
+
+        return _trainer_files.gather(self.model, folder, self.args.should_save)
+
+    def _save_weights(self, sink: Sink, state_dict: dict[str, Any] | None) -> None:
+        if self._shard_group is None or state_dict is None:
+            super()._save_weights(sink, state_dict)
+        elif state_dict:  # straight to the disk: a copy would be of the whole model
+            super()._save_weights(Sink(sink.folder, None), state_dict)
+        else:
+            self._adapter.checkpoints.save_configuration(sink, self.model)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save this rank's part of the model and of the optimizer's state as
+        shard-RANK-of-RANKS.safetensors, and scheduler.pt. Hook."""
+        if self._shard_group is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        self._save_shards(output_dir)
+        if self.args.should_save:
+            self._save_scheduler(self._sink(output_dir))
+
+    def _save_shards(self, folder: str) -> None:
+        """Into the folder, where this rank sees it, and else by those that write."""
+        from ctrainer.fsdp import _trainer_files
+
+        def save(to: str) -> None:
+            _trainer_files.save(to, self.model, self.optimizer)
+
+        if os.path.isdir(folder) and not self.args.save_on_each_node:
+            save(folder)
+        else:
+            self._add_file(folder, lambda sink: save(sink.folder))
+
+    def _save_weight_average(self, output_dir: str) -> None:
+        """Save weight_average.pt, of sharded weights this rank's part as
+        weight_average_RANK.pt. Hook."""
+        average, save = self.weight_average, self._adapter.checkpoints.save_object
+        if self._shard_group is None or average is None:
+            super()._save_weight_average(output_dir)
+            return
+        state = average.state_dict()
+        self._add_file(output_dir, lambda sink: save(sink, self._average_file(), state))
+
+    def _average_file(self) -> str:
+        alone = self._shard_group is None
+        return (
+            super()._average_file()
+            if alone
+            else f"weight_average_{self.args.process_index}.pt"
+        )
+
+    # Loading
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: Any = None
+    ) -> None:
+        folder = os.fspath(resume_from_checkpoint)
+        if not _has_shards(folder) or model is not None:
+            super()._load_from_checkpoint(folder, model)
+        elif self._sharding is None:
+            from ctrainer.fsdp import _trainer_files
+
+            _trainer_files.load_into_whole(self.model, folder)
+        # A sharded model loads its shards when it is one, in _shard_model.
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        whole = self._shard_group is None
+        if checkpoint is None or (whole and not _has_shards(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        from ctrainer.fsdp import _trainer_files
+
+        load = self._adapter.checkpoints.load_object
+        scheduler = load(checkpoint, "scheduler.pt")
+        if _has_shards(checkpoint):
+            state = _trainer_files.optimizer_state(
+                None if whole else self.model, self.optimizer, checkpoint
+            )
+        else:
+            found = load(checkpoint, "optimizer.pt")
+            state = _trainer_files.part_of_whole(self.model, self.optimizer, found)
+        self._take_optimizer_and_scheduler(checkpoint, state, scheduler)
+
+    def _load_best_weights(self, folder: str) -> None:
+        if self._shard_group is None:
+            super()._load_best_weights(folder)
+            return
+        from ctrainer.fsdp import _trainer_files
+
+        if _has_shards(folder):
+            _trainer_files.load_model(self.model, folder)
+        else:
+            super()._load_best_weights(folder)
+
+
+def _has_shards(folder: str) -> bool:
+    """Is it the folder of a checkpoint with shards?"""
+    return bool(glob.glob(os.path.join(glob.escape(folder), "shard-[0-9]*-of-*")))
+
+
+def _check(args: Any, sharding: Sharding, on_host: bool) -> None:
+    """Raise ValueError for what does not go with sharding, naming it."""
+    if not on_host:
+        raise ValueError(
+            "fsdp: shards are in host memory, and the run is on a GPU; set use_cpu=True"
+        )
+    if args.gradient_checkpointing and sharding.recomputes:
+        raise ValueError(
+            "fsdp: activation_checkpointing in fsdp_config and gradient_checkpointing "
+            "are the same; set one"
+        )
+    if args.save_only_model and not sharding.saves_full:
+        raise ValueError(
+            "save_only_model would save nothing: state_dict_type SHARDED_STATE_DICT in "
+            "fsdp_config keeps weights with the optimizer's state; set FULL_STATE_DICT"
+        )
+    for name, why in _EXCLUDED.items():
+        value = getattr(args, name, None)
+        if value:
+            raise ValueError(f"{name}={value!r} does not go with fsdp: {why}")
+
+
+_EXCLUDED = {
+    "use_bmuf": "BMUF needs the whole model on every rank",
+    "use_diloco": "DiLoCo needs the whole model on every rank",
+    "torch_compile": "the hooks that gather parameters cannot be compiled",
+    "log_grad_noise_scale": "it compares whole gradients of micro-batches",
+    "fp16_full_eval": "shards are float32; set fp16, in which the model then computes",
+    "bf16_full_eval": "shards are float32; set bf16, in which the model then computes",
+}

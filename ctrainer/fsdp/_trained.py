@@ -1,0 +1,143 @@
+"""A Trainer's model, sharded: which modules become units, and names as before."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ctrainer import _C
+from ctrainer.comm.data_parallel import synchronize
+from ctrainer.fsdp import _units
+from ctrainer.fsdp._sharded import ShardedModule
+from ctrainer.fsdp.flatten import FlattenParamsWrapper
+from ctrainer.fsdp.module import FullyShardedDataParallel
+
+if TYPE_CHECKING:
+    from ctrainer._fsdp_options import Sharding
+
+logger = logging.getLogger("ctrainer.trainer")
+
+
+class TrainedModel(FullyShardedDataParallel):
+    """The outermost unit, with parameters and modules by their names before wrapping.
+
+    named_parameters() gives shards, under the names and in the order that the
+    parameters had; get_submodule() passes over the wrappers. What tells parameters
+    apart by name, such as weight decay, so goes on working.
+    """
+
+    _order: list[str]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if "_order" not in self.__dict__ or not recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        shards = dict(self.get_original_names_and_sharded_parameters())
+        for name in self._order:
+            yield f"{prefix}.{name}" if prefix else name, shards[name]
+
+    def get_submodule(self, target: str) -> nn.Module:
+        found: Any = _unwrapped(self)
+        for word in target.split(".") if target else ():
+            found = _unwrapped(getattr(found, word))
+        return found  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return self._with_all_values(found) if name == "generate" else found
+
+    def _with_all_values(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method as it runs while all parameters are there: one that calls the
+        module as often as its data asks for, on each rank."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.summon_full_params(writeback=False):
+                return method(*args, **kwargs)
+
+        return call
+
+
+def _unwrapped(module: Any) -> Any:
+    while isinstance(module, ShardedModule | FlattenParamsWrapper):
+        module = module.module
+    return module
+
+
+def shard(
+    model: nn.Module, sharding: Sharding, args: Any, group: _C.Communicator
+) -> TrainedModel:
+    """`model` in units over the ranks of `group`, computing as args.bf16 and args.fp16
+    say. Collective.
+
+    All ranks take rank 0's values, unless sharding.synchronizes is False.
+
+    Raises ValueError for a model that cannot be sharded as it is, and for names of
+    layers that it has not.
+    """
+    _ready_dtype(model, args)
+    if sharding.synchronizes:
+        synchronize(model, group)
+    chosen = _units.choose(model, sharding)
+    if sharding.recomputes:
+        _units.recompute(model, chosen)
+    order = [name for name, _ in model.named_parameters()]
+    options = _options(sharding, args, group)
+
+    def wrap(module: nn.Module) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(
+            module, execute_sharding_on_init=False, **options
+        )
+
+    made = TrainedModel(
+        model,
+        auto_wrap_policy=lambda module, recurse: id(module) in chosen,
+        auto_wrapper_callable=wrap,
+        **options,
+    )
+    made._order = order
+    return made
+
+
+def _options(sharding: Sharding, args: Any, group: _C.Communicator) -> dict[str, Any]:
+    """Gradients are reduced, and buffers kept, in float32 whatever computes."""
+    compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    return {
+        "compute_dtype": compute,
+        "buffer_dtype": "float32",
+        "fp32_reduce_scatter": True,
+        "reshard_after_forward": sharding.reshard_after_forward,
+        "on_neuron": False,
+        "process_group": group,
+        **sharding.xla_options,
+    }
+
+
+def _ready_dtype(model: nn.Module, args: Any) -> None:
+    """Shards are float32; a model of 16 bits that trains in mixed precision becomes
+    so, as accelerate has it."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device, which has no values; make "
+                "the model on the CPU on every rank"
+            )
+        if parameter.dtype == torch.float32:
+            continue
+        if not (args.bf16 or args.fp16) or not parameter.is_floating_point():
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}, and sharded parameters are "
+                "float32: load the model with dtype=torch.float32; with bf16 or fp16 "
+                "it computes in 16 bits all the same"
+            )
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        logger.warning("The parameters become float32, of which each rank has a part.")
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()

@@ -1,0 +1,124 @@
+"""fsdp and fsdp_config of every release, read and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ctrainer import TrainingArguments
+from ctrainer._fsdp_options import Sharding, sharding_of
+
+
+def read(fsdp: Any, **config: Any) -> Sharding | None:
+    return sharding_of(SimpleNamespace(fsdp=fsdp, fsdp_config=config or None))
+
+
+@pytest.mark.parametrize("value", [None, "", False, [], "false"])
+def test_nothing_is_sharded_unless_asked(value: Any) -> None:
+    assert read(value) is None
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config", "differs"),
+    [
+        (True, {}, {}),
+        ("true", {}, {}),
+        ("full_shard auto_wrap offload", {}, {}),
+        (["shard_grad_op"], {}, {"reshard_after_forward": False}),
+        (True, {"reshard_after_forward": "false"}, {"reshard_after_forward": False}),
+        (True, {"version": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"},
+         {"reshard_after_forward": False}),
+        ("no_shard", {}, {"replicates": True}),
+        ("hybrid_shard", {"reshard_after_forward": True}, {"hybrid": True}),
+        ("hybrid_shard_zero2", {}, {"hybrid": True, "reshard_after_forward": False}),
+        (True, {"transformer_layer_cls_to_wrap": "A, B"}, {"layers": ("A", "B")}),
+        (True, {"transformer_layer_cls_to_wrap": ["A"]}, {"layers": ("A",)}),
+        (True, {"min_num_params": "100"}, {"min_num_params": 100}),
+        (True, {"auto_wrap_policy": "no_wrap"}, {"wraps": False}),
+        (True, {"auto_wrap_policy": "SIZE_BASED_WRAP"}, {"min_num_params": 0}),
+        (True, {"state_dict_type": "SHARDED_STATE_DICT"}, {"saves_full": False}),
+        (True, {"activation_checkpointing": True}, {"recomputes": True}),
+        (True, {"sync_module_states": "false"}, {"synchronizes": False}),
+        (True, {"xla": True, "xla_fsdp_grad_ckpt": True}, {"recomputes": True}),
+        (True, {"xla": True, "xla_fsdp_settings": {"compute_dtype": "bfloat16",
+                                                   "pin_layout_in_collective_ops": 1}},
+         {"xla_options": {"compute_dtype": "bfloat16"}}),
+    ],
+)  # fmt: skip
+def test_every_spelling_means_the_same(
+    fsdp: Any, config: dict[str, Any], differs: dict[str, Any]
+) -> None:
+    assert read(fsdp, **config) == Sharding(**differs)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config", "text"),
+    [
+        ("fully", {}, "fsdp knows full_shard, .* not 'fully'"),
+        ("full_shard no_shard", {}, "several strategies, full_shard, no_shard"),
+        (True, {"wrap": 1}, r"unknown keys \['wrap'\]; known are reshard"),
+        (True, {"auto_wrap_policy": "ALL"}, "must be one of TRANSFORMER_BASED_WRAP"),
+        (True, {"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type must be one"),
+        (True, {"min_num_params": "many"}, "a number from 0 on, not 'many'"),
+        (True, {"min_num_params": 9, "transformer_layer_cls_to_wrap": "A"}, "give one"),
+        (True, {"reshard_after_forward": "half"}, "not 'half'"),
+        (True, {"activation_checkpointing": "perhaps"}, "true or false, not 'perhaps'"),
+        (True, {"xla_fsdp_v2": True}, "xla_fsdp_v2 is not supported: .* SPMD"),
+        (True, {"activation_checkpointing_offload": True}, "in host memory already"),
+        (True, {"xla_fsdp_settings": {"compute_dtype": "float16"}}, "go with xla=True"),
+        (True, {"xla": True, "xla_fsdp_settings": {"flatten_parameters": True}},
+         "has flatten_parameters=True; honoured are"),
+    ],
+)  # fmt: skip
+def test_what_is_unknown_or_contradicts_is_named(
+    fsdp: Any, config: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        read(fsdp, **config)
+
+
+def test_the_config_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps({"min_num_params": 7}))
+    args = TrainingArguments(str(tmp_path), fsdp="full_shard", fsdp_config=str(path))
+    assert sharding_of(args) == Sharding(min_num_params=7)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"fsdp.json' is no JSON that can be read"):
+        sharding_of(args)
+
+
+def test_the_older_fields_go_into_the_config(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), fsdp="full_shard", fsdp_min_num_params=9)
+    assert sharding_of(args) == Sharding(min_num_params=9)
+    with pytest.raises(ValueError, match="unknown keys"):
+        TrainingArguments(str(tmp_path), fsdp=True, fsdp_config={"wrap": 1})
+
+
+def test_accelerate_launch_is_heard_where_the_arguments_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The variables of `accelerate launch --use_fsdp` with its defaults."""
+    launched = {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_OFFLOAD_PARAMS": "false",
+        "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_MIN_NUM_PARAMS": "100000000",
+        "FSDP_FORWARD_PREFETCH": "false", "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SYNC_MODULE_STATES": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "false",
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+    }  # fmt: skip
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert read(None) == Sharding(wraps=False)
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Block")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "2")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    expected = {"reshard_after_forward": False, "saves_full": False}
+    assert read(None) == Sharding(layers=("Block",), **expected)
+    assert read(True) == Sharding()

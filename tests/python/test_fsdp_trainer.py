@@ -1,0 +1,139 @@
+"""HF's Trainer with fsdp: on two ranks, and checkpoints taken to one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import sharded_trainings as runs
+import torch
+import transformers
+
+from ctrainer.fsdp import consolidate_sharded_model_checkpoints
+
+BODY = """
+import sharded_trainings as runs
+results = {name: runs.both(folder, name) for name in runs.CASES}
+results["plain"] = runs.plain(folder)
+results["saved"] = runs.saved(folder)
+results["spoiled"] = runs.spoiled(folder)
+tell(results)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> list[Any]:
+    return ranks.told(ranks.run_ranks(folder, BODY))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "recomputed", "foreign"])
+def test_a_sharded_model_trains_as_the_whole_one(told: list[Any], name: str) -> None:
+    for rank in told:
+        whole, sharded, differ = rank[name]
+        # The gradients of two ranks are added in one order or the other, with the same
+        # result; norms are sums of doubles in another order, and clip by less than an
+        # ulp of float32 differently.
+        assert sharded["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+        assert sharded["norms"] == pytest.approx(whole["norms"], rel=1e-6)
+        assert sharded["layers"] == pytest.approx(whole["layers"], rel=1e-6)
+        for key in ("flos", "parameters", "rates", "names", "generated"):
+            assert sharded[key] == whole[key], key
+        assert sharded["eval"] == pytest.approx(whole["eval"], rel=1e-6)
+        assert sharded["predicted"] == pytest.approx(whole["predicted"], rel=1e-5)
+        assert differ < 1e-6
+        assert len(whole["losses"]) == runs.UPDATES
+    assert told[0][name][0]["layers"] or name != "bert"
+
+
+def test_units_are_the_layers_that_the_model_or_the_config_names(
+    told: list[Any],
+) -> None:
+    # With the root: 2 blocks; 2 layers of 2,224 parameters each; 2 MLPs.
+    found = {name: told[0][name][1]["units"] for name in ("gpt2", "bert", "foreign")}
+    assert found == {"gpt2": 3, "bert": 3, "foreign": 3}
+    assert told[0]["gpt2"][0]["units"] == 0
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_parameters_are_of_16_bits_while_they_compute(
+    told: list[Any], name: str
+) -> None:
+    whole, sharded, _ = told[0][name]
+    # The residual stream is of 8 bits of mantissa here, and of float32 there.
+    assert sharded["losses"] == pytest.approx(whole["losses"], rel=2e-2)
+    assert sharded["losses"] != whole["losses"]
+    assert sharded["losses"][-1] < sharded["losses"][0]
+
+
+def test_a_run_goes_on_from_its_shards_to_the_bit(told: list[Any]) -> None:
+    for rank in told:
+        saved = rank["saved"]
+        assert saved["losses"][0] == saved["losses"][1]
+        assert saved["same"]
+        assert saved["evals"][0] == saved["evals"][1]
+
+
+def test_the_best_weights_are_loaded_at_the_end(told: list[Any]) -> None:
+    # The state of the average is the best one's too, which evaluates.
+    for rank in told:
+        assert rank["saved"]["evals"][0] == pytest.approx(rank["saved"]["best"])
+
+
+def test_a_sharded_run_goes_on_from_a_checkpoint_of_whole_models(
+    told: list[Any],
+) -> None:
+    for rank in told:
+        assert rank["saved"]["of plain"] == pytest.approx(rank["plain"][10:], rel=1e-6)
+
+
+def test_gradients_that_are_nan_on_one_rank_skip_the_update_on_all(
+    told: list[Any],
+) -> None:
+    assert [rank["spoiled"] for rank in told] == [[1, True], [1, True]]
+
+
+def test_checkpoints_have_a_file_of_each_rank_and_whole_weights_where_asked(
+    told: list[Any], folder: Path
+) -> None:
+    shards = {"shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"}
+    found = set(runs.files(f"{folder}/saved/checkpoint-10"))
+    assert shards < found
+    assert "config.json" in found
+    assert "model.safetensors" not in found
+    assert "optimizer.pt" not in found
+    names = [name for name in runs.files(f"{folder}/saved") if "checkpoint" not in name]
+    assert not [name for name in names if name.startswith(".")]
+
+
+def test_a_saved_model_is_what_the_best_shards_are_together(
+    told: list[Any], folder: Path
+) -> None:
+    step = told[0]["saved"]["best step"]
+    shards = f"{folder}/saved/checkpoint-{step}/shard-"
+    expected, _ = consolidate_sharded_model_checkpoints(
+        shards, "*.safetensors", save_model=False
+    )
+    model = transformers.GPT2LMHeadModel.from_pretrained(f"{folder}/whole")
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_one_process_goes_on_from_the_shards_of_two(
+    told: list[Any], folder: Path, sharded: bool
+) -> None:
+    """With both ranks' rows in a batch, up to the rounding of their sums."""
+    options: dict[str, Any] = {"per_device_train_batch_size": 4}
+    made = runs.trainer(f"{folder}/one-{sharded}", "gpt2", sharded, **options)
+    made.train(resume_from_checkpoint=f"{folder}/saved/checkpoint-10")
+    losses = runs.told(made)["losses"][-10:]
+    assert losses == pytest.approx(told[0]["saved"]["losses"][0], rel=2e-5)

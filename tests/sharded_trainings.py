@@ -1,0 +1,178 @@
+"""Runs of Trainer with a sharded model beside runs with the whole one, on each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+import transformers
+from torch import nn
+
+import ctrainer
+
+UPDATES = 20
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "intermediate_size": 32,
+        "max_position_embeddings": 16, "num_labels": 3,
+    }  # fmt: skip
+    drop = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    config = transformers.BertConfig(**sizes, **drop)
+    return transformers.BertForSequenceClassification(config)
+
+
+def sentences(n: int = 31) -> list[dict[str, torch.Tensor]]:
+    rows = tiny.tokens(n)
+    return [{"input_ids": r["input_ids"], "labels": r["labels"][0] % 3} for r in rows]
+
+
+# A model, its data, arguments of both runs, and those of the sharded one
+GPT2 = (tiny.gpt2, tiny.tokens(32, padded=True))
+BERT = (bert, sentences())
+FOREIGN = (torch.optim.AdamW, {"lr": 1e-2})
+CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "gpt2": (*GPT2, {"gradient_accumulation_steps": 2, "weight_decay": 0.1},
+             {"fsdp": "full_shard auto_wrap"}),
+    "bert": (*BERT, {"label_smoothing_factor": 0.1, "gradient_checkpointing": True,
+                     "log_layer_grad_norms": True, "max_grad_norm": 0.3},
+             {"fsdp": True, "fsdp_config": {"reshard_after_forward": False,
+                                            "fsdp_min_num_params": 2000}}),
+    "recomputed": (*GPT2, {"ema_decay": 0.9, "grad_norm_type": float("inf")},
+                   {"fsdp": "shard_grad_op",
+                    "fsdp_config": {"activation_checkpointing": True}}),
+    "foreign": (*GPT2, {"parts": {"optimizer_cls_and_kwargs": FOREIGN}},
+                {"fsdp": ["full_shard"],
+                 "fsdp_transformer_layer_cls_to_wrap": "GPT2MLP"}),
+    "bf16": (*GPT2, {"bf16": True}, {"fsdp": True}),
+    "fp16": (*GPT2, {"fp16": True}, {
+        "fsdp": True, "fsdp_config": {"xla": True, "xla_fsdp_settings": {
+            "compute_dtype": "float16", "buffer_dtype": "float32"}}}),
+}  # fmt: skip
+
+
+def trainer(folder: str, name: str, sharded: bool = True, **options: Any) -> Any:
+    make, data, both, own = CASES[name]
+    given = {**both, **(own if sharded else {}), **options}
+    parts = {"eval_dataset": data[:7], **given.pop("parts", {})}
+    defaults = {
+        "max_steps": UPDATES, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "ddp_timeout": 60, "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    return tiny.make(
+        ctrainer.Trainer, make(), data, parts=parts, output_dir=folder,
+        **{**defaults, **given},
+    )  # fmt: skip
+
+
+def told(made: Any) -> dict[str, Any]:
+    """What a run logged, and an evaluation and a prediction after it."""
+    logs = [log for log in made.state.log_history if "grad_norm" in log]
+    layers = [{k: v for k, v in log.items() if "norm/" in k} for log in logs]
+    predicted = made.predict(made.train_dataset[:5]).predictions
+    return {
+        "losses": [log["loss"] for log in logs],
+        "norms": [log["grad_norm"] for log in logs],
+        "layers": layers[-1],
+        "flos": made.state.total_flos,
+        "parameters": made.get_num_trainable_parameters(),
+        "eval": made.evaluate()["eval_loss"],
+        "predicted": predicted.ravel().tolist(),
+        "rates": made.get_learning_rates(),
+        "names": [name for name, _ in made.model.named_parameters()],
+        "units": _units(made.model),
+        "generated": _generated(made.model),
+    }
+
+
+def _generated(model: Any) -> list[int]:
+    """By beams of different lengths on the two ranks."""
+    if not hasattr(model, "lm_head"):
+        return []
+    length = 2 + 3 * ctrainer.comm.world().rank
+    ids = model.generate(torch.tensor([[3, 4]]), max_new_tokens=length, num_beams=2)
+    return ids.ravel().tolist()
+
+
+def _units(model: Any) -> int:
+    units = getattr(model, "units", None)
+    return len(units()) if callable(units) else 0
+
+
+def both(folder: str, name: str) -> list[Any]:
+    """What the whole and the sharded run told, and how far their weights differ."""
+    results, weights = [], []
+    for sharded in (False, True):
+        made = trainer(f"{folder}/{name}-{sharded}", name, sharded)
+        made.train()
+        results.append(told(made))
+        full = getattr(made.model, "full_state_dict", made.model.state_dict)
+        weights.append({k: v.detach().clone() for k, v in full().items()})
+    assert weights[0].keys() == weights[1].keys()
+    differ = [(weights[0][n] - weights[1][n]).abs().max().item() for n in weights[0]]
+    return [*results, max(differ)]
+
+
+def saved(folder: str) -> dict[str, Any]:
+    """A run that saves shards every 5 updates and loads the best one, and one that goes
+    on from the checkpoint in the middle."""
+    options: dict[str, Any] = {
+        "save_strategy": "steps", "save_steps": 5, "eval_strategy": "steps",
+        "eval_steps": 5, "load_best_model_at_end": True, "ema_decay": 0.8,
+        "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "fsdp": True,
+    }  # fmt: skip
+    first = trainer(f"{folder}/saved", "gpt2", **options)
+    first.train()
+    first.save_model(f"{folder}/whole")
+    again = trainer(f"{folder}/again", "gpt2", **options)
+    again.train(resume_from_checkpoint=f"{folder}/saved/checkpoint-10")
+    halves = [told(made)["losses"][-10:] for made in (first, again)]
+    weights = [torch.cat([p.flatten() for p in t.model.parameters()])
+               for t in (first, again)]  # fmt: skip
+    moved = trainer(f"{folder}/moved", "gpt2", **{**options, "ema_decay": None})
+    moved.train(resume_from_checkpoint=f"{folder}/plain/checkpoint-10")
+    return {
+        "losses": halves,
+        "same": torch.equal(*weights),
+        "evals": [t.evaluate()["eval_loss"] for t in (first, again)],
+        "best": first.state.best_metric,
+        "best step": first.state.best_global_step,
+        "of plain": told(moved)["losses"][-10:],
+    }
+
+
+def plain(folder: str) -> list[float]:
+    """A run with the whole model that saves, for a sharded one to go on from."""
+    made = trainer(f"{folder}/plain", "gpt2", False, save_strategy="steps",
+                   save_steps=10)  # fmt: skip
+    made.train()
+    return told(made)["losses"]
+
+
+class Spoiling(ctrainer.Trainer):
+    """Rank 1's third batch gives a loss that is not a number."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kw)
+        spoils = self.args.process_index == 1 and self.state.global_step == 2
+        return loss * float("nan") if spoils else loss
+
+
+def spoiled(folder: str) -> Any:
+    """How many updates were skipped, and are the weights numbers?"""
+    args = trainer(f"{folder}/spoiled", "gpt2", max_steps=4).args
+    args.gradient_accumulation_steps = 1
+    made = Spoiling(tiny.gpt2(), args, train_dataset=tiny.tokens(32))
+    made.remove_callback(ctrainer.PrinterCallback)
+    metrics = made.train().metrics
+    finite = all(p.isfinite().all() for p in made.model.parameters())
+    return [metrics["nonfinite_steps"], bool(finite)]
+
+
+def files(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
