@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ctrainer._block_options import options_of, way_of
 from ctrainer._trainer_ckpt import CheckpointMixin
@@ -43,14 +43,22 @@ class BlocksMixin(CheckpointMixin):
 
     def _save_blocks(self, output_dir: str) -> None:
         """Save blocks.pt: how many updates the block has, the model that it began with
-        and the momentum, if ranks train apart. Hook."""
-        if self._blocks is not None:
-            sink, state = self._sink(output_dir), self._blocks.blocks_state_dict()
-            self._adapter.checkpoints.save_object(sink, FILE, state)
+        and the momentum, if ranks train apart; of every rank but the first, whose own
+        are the checkpoint's, blocks_RANK.pt: its weights, its optimizer. Hook."""
+        if self._blocks is None:
+            return
+        save = self._adapter.checkpoints.save_object
+        if self.args.process_index > 0:
+            own = self._own_parts()
+            self._add_file(output_dir, lambda sink: save(sink, self._own_file(), own))
+        if self.args.should_save:
+            sink = self._sink(output_dir)
+            save(sink, FILE, self._blocks.blocks_state_dict())
             self._flush_for_override(sink, "_save_blocks")
 
     def _load_blocks(self, checkpoint: str | None) -> None:
-        """Load blocks.pt; without it a block begins with the weights. Hook."""
+        """Load blocks.pt, without which a block begins with the weights, and what is
+        this rank's own. Hook."""
         if checkpoint is None or self._blocks is None:
             return
         state = self._adapter.checkpoints.load_object(checkpoint, FILE)
@@ -58,3 +66,35 @@ class BlocksMixin(CheckpointMixin):
             logger.warning("%s has no %s: a block begins with its weights",
                            checkpoint, FILE)  # fmt: skip
         self._blocks.load_blocks_state_dict(state or {})
+        if self.args.process_index > 0 and self._resumes_ranks:
+            self._load_own_parts(checkpoint)
+
+    def _own_file(self) -> str:
+        return f"blocks_{self.args.process_index}.pt"
+
+    def _own_parts(self) -> dict[str, Any]:
+        """What differs between ranks that train apart."""
+        state = {name: part.state_dict() for name, part in self._stateful_parts()}
+        state["weights"] = self._adapter.checkpoints.trained_state(self.model)
+        return state
+
+    def _load_own_parts(self, checkpoint: str) -> None:
+        state = self._adapter.checkpoints.load_object(checkpoint, self._own_file())
+        if state is None:
+            logger.warning(
+                "%s has no %s: rank %d goes on with the first rank's weights and "
+                "optimizer", checkpoint, self._own_file(), self.args.process_index,
+            )  # fmt: skip
+            return
+        self._adapter.checkpoints.load_trained_state(self.model, state["weights"])
+        for name, part in self._stateful_parts():
+            part.load_state_dict(state[name])
+
+    def _stateful_parts(self) -> list[tuple[str, Any]]:
+        parts = {
+            "optimizer": self.optimizer,
+            "schedule": self.lr_scheduler,
+            "scale": self._loss_scaler,
+            "average": self.weight_average,
+        }
+        return [(name, part) for name, part in parts.items() if part is not None]

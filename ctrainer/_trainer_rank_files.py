@@ -21,7 +21,8 @@ OWN_STATE = "ctrainer_state.json"
 
 class RankFilesMixin(TrainerBase):
     """Generators, sums of losses and position of each rank. Ranks that do not write the
-    checkpoint hand their files over to those that do, when the save ends (in C)."""
+    checkpoint and do not see its folder hand their files over to those that do, when
+    the save ends (in C)."""
 
     def _add_file(self, folder: str, write: Callable[[Sink], None]) -> Sink | None:
         """Let write(sink) put a file of this rank's into the checkpoint; return where
@@ -30,6 +31,9 @@ class RankFilesMixin(TrainerBase):
             sink = Sink(folder, self._checkpoint_writer())
             write(sink)
             return sink
+        if os.path.isdir(folder) and not self.args.save_on_each_node:
+            write(Sink(folder, None))  # of no other save: its name is not used again
+            return None
         with tempfile.TemporaryDirectory() as own:
             write(Sink(own, None))
             for entry in os.scandir(own):
@@ -83,6 +87,8 @@ class RankFilesMixin(TrainerBase):
 
     # Sums of losses, position
 
+    _resumes_ranks = False  # does the run go on with the ranks that it was saved by?
+
     def _own_state_file(self) -> str:
         rank = self.args.process_index
         return OWN_STATE if rank == 0 else f"ctrainer_state_{rank}.json"
@@ -111,7 +117,8 @@ class RankFilesMixin(TrainerBase):
             content = json.load(file)
         self._set_loss_state(**content["loss"])
         saved_by = content.get("world_size", 1)
-        if saved_by == self.args.world_size:
+        self._resumes_ranks = saved_by == self.args.world_size
+        if self._resumes_ranks:
             self._resume_state = from_json(content["resume"])
             return
         logger.warning(

@@ -50,6 +50,13 @@ def make(folder: str, cls: type = ctrainer.Trainer, **options: Any) -> Any:
     return cls(Net(), args, train_dataset=rows(38), eval_dataset=rows(10))
 
 
+# Ranks that train apart by AdamW, and meet after every third update.
+OF_BLOCKS: dict[str, Any] = {
+    "use_bmuf": True, "global_sync_iter": 3, "warmup_iterations": 1,
+    "block_momentum": 0.5, "max_steps": 8, "logging_steps": 1, "save_steps": 4,
+}  # fmt: skip
+
+
 def weights(trainer: Any) -> str:
     digest = hashlib.sha256()
     for parameter in trainer.model.parameters():

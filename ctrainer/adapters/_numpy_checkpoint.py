@@ -119,3 +119,13 @@ def load_model(model: Any, folder: str) -> None:
     """
     path = os.path.join(folder, "model.safetensors")
     _C.load_safetensors_into(path, _arrays(model), True, True)
+
+
+def trained_state(model: Any) -> dict[str, Any]:
+    """What training changes in the model: its parameters' arrays."""
+    return _arrays(model)
+
+
+def load_trained_state(model: Any, state: dict[str, Any]) -> None:
+    for name, array in _arrays(model).items():
+        array[...] = state[name]

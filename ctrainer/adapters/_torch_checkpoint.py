@@ -372,6 +372,16 @@ def _load_state(model: Any, state: dict[str, Any]) -> tuple[list[str], list[str]
     return missing, list(result.unexpected_keys)
 
 
+def trained_state(model: Any) -> dict[str, Any]:
+    """What training changes in the model: state_dict() without frozen parameters."""
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    return {n: t for n, t in model.state_dict().items() if n not in frozen}
+
+
+def load_trained_state(model: Any, state: dict[str, Any]) -> None:
+    model.load_state_dict(state, strict=False)
+
+
 def _tell(model: Any, folder: str, missing: list[str], unexpected: list[str]) -> None:
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     missing = [name for name in missing if name not in ignored]

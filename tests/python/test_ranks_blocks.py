@@ -13,8 +13,28 @@ from ranks import run_ranks, told
 
 import ctrainer
 
+KILLED = """
+import os, signal
+import ctrainer
+from rank_checkpoints import OF_BLOCKS, make
+
+class Dying(ctrainer.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer = make(f"{folder}/killed", **OF_BLOCKS)
+trainer.add_callback(Dying())
+try:
+    trainer.train()
+except RuntimeError as problem:
+    tell(str(problem))
+"""
+
 WORK = """
 import os
+from rank_checkpoints import OF_BLOCKS, files, history, make
+from rank_checkpoints import weights as digest
 import ctrainer, torch
 from torch import nn
 
@@ -53,13 +73,28 @@ half._communicator.barrier()
 path = f"{folder}/saved/checkpoint-4"
 found["files"] = "blocks.pt" in os.listdir(path)
 found["resumed"] = weights(train(6, "plain", resume=path, **BMUF))
+
+whole = make(f"{folder}/whole", **OF_BLOCKS)
+whole.train()
+again = make(f"{folder}/again", **OF_BLOCKS)
+again.train(resume_from_checkpoint=f"{killed}/checkpoint-4")
+for name, made in (("whole", whole), ("again", again)):
+    # Norms are each rank's own, and those in a checkpoint the first one's.
+    logs = [e for e in history(made) if e["step"] > 4 or e.pop("grad_norm")]
+    found[name] = [digest(made), logs, str(made.optimizer.state_dict())]
+found["killed files"] = files(killed)
 tell(found)
 """
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return told(run_ranks(tmp_path_factory.mktemp("blocks"), WORK))
+    first = tmp_path_factory.mktemp("killed")
+    ranks = run_ranks(first, KILLED)
+    assert ranks[1].code == -9
+    assert "rank 1" in ranks[0].told
+    work = f"killed = {str(first / 'killed')!r}" + WORK
+    return told(run_ranks(tmp_path_factory.mktemp("blocks"), work))
 
 
 def by_hand(updates: int, every: int, warmup: int, step: Any) -> Any:
@@ -104,6 +139,16 @@ def test_a_run_that_is_resumed_at_the_end_of_a_block_goes_on(both: list[Any]) ->
     for found in both:
         assert found["files"]
         assert found["resumed"] == found["bmuf"]
+
+
+def test_a_run_killed_within_a_block_goes_on_exactly_on_every_rank(
+    both: list[Any],
+) -> None:
+    for found in both:
+        assert found["again"] == found["whole"]
+        (saved,) = found["killed files"].values()
+        assert {"blocks.pt", "blocks_1.pt"} < set(saved)
+    assert both[0]["whole"][0] != both[1]["whole"][0]  # 8 updates end within a block
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ lean = make(folder + "/d", async_save=True, save_only_model=True)
 lean.train()
 found["lean"] = files(folder + "/d")
 
+# rank 1's files go through the group where it has no part in rank 0's folder
+each = make(folder + "/h", save_on_each_node=True)
+each.train()
+found["each"] = files(folder + "/h")
+found["each resumed"] = make(folder + "/i").train(
+    resume_from_checkpoint=folder + "/h/checkpoint-2").training_loss
+
 def failure(function, *args, **kwargs):
     try:
         function(*args, **kwargs)
@@ -94,6 +101,9 @@ def test_a_checkpoint_has_each_file_once_and_the_generators_of_both(found: Any) 
         ["checkpoint-2", "checkpoint-4", "checkpoint-6"], expected
     )
     assert found[0]["files"] == found[1]["files"]
+    assert found[0]["each"] == found[0]["files"]
+    for rank in found:
+        assert rank["each resumed"] == rank["whole"][2]
     assert list(found[0]["rotated"]) == ["checkpoint-4", "checkpoint-6"] or (
         found[0]["best"][1] in found[0]["rotated"] and len(found[0]["rotated"]) == 2
     )
