@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ctrainer.fsdp import _metadata
-from ctrainer.fsdp._layout import Entry, Group
+from ctrainer.fsdp import _layout, _metadata
+from ctrainer.fsdp._layout import Entry, Group, Place
 from ctrainer.fsdp._sharded import ShardedModule
+from ctrainer.fsdp.state import TrainingState
 
 
 def gathered(unit: Any, group: Group, shard: torch.Tensor) -> torch.Tensor:
@@ -46,38 +47,78 @@ def groups_of(units: list[Any]) -> Iterator[tuple[Any, Group, torch.Tensor]]:
 
 @contextlib.contextmanager
 def summoned(units: list[Any], writeback: bool) -> Iterator[None]:
-    """Parameters over full tensors, and back over the units' memory."""
-    fulls, homes = [], []
-    before = [(unit, unit._summoned) for unit in units]
-    for unit, group, shard in groups_of(units):
-        full = gathered(unit, group, shard)
-        fulls.append((unit, full, shard))
-        for entry in group.entries:
-            homes.append((entry.param, entry.param.data))
-            entry.param.data = view_of(full, entry)
+    """Parameters over full tensors, where their modules list them in the place of the
+    shards or views; at the end back over the units' memory."""
+    homes: list[tuple[Entry, torch.Tensor]] = []
+    fulls = []
+    states = [(unit, unit.training_state) for unit in units]
+    tables = _tables(units)
     try:
-        for unit in units:
-            unit._summoned = True
+        for unit, group, shard in groups_of(units):
+            full = gathered(unit, group, shard)
+            fulls.append((unit, full, shard))
+            for entry in group.entries:
+                homes.append((entry, entry.param.data))
+                entry.param.data = view_of(full, entry)
+        _list_parameters(units)
         yield
+        _check_kept(units)
         for unit, full, shard in fulls if writeback else ():
             shard.detach().copy_(own_part(unit, full, shard))
     finally:
-        for param, home in homes:
-            param.data = home
-        for unit, was in before:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        for entry, home in homes:
+            entry.param.data = home
+        for unit, state in states:
+            for place, param in _places(unit):
+                object.__setattr__(place.module, place.name, param)
+            unit.training_state = state
             unit._unit.release()
-            unit._summoned = was
+
+
+def _places(unit: Any) -> Iterator[tuple[Place, torch.nn.Parameter]]:
+    """Where the unit's parameters are, and those that it has of other units."""
+    for group in unit._groups:
+        for entry in group.entries:
+            yield from ((place, entry.param) for place in entry.places)
+    yield from unit.borrowed
+
+
+def _tables(units: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What the modules list as parameters, and copies of it."""
+    modules = [place.module for unit in units for place, _ in _places(unit)]
+    tables = {id(m._parameters): m._parameters for m in (*units, *modules)}
+    return [(table, dict(table)) for table in tables.values()]
+
+
+def _list_parameters(units: list[Any]) -> None:
+    for unit in units:
+        for shard in unit.sharded_params:
+            unit._parameters.pop(shard._name, None)
+        for place, param in _places(unit):
+            place.module._parameters[place.name] = param
+        unit.training_state = TrainingState.SUMMON_FULL_PARAMS
+
+
+def _check_kept(units: list[Any]) -> None:
+    for unit in units:
+        for place, param in _places(unit):
+            if getattr(place.module, place.name, None) is not param:
+                raise RuntimeError(
+                    f"{place.path} was replaced in summon_full_params(): write values "
+                    "into the parameter that is there"
+                )
 
 
 def names_of(root: Any) -> dict[int, list[str]]:
     """The names of each parameter before wrapping, the first place first."""
     found: dict[int, list[str]] = {}
     for name, unit in root.named_modules():
-        entries = [e for g in unit._groups for e in g.entries] if is_unit(unit) else []
-        for entry in entries:
-            paths = [_metadata.join(name, place.path) for place in entry.places]
-            own = [_metadata.original_name(path) for path in paths]
-            found.setdefault(id(entry), []).extend(own)
+        for place, param in _places(unit) if is_unit(unit) else ():
+            path = _metadata.original_name(_metadata.join(name, place.path))
+            found.setdefault(id(param), []).append(path)
     return found
 
 
@@ -85,10 +126,12 @@ def state_dict(root: Any, units: list[Any]) -> dict[str, torch.Tensor]:
     """One group at a time is there beside the copy that is being made."""
     names, state = names_of(root), dict[str, torch.Tensor]()
     for unit, group, shard in groups_of(units):
-        full = gathered(unit, group, shard)
+        shown = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
+        full = None if shown else gathered(unit, group, shard)
         for entry in group.entries:
-            value = view_of(full, entry).clone()
-            state.update(dict.fromkeys(names[id(entry)], value))
+            value = entry.param if full is None else view_of(full, entry)
+            copy = value.detach().clone()
+            state.update(dict.fromkeys(names[id(entry.param)], copy))
     for name, buffer in persistent_buffers(root):
         dtype = getattr(buffer, "_orig_dtype", buffer.dtype)
         state[name] = buffer.detach().to(dtype, copy=True)
@@ -129,7 +172,7 @@ def load_group(
     """Copies what of each parameter is in this rank's part."""
     parts = []
     for entry in group.entries:
-        found = [state[name] for name in names[id(entry)] if name in state]
+        found = [state[name] for name in names[id(entry.param)] if name in state]
         parts += [(entry, value) for value in found[:1]]
     copy_own_parts(unit, shard, parts)
 
@@ -155,7 +198,7 @@ def check(
     strict: bool,
 ) -> None:
     entries = [e for _, group, _ in groups_of(units) for e in group.entries]
-    shapes = {n: e.param.shape for e in entries for n in names[id(e)]}
+    shapes = {n: e.param.shape for e in entries for n in names[id(e.param)]}
     shapes.update({name: buffer.shape for name, buffer in buffers.items()})
     wrong = [
         f"{name} has shape {tuple(state[name].shape)}, expected {tuple(shape)}"

@@ -132,6 +132,16 @@ def entries_of(root: nn.Module, params: Iterable[nn.Parameter]) -> list[Entry]:
     return list(found.values())
 
 
+def of_other_units(root: nn.Module) -> list[tuple[Place, Any]]:
+    """Parameters below root that a unit outside of it has taken over."""
+    return [
+        (Place(module_name, module, name), param)
+        for module_name, module in root.named_modules()
+        for name, param in module._parameters.items()
+        if hasattr(param, "_sharded_param")
+    ]
+
+
 def line_up(entries: list[Entry]) -> int:
     """Put the entries side by side; how many elements they are."""
     at = 0
@@ -159,6 +169,12 @@ def lone_group(entry: Entry) -> Group:
     return Group(entry.places[0].path, [entry], size, entry.param.requires_grad)
 
 
+def hide(place: Place, param: nn.Parameter) -> None:
+    """Out of the module's table; forward() still finds it."""
+    del place.module._parameters[place.name]
+    object.__setattr__(place.module, place.name, param)
+
+
 def replace_parameters(unit: Unit, groups: list[Group], dtype: torch.dtype) -> None:
     """Let the groups' parameters be views of the unit's memory, out of sight.
 
@@ -168,8 +184,7 @@ def replace_parameters(unit: Unit, groups: list[Group], dtype: torch.dtype) -> N
     for number, (group, offset) in enumerate(zip(groups, unit.offsets, strict=True)):
         for entry in group.entries:
             for place in entry.places:
-                del place.module._parameters[place.name]
-                object.__setattr__(place.module, place.name, entry.param)
+                hide(place, entry.param)
             param, shape = entry.param, entry.param.size()
             param.grad = None
             param.data = tensor_over(unit.full, dtype, offset + entry.at, shape)

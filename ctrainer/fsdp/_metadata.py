@@ -45,13 +45,34 @@ def shared_info(module: Any) -> dict[str, str]:
     }
 
 
+def borrowed_info(root: nn.Module, wrapper: type) -> dict[str, str]:
+    """The names that parameters have in units which borrow them, and the owner's."""
+    units: list[tuple[str, Any]] = [
+        (name, module)
+        for name, module in root.named_modules()
+        if isinstance(module, wrapper)
+    ]
+    owned = {
+        id(entry.param): join(name, entry.places[0].path)
+        for name, unit in units
+        for group in unit._groups
+        for entry in group.entries
+    }
+    return {
+        without_wrapper(join(name, place.path)): without_wrapper(owned[id(param)])
+        for name, unit in units
+        for place, param in unit.borrowed
+        if id(param) in owned
+    }
+
+
 def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
 def shard_metadata(root: Any, wrapper: type) -> dict[str, Any]:
     """See FullyShardedDataParallel.get_shard_metadata."""
-    shards, flats, shared = {}, {}, {}
+    shards, flats, shared = {}, {}, borrowed_info(root, wrapper)
     for full_name, module in root.named_modules():
         name = without_wrapper(full_name)
         if isinstance(module, wrapper):

@@ -109,6 +109,7 @@ class ShardedModule(nn.Module):
             )
         if param_init_fn is not None:
             _options.materialize(module, param_init_fn)
+        self.borrowed = self._borrow(module)
         _options.check_parameters(module)
         self._wrap(module)
         self._unit = self._make_unit(
@@ -122,7 +123,6 @@ class ShardedModule(nn.Module):
                 f"found unsharded parameter: {name} ; {param.size()}"
             )
         self._reset_lazy_init()
-        self._summoned = False  # parameters are all there, and stay
         hooked: Any = self  # this has no types in torch
         hooked.register_load_state_dict_pre_hook(_views.before_load)
         hooked.register_load_state_dict_post_hook(_after_load)
@@ -132,6 +132,15 @@ class ShardedModule(nn.Module):
             self.communicator.barrier()
 
     # ---- construction
+
+    def _borrow(self, module: nn.Module) -> list[tuple[_layout.Place, Any]]:
+        """Parameters below that units outside of this one have: refused."""
+        for place, _ in _layout.of_other_units(module):
+            raise ValueError(
+                f"{place.path} is a parameter of another unit, too: wrap the module "
+                "that is around both instead"
+            )
+        return []
 
     def _wrap(self, module: nn.Module) -> None:
         """The wrapped module and its groups; flat ones are in front."""
@@ -180,6 +189,7 @@ class ShardedModule(nn.Module):
             for entry in group.entries:
                 assert not hasattr(entry.param, "_is_sharded")
                 entry.param._sharded_param = shard
+                entry.param._unit = weakref.ref(self._unit)
         self._unit.shards = self.sharded_params
         _layout.replace_parameters(self._unit, self._groups, self.compute_dtype)
         if self.use_orig_params:
@@ -231,9 +241,12 @@ class ShardedModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Shards; or with use_orig_params, by the names before wrapping, views."""
+        """Shards; by the names before wrapping, views with use_orig_params and whole
+        parameters in summon_full_params()."""
         found = super().named_parameters(prefix, recurse, remove_duplicate)
-        rename = _metadata.original_name if self.use_orig_params else str
+        summoned = self.training_state is TrainingState.SUMMON_FULL_PARAMS
+        plain = summoned or self.use_orig_params
+        rename = _metadata.original_name if plain else str
         return ((rename(name), param) for name, param in found)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

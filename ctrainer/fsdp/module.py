@@ -116,7 +116,7 @@ class FullyShardedDataParallel(ShardedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._lazy_init()
-        if self._summoned:
+        if self._unit.state == TrainingState.SUMMON_FULL_PARAMS.value:
             return self.module(*args, **kwargs)
         if self.compute_dtype != torch.float32:
             args, kwargs = cast_floats(self.compute_dtype, (args, kwargs))
@@ -217,20 +217,24 @@ class FullyShardedDataParallel(ShardedModule):
     def summon_full_params(
         self, recurse: bool = True, writeback: bool = True
     ) -> Iterator[None]:
-        """Within it the module's parameters have all their values, in float32.
+        """Within it the module's parameters have all their values, in float32, and
+        named_parameters() yields them rather than the shards. Collective.
 
         Units that are called run with these, on any rank, and gather nothing.
 
         recurse: those of inner units too. writeback: what is changed, alike on all
-        ranks, goes into the shards at the end. Collective.
+        ranks, goes into the shards at the end. Raises RuntimeError for a parameter that
+        was replaced by another.
         """
         self._assert_idle()
         with _full.summoned(self.units() if recurse else [self], writeback):
             yield
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """What the unwrapped module's state_dict() would be, a copy. Collective."""
-        self._assert_idle()
+        """What the unwrapped module's state_dict() would be, a copy. Collective; also
+        in summon_full_params(), whose changes it has."""
+        self._unit.recover()
+        self.assert_state([TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS])
         return _full.state_dict(self, self.units())
 
     def load_full_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:

@@ -36,7 +36,7 @@ def held_in(model: nn.Module) -> list[Held]:
     names = _full.names_of(model)
     units = _full.units_of(model)
     held = [
-        Held(shard, [names[id(entry)][0] for entry in group.entries], unit, group)
+        Held(shard, [names[id(entry.param)][0] for entry in group.entries], unit, group)
         for unit, group, shard in _full.groups_of(units)
     ]
     sharded = {id(h.param) for h in held}

@@ -7,7 +7,11 @@ import pytest
 import scenarios
 
 WORLD = 2
-SCENARIOS = ("fairscale_scenarios", "fsdp_state_scenarios")
+SCENARIOS = (
+    "fairscale_scenarios",
+    "fairscale_sharing_scenarios",
+    "fsdp_state_scenarios",
+)
 
 
 @pytest.fixture(scope="module")

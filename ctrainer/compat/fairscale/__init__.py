@@ -2,10 +2,10 @@
 in the place of `from fairscale.nn import ...` and `from fairscale.optim import ...`.
 """
 
+from ctrainer.compat.fairscale._batch_norm import auto_wrap_bn
 from ctrainer.compat.fairscale._checkpoint import checkpoint_wrapper
 from ctrainer.compat.fairscale._fsdp import (
     FullyShardedDataParallel,
-    auto_wrap_bn,
     get_fsdp_instances,
 )
 from ctrainer.compat.fairscale._optim_state import is_singleton_tensor

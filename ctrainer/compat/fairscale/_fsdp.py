@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,12 +14,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from ctrainer.compat.fairscale import _optim_state
 from ctrainer.compat.fairscale._groups import communicator_of
-from ctrainer.compat.fairscale._wrap import (
-    auto_wrap,
-    config_auto_wrap_policy,
-    enable_wrap,
-)
 from ctrainer.fsdp import FullyShardedDataParallel as Engine
+from ctrainer.fsdp import _layout, consolidate_sharded_state_dicts
+from ctrainer.fsdp._shard_layout import parts_of
 from ctrainer.fsdp._tensors import cast_floats
 
 
@@ -35,15 +33,18 @@ class FullyShardedDataParallel(Engine):
     state_dict_on_rank_0_only: state_dict() is empty on other ranks.
     process_group_reduce_scatter, bucket_cap_mb, no_broadcast_optim_state,
     clear_autocast_cache and verbose have nothing to do. force_input_to_fp32: a unit of
-    float32 casts its floating point inputs. allow_reset_parameters=True
-    is refused.
+    float32 casts its floating point inputs. allow_reset_parameters: reset_parameters()
+    calls the module's, with the parameters gathered.
 
     state_dict() and load_state_dict() are those of the unwrapped module, collective;
     local_state_dict() and load_local_state_dict() are this rank's shards, in
     XlaFullyShardedDataParallel's format.
 
+    A parameter that a unit beside this one has taken over is borrowed from it: both
+    are in one root, and each gathers it for its own forward and backward.
+
     Raises ValueError for fp32_reduce_scatter without mixed_precision, for a device
-    other than the CPU and for allow_reset_parameters; else what the engine raises.
+    other than the CPU and for a parameter of a unit below; else what the engine raises.
 
     Source: fairscale 0.4.13, fairscale/nn/data_parallel.
     """
@@ -75,11 +76,6 @@ class FullyShardedDataParallel(Engine):
         allow_reset_parameters: bool = False,
     ) -> None:
         _check(mixed_precision, fp32_reduce_scatter, compute_device, state_dict_device)
-        if allow_reset_parameters:
-            raise ValueError(
-                "allow_reset_parameters=True: reset parameters before they are "
-                "sharded, or load a state_dict"
-            )
         half = torch.float16 if mixed_precision else torch.float32
         super().__init__(
             module,
@@ -94,6 +90,7 @@ class FullyShardedDataParallel(Engine):
             process_group=communicator_of(process_group),
         )
         self.process_group = process_group
+        self.allow_reset_parameters = allow_reset_parameters
         self.mixed_precision = mixed_precision
         self.move_params_to_cpu = move_params_to_cpu or cpu_offload
         self.force_input_to_fp32 = force_input_to_fp32
@@ -103,7 +100,74 @@ class FullyShardedDataParallel(Engine):
             after = self.world_size / gradient_predivide_factor
             self.set_gradient_divide_factors(gradient_predivide_factor, after, False)
 
+    # ---- parameters of units beside this one
+
+    def _borrow(self, module: nn.Module) -> list[tuple[_layout.Place, Any]]:
+        found = _layout.of_other_units(module)
+        below = {id(m._unit) for m in module.modules() if isinstance(m, Engine)}
+        self._lenders: list[Any] = []
+        for place, param in found:
+            lender = param._unit()
+            if id(lender) in below:
+                raise ValueError(
+                    f"{place.path} is a parameter of a unit below, too: wrap both in "
+                    "one unit"
+                )
+            if lender not in self._lenders:
+                self._lenders.append(lender)
+            _layout.hide(place, param)
+        return found
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Say that a parameter of this module is that of a unit beside it, which the
+        constructor has seen: p is its shard, or the other module's parameter.
+
+        Raises AssertionError for a unit that has been called, is flat or has no
+        parameter of its own, and for a p that is not here.
+        """
+        assert self._is_root is None, "call append_shared_param before the forward"
+        assert not self.flatten_parameters, "it needs flatten_parameters=False"
+        assert self.sharded_params, "Must have at least 1 non-shared param."
+        shards = [param._sharded_param for _, param in self.borrowed]
+        own = getattr(p, "_sharded_param", p)
+        assert any(own is shard for shard in shards), (
+            "p is no parameter that this module shares with a unit wrapped before"
+        )
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """The shards that are this unit's own."""
+        return list(self.sharded_params)
+
+    def reset_parameters(self) -> None:
+        """Call the module's, on gathered parameters: the same on all ranks if their
+        generators are. Collective.
+
+        Raises RuntimeError without allow_reset_parameters.
+        """
+        if not self.allow_reset_parameters:
+            raise RuntimeError(
+                "reset parameters after FSDP wrapping is not allowed: construct with "
+                "allow_reset_parameters=True"
+            )
+        with self.summon_full_params():
+            self.module.reset_parameters()
+
+    # ---- forward
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._lenders:
+            self._lazy_init()
+            if self._is_root:
+                raise RuntimeError(
+                    "a unit that shares a parameter with another one has to be called "
+                    "inside of a unit around both"
+                )
+        run = self._forward
+        for lender in self._lenders:
+            run = functools.partial(_run_in, lender, run)
+        return run(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.force_input_to_fp32 and self.compute_dtype == torch.float32:
             args, kwargs = cast_floats(torch.float32, (args, kwargs))
         return super().forward(*args, **kwargs)
@@ -182,7 +246,8 @@ class FullyShardedDataParallel(Engine):
         )
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """This rank's shards."""
+        """This rank's shards. Raises ValueError in summon_full_params()."""
+        self._assert_idle()
         with self._as_local():
             return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
 
@@ -192,6 +257,35 @@ class FullyShardedDataParallel(Engine):
         """Take what local_state_dict() returned on this rank."""
         loaded: _IncompatibleKeys = super().load_state_dict(state_dict, strict)
         return loaded
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """What consolidate_shard_weights() needs: get_shard_metadata()."""
+        return self.get_shard_metadata()
+
+    @staticmethod
+    def consolidate_shard_weights(
+        shard_weights: list[dict[str, torch.Tensor]],
+        shard_metadata: list[dict[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, torch.Tensor]:
+        """The unwrapped module's state_dict of what local_state_dict() and
+        local_metadata_dict() returned on every rank, in their order.
+
+        with_module_buffers=False leaves buffers out. Raises ValueError as
+        consolidate_sharded_state_dicts, and for strict=False: every shard is needed.
+        """
+        if not strict:
+            raise ValueError("strict=False: a module needs the shards of all its ranks")
+        by_rank = sorted(
+            zip(shard_metadata, shard_weights, strict=True), key=lambda p: p[0]["rank"]
+        )
+        full = consolidate_sharded_state_dicts([w for _, w in by_rank], by_rank[0][0])
+        if with_module_buffers:
+            return full
+        parts = parts_of(by_rank[0][1], by_rank[0][0])
+        buffers = {part.name for part in parts if part.begin is None}
+        return OrderedDict((n, v) for n, v in full.items() if n not in buffers)
 
     @contextlib.contextmanager
     def _as_local(self) -> Iterator[None]:
@@ -231,6 +325,11 @@ class FullyShardedDataParallel(Engine):
         return _optim_state.shard(self, full_optim_state_dict)
 
 
+def _run_in(unit: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """run, with a unit's parameters gathered in forward and backward."""
+    return unit.forward(run, args, kwargs)
+
+
 def _check(
     mixed_precision: bool, fp32_reduce_scatter: bool, *devices: torch.device | None
 ) -> None:
@@ -250,46 +349,3 @@ def get_fsdp_instances(
     """The units among the modules of mod; skip_empty: those with parameters."""
     units = [m for m in mod.modules() if isinstance(m, FullyShardedDataParallel)]
     return [unit for unit in units if unit.sharded_params or not skip_empty]
-
-
-def auto_wrap_bn(
-    module: nn.Module,
-    single_rank_pg: bool = False,
-    process_group: Any = None,
-    fsdp_config: dict[str, Any] | None = None,
-    wrap_it: bool = True,
-    assert_on_collision: bool = True,
-) -> nn.Module:
-    """Wrap each batch normalisation by itself, in float32 and not resharded, and
-    return the module.
-
-    fsdp_config: other options of these units. wrap_it=False only leaves
-    `wrapper_config` on them, for auto_wrap(). single_rank_pg: units of one rank.
-
-    Raises AssertionError for a module that has a wrapper_config (assert_on_collision).
-    """
-    config = fsdp_config
-    if config is None:
-        config = {
-            "process_group": _alone() if single_rank_pg else process_group,
-            "mixed_precision": False,
-            "flatten_parameters": False,
-            "reshard_after_forward": False,
-            "force_input_to_fp32": False,
-        }
-    for child in module.modules():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm):
-            assert not (assert_on_collision and hasattr(child, "wrapper_config")), (
-                "a batch normalisation has a wrapper_config already"
-            )
-            child.wrapper_config = config  # type: ignore[assignment]
-    if not wrap_it:
-        return module
-    with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
-        return auto_wrap(module)
-
-
-def _alone() -> Any:
-    from ctrainer import _C
-
-    return _C.Communicator()
