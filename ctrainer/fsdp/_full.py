@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ctrainer.fsdp import _layout, _metadata
+from ctrainer.fsdp import _metadata
 from ctrainer.fsdp._layout import Entry, Group, Place
 from ctrainer.fsdp._sharded import ShardedModule
 from ctrainer.fsdp.state import TrainingState

@@ -72,7 +72,7 @@ def gather(model: Any, folder: str, keep: bool) -> dict[str, torch.Tensor]:
         full = _full.gathered(unit, group, shard)
         for entry in group.entries:
             value = memory.copy(_full.view_of(full, entry))
-            state.update(dict.fromkeys(names[id(entry)], value))
+            state.update(dict.fromkeys(names[id(entry.param)], value))
     for name, buffer in _full.persistent_buffers(model):
         dtype = getattr(buffer, "_orig_dtype", buffer.dtype)
         state[name] = buffer.detach().to(dtype, copy=True)

@@ -115,9 +115,9 @@ class FullyShardedDataParallel(ShardedModule):
     # ---- forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._lazy_init()
         if self._unit.state == TrainingState.SUMMON_FULL_PARAMS.value:
             return self.module(*args, **kwargs)
+        self._lazy_init()
         if self.compute_dtype != torch.float32:
             args, kwargs = cast_floats(self.compute_dtype, (args, kwargs))
         run = self._dummy_forward if self._debug_dummy_forward_pass else self.module
