@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import inspect
 import io
 import os
 import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -69,6 +70,21 @@ def cast(module: Module, fp16: bool, bf16: bool) -> Module:
     if fp16:
         return module.half()
     return module.to(torch.bfloat16) if bf16 else module
+
+
+def copy_of(module: Module) -> Module:
+    """A copy of a module whose parameters it has itself.
+
+    Raises ValueError for one with sharded units, which cannot be copied.
+    """
+    from ctrainer.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+        raise ValueError(
+            "ema.store_ema copies the model before it is sharded, and it has units of "
+            "FullyShardedDataParallel already; leave the wrapping to the trainer"
+        )
+    return copy.deepcopy(module)
 
 
 def _named(module: Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
@@ -274,7 +290,13 @@ def unflatten_state(state: dict[str, Any], shapes: list[Any]) -> dict[str, Any]:
 # Averages
 
 
-def averaged_tensors(module: Module) -> tuple[list[str], list[torch.Tensor]]:
+class Stateful(Protocol):
+    """What has a state_dict() as modules do."""
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]: ...
+
+
+def averaged_tensors(module: Stateful) -> tuple[list[str], list[torch.Tensor]]:
     """Names and tensors of a state_dict() that are averaged, each tensor once."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -283,7 +305,16 @@ def averaged_tensors(module: Module) -> tuple[list[str], list[torch.Tensor]]:
     return [n for n, _ in found.values()], [v for _, v in found.values()]
 
 
-def tensors_named(module: Module, names: list[str]) -> list[torch.Tensor]:
+def floats_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What of a state_dict() is averaged."""
+    return {
+        name: value
+        for name, value in state.items()
+        if value.is_floating_point() and "version" not in name
+    }
+
+
+def tensors_named(module: Stateful, names: list[str]) -> list[torch.Tensor]:
     state = module.state_dict(keep_vars=True)
     return [state[name] for name in names]
 
@@ -294,7 +325,7 @@ def float32_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_others(
-    module: Module, source: Module, float32: dict[str, torch.Tensor]
+    module: Stateful, source: Stateful, float32: dict[str, torch.Tensor]
 ) -> None:
     """Copy float32 averages into their module, and from the source what is not
     averaged."""

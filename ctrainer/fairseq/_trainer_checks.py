@@ -38,11 +38,6 @@ def _check_sharding(cfg: Any) -> None:
         if setting(cfg, where, "cpu_offload", False):
             raise ValueError("--cpu-offload requires --ddp-backend=fully_sharded")
         return
-    if setting(cfg, "common", "bf16", False):
-        raise ValueError(
-            "FullyShardedDataParallel is not compatible with --bf16 or "
-            "--memory-efficient-bf16"
-        )
     if setting(cfg, where, "zero_sharding", "none") != "none":
         raise ValueError(
             "FullyShardedDataParallel is not compatible with --zero-sharding option "

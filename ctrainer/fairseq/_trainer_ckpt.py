@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq import _sharding
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
 from ctrainer.fairseq._trainer_checks import setting
 from ctrainer.fairseq._trainer_core import Core
@@ -41,7 +42,7 @@ class Checkpoints(Core):
         state: dict[str, Any] = {
             "args": None,
             "cfg": plain_config(self.cfg),
-            "model": (self.model if self.is_fsdp else self.get_model()).state_dict(),
+            "model": self._weights_of(self.model if self.is_fsdp else self.get_model()),
             "criterion": self.get_criterion().state_dict() or None,
             "optimizer_history": [*(self._optim_history or []), self._history()],
             "task_state": self.task.state_dict() if self.task is not None else {},
@@ -51,18 +52,31 @@ class Checkpoints(Core):
             },
         }
         if setting(self.cfg, "ema", "store_ema", False):
-            state["extra_state"]["ema"] = self.ema.get_model().state_dict()
-            if setting(self.cfg, "ema", "ema_fp32", False):
+            state["extra_state"]["ema"] = self._weights_of(self.ema.get_model())
+            if setting(self.cfg, "ema", "ema_fp32", False) and not self._saves_shards:
                 state["extra_state"]["ema_fp32_params"] = self.ema.fp32_params
+        if self._saves_shards:
+            state["shard_metadata"] = _sharding.metadata_of(self.model)
         if not setting(self.cfg, "checkpoint", "no_save_optimizer_state", False):
             state["last_optimizer_state"] = self._optimizer_state()
         return state
 
+    @property
+    def _saves_shards(self) -> bool:
+        return _sharding.saves_shards(self.cfg)
+
+    def _weights_of(self, module: Any) -> Any:
+        """The whole module's, or this process's part of them."""
+        return module.local_state_dict() if self._saves_shards else module.state_dict()
+
     def _optimizer_state(self) -> Any:
-        """Of whole parameters; with sharded ones None but on the first process."""
-        if not self.is_fsdp:
-            return self.optimizer.state_dict()
-        return self.model.gather_full_optim_state_dict(self.optimizer.optimizer)
+        """Of whole parameters, with sharded ones None but on the first process; or of
+        this process's shards."""
+        state = self.optimizer.state_dict()
+        if not self.is_fsdp or self._saves_shards:
+            return state
+        full = self.model.gather_full_optim_state_dict(self.optimizer.optimizer)
+        return None if full is None else {**state, **full}
 
     def _history(self) -> dict[str, Any]:
         return {
@@ -132,9 +146,10 @@ class Checkpoints(Core):
     def _read_checkpoint(self, filename: str) -> dict[str, Any] | None:
         """The file's content, None where there is none. Of several processes the first
         reads it and sends it to the others, unless load_checkpoint_on_all_dp_ranks."""
-        alone = self.data_parallel_world_size == 1 or setting(
+        on_all = setting(
             self.cfg, "checkpoint", "load_checkpoint_on_all_dp_ranks", False
         )
+        alone = self.data_parallel_world_size == 1 or on_all or self._saves_shards
         if alone:
             found = os.path.isfile(filename)
             return tools.load_file(filename) if found else None
@@ -149,7 +164,9 @@ class Checkpoints(Core):
 
     def _load_weights(self, filename: str, state: dict[str, Any]) -> None:
         try:
-            if self.is_fsdp:
+            if self._saves_shards:
+                _sharding.load_shards(self.model, filename, state)
+            elif self.is_fsdp:
                 self.model.load_state_dict(state["model"])
             else:
                 tools.load_weights(self.get_model(), state["model"], self.cfg.model)
@@ -179,7 +196,7 @@ class Checkpoints(Core):
             )
         if not reset_lr_scheduler:
             self.lr_scheduler.load_state_dict(last["lr_scheduler_state"])
-        if self.is_fsdp:
+        if self.is_fsdp and not self._saves_shards:
             saved = self.model.get_shard_from_optim_state_dict(saved)
         self.optimizer.load_state_dict(saved, overrides)
         self.set_num_updates(last["num_updates"])
@@ -208,7 +225,15 @@ class Checkpoints(Core):
                 "EMA not found in checkpoint. But store_ema is True. EMA is "
                 "re-initialized from checkpoint."
             )
-        weights = extra.get("ema", self.get_model().state_dict())
+        if self._saves_shards:
+            self._load_sharded_ema(extra)
+            return
+        model = self.model if self.is_fsdp else self.get_model()
+        weights = extra["ema"] if "ema" in extra else model.state_dict()
         self.ema.restore(weights, build_fp32_params=fp32)
         if fp32 and "ema_fp32_params" in extra:
             self.ema.restore(extra["ema_fp32_params"], build_fp32_params=True)
+
+    def _load_sharded_ema(self, extra: dict[str, Any]) -> None:
+        own = extra["ema"] if "ema" in extra else self.model.local_state_dict()
+        self.ema.get_model().load_local_state_dict(own)

@@ -8,6 +8,8 @@ from typing import Any
 
 from ctrainer import _C
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq import _sharding
+from ctrainer.fairseq._sharded_ema import ShardedEMA
 from ctrainer.fairseq._trainer_checks import setting
 from ctrainer.fairseq.ema import build_ema
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
@@ -29,6 +31,7 @@ class Core(_C.FairseqTrainer):
     _criterion: Any
     _dummy_batch: Any
     _ema: Any
+    _average_model: Any
     _epoch_itr: Any
     _criterion_trains: bool
     _group: _C.Communicator | None
@@ -83,8 +86,7 @@ class Core(_C.FairseqTrainer):
     @property
     def is_fsdp(self) -> bool:
         """Are parameters, gradients and optimizer state sharded over the processes?"""
-        where = "distributed_training"
-        return bool(setting(self.cfg, where, "ddp_backend", None) == "fully_sharded")
+        return _sharding.is_sharded(self.cfg)
 
     @property
     def use_distributed_wrapper(self) -> bool:
@@ -98,16 +100,20 @@ class Core(_C.FairseqTrainer):
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
-        return self.is_data_parallel_master
+        return self.is_data_parallel_master or _sharding.saves_shards(self.cfg)
 
     @property
     def always_call_state_dict_during_save_checkpoint(self) -> bool:
-        return self.is_fsdp  # the processes bring the state together
+        # The processes bring the state together.
+        return self.is_fsdp and not _sharding.saves_shards(self.cfg)
 
     @property
     def checkpoint_suffix(self) -> str:
         """What the names of checkpoints end in, before .pt."""
-        return setting(self.cfg, "checkpoint", "checkpoint_suffix", "") or ""
+        suffix = setting(self.cfg, "checkpoint", "checkpoint_suffix", "") or ""
+        if _sharding.saves_shards(self.cfg):
+            return f"{suffix}-shard{self.data_parallel_rank}"
+        return str(suffix)
 
     def _sync_stats(self) -> bool:
         """Are sums and logs of this update exchanged? With BMUF where workers meet."""
@@ -123,6 +129,8 @@ class Core(_C.FairseqTrainer):
     # Made on first use
 
     def _wrap_model(self) -> None:
+        if self.is_fsdp and setting(self.cfg, "ema", "store_ema", False):
+            self._average_model = self._wrap(tools.copy_of(self._model))
         self._wrapped_model = self._wrap(self._model)
 
     def _wrap_criterion(self) -> None:
@@ -141,11 +149,7 @@ class Core(_C.FairseqTrainer):
         if not self.use_distributed_wrapper:
             return module
         if self.is_fsdp:
-            from ctrainer.fairseq import _sharding
-
-            return _sharding.wrap(
-                self.cfg.distributed_training, module, self._sharing_communicator()
-            )
+            return _sharding.wrap(self.cfg, module, self._sharing_communicator())
         from ctrainer.comm import wrappers
 
         return wrappers.wrap(
@@ -164,8 +168,6 @@ class Core(_C.FairseqTrainer):
         it is that of all processes, which all call this."""
         if not self.is_fsdp:
             return super().clip_grad_norm(clip_norm)
-        from ctrainer.fairseq import _sharding
-
         norm_of_all = _sharding.norm_of_all(self._sharing_communicator())
         return self.optimizer.clip_grad_norm(
             float(clip_norm), aggregate_norm_fn=norm_of_all
@@ -200,7 +202,11 @@ class Core(_C.FairseqTrainer):
         self._lr_scheduler.step_update(0)
 
     def _build_ema(self) -> None:
-        self._ema = build_ema(self._model, self.cfg.ema, self.device)
+        if self.is_fsdp:
+            sharded = self.model  # and its copy, made in the same moment
+            self._ema = ShardedEMA(self._average_model, sharded, self.cfg.ema)
+        else:
+            self._ema = build_ema(self._model, self.cfg.ema, self.device)
         logger.info("Exponential Moving Average Shadow Model is initialized.")
 
     # Time

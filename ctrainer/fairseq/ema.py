@@ -47,6 +47,9 @@ class EMA:
             if not self.fp32_params:
                 self.build_fp32_params()
             averages = [self.fp32_params[name] for name in names]
+        self._begin(values, averages)
+
+    def _begin(self, values: list[Any], averages: list[Any]) -> None:
         self._core = _C.WeightAverage(
             values,
             averages,
@@ -70,6 +73,10 @@ class EMA:
         self.decay = 0.0 if updates < start else float(self.config.ema_decay)
         self._core.num_updates = updates - 1
         self._core.update()
+        self._copy_others(new_model)
+
+    def _copy_others(self, new_model: Any) -> None:
+        """Let the average have what of the model is not averaged."""
         tools.copy_others(self.model, new_model, self.fp32_params)
 
     def get_decay(self) -> float:

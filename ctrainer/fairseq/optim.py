@@ -29,6 +29,7 @@ from ctrainer.fairseq._optimizers import (
     FairseqNAG,
     FairseqOptimizer,
 )
+from ctrainer.fairseq._sharding import is_sharded
 
 __all__ = [
     "SGD",
@@ -236,8 +237,14 @@ def build_precise_optimizer(cfg: Any, params: Iterable[Any]) -> FairseqOptimizer
     Raises ValueError and RuntimeError, in fairseq's words, for an optimizer that the
     precision excludes.
     """
-    common = cfg.common
+    common, kind = cfg.common, CLASSES[name_of(cfg.optimizer)]
     params = list(params)
+    if is_sharded(cfg) and not kind.supports_flat_params:
+        raise ValueError(
+            "--ddp-backend=fully_sharded is only compatible with pointwise optimizers "
+            "(e.g., Adam, AdamW, Adadelta, Adamax, SGD, etc.), whose update of an "
+            f"element needs no other; {kind.__name__} is none"
+        )
     fp16, bf16 = getattr(common, "fp16", False), getattr(common, "bf16", False)
     if not (fp16 or bf16 or getattr(common, "amp", False)):
         return build_optimizer(cfg.optimizer, params)
@@ -246,6 +253,10 @@ def build_precise_optimizer(cfg: Any, params: Iterable[Any]) -> FairseqOptimizer
 
 def _wrapped(cfg: Any, params: list[Any], fp16: bool, bf16: bool) -> FairseqOptimizer:
     common, kind = cfg.common, CLASSES[name_of(cfg.optimizer)]
+    if is_sharded(cfg) and (fp16 or bf16):
+        core = _scaler(cfg) if fp16 else None
+        inner = _inner(cfg.optimizer, params)  # of shards, which are float32
+        return MemoryEfficientFP16Optimizer(cfg.optimizer, inner, core, "fp16")
     if getattr(common, "memory_efficient_fp16", False) or getattr(
         common, "memory_efficient_bf16", False
     ):

@@ -13,6 +13,7 @@ from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import metrics as own_metrics
+from ctrainer.fairseq._sharding import is_sharded
 from ctrainer.fairseq._trainer_checks import check_config, setting
 from ctrainer.fairseq._trainer_data import Iterators
 from ctrainer.fairseq._trainer_failures import Failures
@@ -78,9 +79,10 @@ class Trainer(Iterators, Failures):
         """Move model and criterion, and tie again what the move has untied."""
         self._fp16 = bool(setting(self.cfg, "common", "fp16", False))
         self._bf16 = bool(setting(self.cfg, "common", "bf16", False))
+        half = not is_sharded(self.cfg)  # shards are of float32 and compute in 16 bits
         shared = tools.shared_parameters(model)
         self._criterion, self._model = (
-            tools.cast(module, self._fp16, self._bf16).to(self.device)
+            tools.cast(module, self._fp16 and half, self._bf16 and half).to(self.device)
             for module in (criterion, model)
         )
         for first, *others in shared:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from ranks import GLOO, run_ranks, told
 
+from ctrainer.fsdp import consolidate_sharded_model_checkpoints
 from tests import fairseq_program as program
 
 SHARDED = {"distributed_training__ddp_backend": "fully_sharded"}
 CLIP = {"optimization__clip_norm": 0.5}
 BODY = """
+import gc
 import fairseq_tiny as tiny
 
 two = {"distributed_training__distributed_world_size": world,
@@ -40,11 +42,75 @@ def run(name, **options):
         "same": all(torch.equal(a, b) for a, b in zip(
             ours.model.state_dict().values(), again.model.state_dict().values())),
         "valid": ours.valid_step(mine[3][0])["loss"],
+        "scale": [t.optimizer.scaler.loss_scale for t in (ours, again) if options.get(
+            "common__fp16")],
+    }
+
+def same_as_wrapped(name, **options):
+    # The first updates of a sharded trainer, and of one whose gradients are averaged,
+    # with an overflow on one process where losses are scaled.
+    told[name] = {}
+    backends = ("pytorch_ddp", "fully_sharded")
+    spoils = name != "bf16" and "ema" not in name
+    for backend in backends:
+        now = two | options | {"distributed_training__ddp_backend": backend}
+        ours = tiny.trainer(**now)
+        outputs = []
+        for number, update in enumerate(mine[:4]):
+            factor = float("inf") if spoils and rank and number == 1 else 1.0
+            spoilt = [{**sample, "factor": factor} for sample in update]
+            outputs.append(ours.train_step(spoilt))
+        state = ours.state_dict()["extra_state"]
+        found = told[name][backend] = {
+            "losses": [o and o["loss"] for o in outputs],
+            "updates": ours.get_num_updates(),
+            "optimizer": type(ours.optimizer).__name__,
+            "dtypes": sorted({str(p.dtype) for p in ours.model.parameters()}),
+        }
+        if "ema" in name:
+            found["ema"] = [v.ravel().tolist() for v in state["ema"].values()]
+            keys = sorted(ours.ema.get_model().state_dict())
+            found["names"] = [sorted(state["ema"]), keys,
+                              sorted(state.get("ema_fp32_params", {}))]
+            found["decay"] = ours.ema.get_decay()
+
+EMA = {"ema__store_ema": True, "ema__ema_decay": 0.7, "ema__ema_fp32": True}
+
+def shards(**options):
+    # Each process saves its own file, and goes on from it.
+    options |= two | {"distributed_training__use_sharded_state": True}
+    ours, again = tiny.trainer(**options), tiny.trainer(**options)
+    for update in mine[:3]:
+        ours.train_step(update)
+    path = f"{folder}/last{ours.checkpoint_suffix}.pt"
+    wrote = ours.save_checkpoint(path, {"epoch": 3})
+    whole = ours.model.state_dict()
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole.pt")
+    extra = again.load_checkpoint(path)
+    told["shards"] = {
+        "wrote": wrote == path, "epoch": extra["epoch"],
+        "last": [t.train_step(mine[3])["loss"] for t in (ours, again)],
+        "same": [all(torch.equal(a, b) for a, b in zip(*states)) for states in (
+            [t.model.state_dict().values() for t in (ours, again)],
+            [t.ema.get_model().state_dict().values() for t in (ours, again)])],
+        "scales": [t.optimizer.scaler.loss_scale for t in (ours, again)],
     }
 
 run("flat")
+run("scaled", common__fp16=True, common__fp16_init_scale=4)
 run("apart", distributed_training__not_fsdp_flatten_parameters=True,
     distributed_training__no_reshard_after_forward=True)
+SCALE = {"common__fp16_init_scale": 4}
+same_as_wrapped("fp16", common__fp16=True, **SCALE,
+                distributed_training__fp32_reduce_scatter=True)
+same_as_wrapped("memory_efficient_fp16", common__fp16=True,
+                common__memory_efficient_fp16=True, **SCALE)
+same_as_wrapped("bf16", common__bf16=True)
+same_as_wrapped("amp", common__amp=True, **SCALE)
+same_as_wrapped("ema", **EMA)
+shards(**EMA, **SCALE, common__fp16=True)
+gc.collect()  # torch's wrappers, which keep gloo's threads
 tell(told)
 """
 
@@ -86,6 +152,77 @@ def test_two_processes_train_resume_and_save_as_one_would(
     resumed.load_checkpoint(str(folder / f"{name}.pt"))
     update = tiny.groups(tiny.batches(8), 2)[3]
     assert resumed.train_step(update)["loss"] == pytest.approx(losses[3], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "rel", "optimizer"),
+    [
+        # 11 bits of mantissa in what is computed, of which sums are taken.
+        ("fp16", 2e-3, "MemoryEfficientFP16Optimizer"),
+        # float32 shards beside weights of 16 bits that take no smaller steps.
+        ("memory_efficient_fp16", 5e-3, "MemoryEfficientFP16Optimizer"),
+        ("bf16", 2e-2, "MemoryEfficientFP16Optimizer"),
+        ("amp", 1e-6, "AMPOptimizer"),
+    ],
+)
+def test_every_precision_trains_as_with_whole_models(
+    ranks: list[Any], name: str, rel: float, optimizer: str
+) -> None:
+    for rank in ranks:
+        whole, sharded = rank[name]["pytorch_ddp"], rank[name]["fully_sharded"]
+        assert sharded["updates"] == whole["updates"] == (4 if name == "bf16" else 3)
+        made, expected = ([loss for loss in run["losses"] if loss is not None]
+                          for run in (sharded, whole))  # fmt: skip
+        assert len(made) == len(expected) == whole["updates"]
+        assert made == pytest.approx(expected, rel=rel)
+        assert sharded["optimizer"] == optimizer
+        assert sharded["dtypes"] == ["torch.float32"]
+
+
+def test_a_run_under_a_loss_scale_goes_on_from_the_whole_state(
+    ranks: list[Any],
+) -> None:
+    for rank in ranks:
+        scaled = rank["scaled"]
+        assert scaled["last"][0] == scaled["last"][1]
+        assert scaled["same"]
+        assert scaled["scale"] == [4.0, 4.0]
+
+
+def test_averages_of_sharded_weights_are_those_of_whole_ones(
+    ranks: list[Any],
+) -> None:
+    for rank in ranks:
+        whole, sharded = rank["ema"]["pytorch_ddp"], rank["ema"]["fully_sharded"]
+        assert sharded["names"] == whole["names"]
+        assert sharded["decay"] == whole["decay"] == 0.7
+        for one, other in zip(sharded["ema"], whole["ema"], strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+def test_each_process_goes_on_from_a_file_of_its_own(
+    ranks: list[Any], folder: Path
+) -> None:
+    for rank in ranks:
+        shards = rank["shards"]
+        assert shards["wrote"]
+        assert shards["epoch"] == 3
+        assert shards["last"][0] == shards["last"][1]
+        assert shards["same"] == [True, True]
+        assert shards["scales"][0] == shards["scales"][1]
+    whole = torch.load(folder / "whole.pt", weights_only=True)
+    found, _ = consolidate_sharded_model_checkpoints(
+        f"{folder}/last-shard", "*.pt", save_model=False
+    )
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_shards_of_other_processes_are_refused(ranks: list[Any], folder: Path) -> None:
+    alone = tiny.trainer(**SHARDED, distributed_training__use_sharded_state=True)
+    with pytest.raises(Exception, match="process 0 of 2, and this is 0 of 1"):
+        alone.load_checkpoint(f"{folder}/last-shard0.pt")
 
 
 def test_one_process_may_shard_too(tmp_path: Path) -> None:
@@ -132,10 +269,7 @@ def test_a_criterion_with_parameters_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"common__fp16": True}, "common.fp16 does not go with"),
-        ({"common__bf16": True}, "not compatible with --bf16"),
-        ({"ema__store_ema": True}, "ema.store_ema does not go with"),
-        ({"distributed_training__use_sharded_state": True}, "use_sharded_state"),
+        ({"optimization__use_bmuf": True}, "use_bmuf does not go with"),
         ({"distributed_training__zero_sharding": "os"}, "--zero-sharding"),
     ],
 )
@@ -146,3 +280,8 @@ def test_what_does_not_go_with_sharding_is_named(
         tiny.trainer(**SHARDED, **changes)
     with pytest.raises(ValueError, match="requires --ddp-backend=fully_sharded"):
         tiny.trainer(distributed_training__cpu_offload=True)
+
+
+def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match="FairseqLAMB is none"):
+        tiny.trainer(**SHARDED, optimizer___name="lamb").train_step(tiny.batches(1))

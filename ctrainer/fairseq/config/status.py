@@ -98,7 +98,7 @@ HONOURED = {
     "distributed_training.distributed_rank": _START,
     "distributed_training.distributed_world_size": _START + " and Trainer",
     "distributed_training.find_unused_parameters": _WRAPPER,
-    "distributed_training.fp32_reduce_scatter": _SHARDS + ", which always does",
+    "distributed_training.fp32_reduce_scatter": _SHARDS + " with fp16 or bf16",
     "distributed_training.fix_batches_to_gpus": "by fairseq-train",
     "distributed_training.gradient_as_bucket_view": _WRAPPER,
     "distributed_training.heartbeat_timeout": "by distributed_init: collectives wait "
@@ -109,6 +109,7 @@ HONOURED = {
     "distributed_training.nprocs_per_node": _LOCAL + ", 1 alone",
     "distributed_training.slowmo_base_algorithm": _LOCAL + ", localsgd alone",
     "distributed_training.slowmo_momentum": _LOCAL,
+    "distributed_training.use_sharded_state": _SHARDS,
     "optimization.clip_norm": _STEP,
     "optimization.lr": "by the schedules",
     "optimization.max_epoch": _TRAIN,
@@ -132,8 +133,6 @@ REFUSED = {
     "common.profile": "fairseq-train raises ValueError",
     "common.quantization_config_path": "fairseq-train raises ValueError",
     "distributed_training.pipeline_model_parallel": _WHOLE,
-    "distributed_training.use_sharded_state": "Trainer raises ValueError, of "
-    "fully_sharded",
     "distributed_training.zero_sharding": _WHOLE,
     "task.translation.eval_bleu": "nothing generates translations here to score",
     "task.translation.load_alignments": "no criterion here learns from alignments",
