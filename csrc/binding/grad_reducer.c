@@ -191,10 +191,11 @@ GradReducer_buckets(PyObject *op, void *Py_UNUSED(closure))
     const GradReducer *self = (GradReducer *)op;
     const ct_bucket_plan *p = &self->core.plan;
     PyObject *all = PyList_New((Py_ssize_t)p->n_buckets);
-    for (size_t b = 0; all != NULL && b < p->n_buckets; b++) {
-        PyObject *one = PyList_New((Py_ssize_t)p->buckets[b].n_params);
-        for (size_t k = 0; one != NULL && k < p->buckets[b].n_params; k++) {
-            const uint32_t i = p->order[p->buckets[b].first + k];
+    for (size_t turn = 0; all != NULL && turn < p->n_buckets; turn++) {
+        const ct_bucket *bucket = &p->buckets[self->core.turns[turn]];
+        PyObject *one = PyList_New((Py_ssize_t)bucket->n_params);
+        for (size_t k = 0; one != NULL && k < bucket->n_params; k++) {
+            const uint32_t i = p->order[bucket->first + k];
             PyList_SET_ITEM(one, (Py_ssize_t)k,
                             Py_NewRef(PyTuple_GET_ITEM(self->names, i)));
         }
@@ -202,7 +203,7 @@ GradReducer_buckets(PyObject *op, void *Py_UNUSED(closure))
             Py_CLEAR(all);
             break;
         }
-        PyList_SET_ITEM(all, (Py_ssize_t)b, one);
+        PyList_SET_ITEM(all, (Py_ssize_t)turn, one);
     }
     return all;
 }

@@ -110,7 +110,7 @@ shadow_pass(GradReducer *self)
     const Py_ssize_t n = PyTuple_GET_SIZE(self->params);
     int result = 0;
     ct_reducer_begin(&self->core);
-    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
+    for (Py_ssize_t i = n; result == 0 && i-- > 0;) {
         result = grad_reducer_give_zeros(self, i);
     }
     for (Py_ssize_t i = 0; !self->usage_known && i < n; i++) {

@@ -3,6 +3,7 @@
 #include "core/ct_alloc.h"
 
 #include <math.h>
+#include <string.h>
 
 /* ---- a codec that does nothing ------------------------------------------------------
  */
@@ -34,6 +35,7 @@ set_places(ct_reducer *r, const ct_span *params)
     for (size_t b = 0; b < r->plan.n_buckets; b++) {
         const ct_bucket *bucket = &r->plan.buckets[b];
         r->buckets[b].flat = (ct_span){.n = bucket->n, .dtype = bucket->dtype};
+        r->turns[b] = (int64_t)b;
     }
 }
 
@@ -50,10 +52,12 @@ ct_reducer_init(ct_reducer *r, const ct_device *device, void *stream,
     }
     r->params = ct_calloc(n_params + 1, sizeof *r->params);
     r->buckets = ct_calloc(r->plan.n_buckets + 1, sizeof *r->buckets);
-    if (r->params == NULL || r->buckets == NULL) {
+    r->turns = ct_calloc(2 * r->plan.n_buckets + 1, sizeof *r->turns);
+    if (r->params == NULL || r->buckets == NULL || r->turns == NULL) {
         ct_reducer_fini(r);
         return ct_fail(err, CT_ENOMEM, "no memory to reduce %zu parameters", n_params);
     }
+    r->filled = r->turns + r->plan.n_buckets;
     set_places(r, params);
     return CT_OK;
 }
@@ -61,6 +65,7 @@ ct_reducer_init(ct_reducer *r, const ct_device *device, void *stream,
 void
 ct_reducer_fini(ct_reducer *r)
 {
+    ct_free(r->turns);
     ct_free(r->buckets);
     ct_free(r->params);
     ct_bucket_plan_fini(&r->plan);
@@ -93,7 +98,7 @@ ct_reducer_begin(ct_reducer *r)
         r->params[i].seen = 0;
         r->params[i].grad.data = NULL;
     }
-    r->started = 0;
+    r->started = r->n_filled = 0;
     r->active = true;
 }
 
@@ -104,15 +109,18 @@ ct_reducer_is_complete(const ct_reducer *r, size_t param)
     return !r->learning && p->seen > 0 && p->seen >= p->expected;
 }
 
-/* Starts full buckets in the plan's order, as far as it goes. */
+/* Starts full buckets in their turns, as far as it goes. */
 static ct_status
 start_full(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
-    while (r->started < r->plan.n_buckets && r->buckets[r->started].pending == 0) {
-        ct_reducer_bucket *bucket = &r->buckets[r->started];
-        const ct_parcel parcel = {r->started, bucket->flat};
+    while (r->started < r->plan.n_buckets) {
+        const size_t b = (size_t)r->turns[r->started];
+        const ct_parcel parcel = {b, r->buckets[b].flat};
+        if (r->buckets[b].pending != 0) {
+            return CT_OK;
+        }
         ct_status status =
-            r->codec->ops->start(r->codec, comm, &parcel, &bucket->work, err);
+            r->codec->ops->start(r->codec, comm, &parcel, &r->buckets[b].work, err);
         if (status != CT_OK) {
             return status;
         }
@@ -149,8 +157,9 @@ ct_reducer_announce(ct_reducer *r, ct_comm *comm, size_t param, const ct_span *g
     }
     p->seen++;
     const bool counts = r->learning ? p->seen == 1 : p->seen >= p->expected;
-    if (counts) {
-        r->buckets[r->plan.bucket_of[param]].pending--;
+    const uint32_t b = r->plan.bucket_of[param];
+    if (counts && --r->buckets[b].pending == 0) {
+        r->filled[r->n_filled++] = (int64_t)b;
     }
     return counts && !r->learning ? start_full(r, comm, err) : CT_OK;
 }
@@ -180,14 +189,28 @@ wait_for_all(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
     const bool apart = r->codec->ops->meets_again;
     ct_status status = CT_OK;
-    for (size_t b = 0; status == CT_OK && b < r->plan.n_buckets; b++) {
-        status = wait_for(r, comm, b, err);
+    for (size_t turn = 0; status == CT_OK && turn < r->plan.n_buckets; turn++) {
+        status = wait_for(r, comm, (size_t)r->turns[turn], err);
         if (status == CT_OK && !apart) {
-            status = unpack(r, comm, b, err);
+            status = unpack(r, comm, (size_t)r->turns[turn], err);
         }
     }
-    for (size_t b = 0; status == CT_OK && apart && b < r->plan.n_buckets; b++) {
-        status = unpack(r, comm, b, err);
+    for (size_t turn = 0; status == CT_OK && apart && turn < r->plan.n_buckets;
+         turn++) {
+        status = unpack(r, comm, (size_t)r->turns[turn], err);
+    }
+    return status;
+}
+
+/* Rank 0's order of this cycle becomes everyone's of those that follow. */
+static ct_status
+take_turns(ct_reducer *r, ct_comm *comm, ct_error *err)
+{
+    const ct_span order = {r->filled, r->plan.n_buckets, CT_I64};
+    ct_status status = order.n > 1 ? comm->ops->broadcast(comm, &order, 0, err) : CT_OK;
+    if (status == CT_OK) {
+        memcpy(r->turns, r->filled, order.n * sizeof *r->turns);
+        r->in_turn = true;
     }
     return status;
 }
@@ -237,6 +260,9 @@ finish(ct_reducer *r, ct_comm *comm, ct_error *err)
     if (status == CT_OK) {
         status = wait_for_all(r, comm, err);
     }
+    if (status == CT_OK && !r->in_turn) {
+        status = take_turns(r, comm, err);
+    }
     if (status == CT_OK && r->factor != 1.0) {
         status = scale_all(r, err);
     }
@@ -257,8 +283,8 @@ ct_reducer_finish(ct_reducer *r, ct_comm *comm, ct_error *err)
 void
 ct_reducer_abort(ct_reducer *r, ct_comm *comm)
 {
-    for (size_t b = 0; b < r->started; b++) {
-        if (wait_for(r, comm, b, NULL) != CT_OK) {
+    for (size_t turn = 0; turn < r->started; turn++) {
+        if (wait_for(r, comm, (size_t)r->turns[turn], NULL) != CT_OK) {
             continue; /* the failure that led here has been told */
         }
     }

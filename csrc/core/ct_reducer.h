@@ -1,10 +1,12 @@
 /* Averages gradients over the ranks, bucket by bucket, while they are being computed.
  *
  * A cycle is one backward pass. Each parameter's gradient is announced when it is
- * there; a bucket whose gradients all are is exchanged, and buckets go in the order of
- * the plan on every rank, whatever arrives first, so that all ranks call the same
- * collectives. At the end of the pass ct_reducer_finish waits for the rest. Before it
- * every parameter has to have been announced: those without a gradient as zeros. */
+ * there; a bucket whose gradients all are is exchanged. Buckets take turns, in one
+ * order on every rank whatever arrives first, so that all ranks call the same
+ * collectives: that of the plan in the first cycle, and from then on that in which they
+ * were full on rank 0, as no bucket should wait for one that is full later. At the end
+ * of the pass ct_reducer_finish waits for the rest. Before it every parameter has to
+ * have been announced: those without a gradient as zeros. */
 #ifndef CT_REDUCER_H
 #define CT_REDUCER_H
 
@@ -29,8 +31,12 @@ typedef struct ct_reducer {
     ct_bucket_plan plan;
     ct_reducer_param *params;
     ct_reducer_bucket *buckets;
-    ct_codec *codec;  /* the caller's; alive as long as this */
-    size_t started;   /* buckets under way: those before it in the plan */
+    ct_codec *codec; /* the caller's; alive as long as this */
+    int64_t *turns;  /* buckets in the order of their exchange */
+    int64_t *filled; /* n_filled of them in that in which they were full */
+    size_t n_filled;
+    bool in_turn;     /* the turns are those of a cycle before */
+    size_t started;   /* turns that have come in this cycle */
     bool active;      /* within a cycle */
     bool learning;    /* starts nothing before the end, and counts announcements */
     bool copies_back; /* averages are brought to where the gradients were */

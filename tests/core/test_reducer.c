@@ -65,7 +65,7 @@ test_a_plan_survives_every_lack_of_memory(void)
         ct_alloc_fail_after(n);
         status = ct_reducer_init(&r, &ct_device_cpu, NULL, params, 2, &small, NULL);
         ct_alloc_fail_after(0);
-        CHECK((status == CT_OK) == (n > 6));
+        CHECK((status == CT_OK) == (n > 7));
         if (status == CT_OK) {
             ct_reducer_fini(&r);
         }
@@ -144,6 +144,42 @@ average_in_any_order(ct_comm *comm, void *arg)
         check_means(&m);
     }
     ct_reducer_fini(&m.reducer);
+}
+
+/* Parameters come in their order, the reverse of the plan's: in the first cycle nothing
+ * can go before the last has come, in the second each goes as soon as it is full. Rank
+ * 0 says what the order is, whatever it was on the others. */
+static void
+learn_the_order(ct_comm *comm, void *arg)
+{
+    model m;
+    model_init(&m, arg);
+    const size_t n = m.reducer.plan.n_buckets;
+    CHECK(n == PARAMS);
+    for (int cycle = 0; cycle < 3; cycle++) {
+        fill(&m, comm->rank);
+        ct_reducer_begin(&m.reducer);
+        for (size_t k = 0; k < PARAMS; k++) {
+            const size_t i = comm->rank == 1 && cycle == 0 ? PARAMS - 1 - k : k;
+            CHECK(ct_reducer_announce(&m.reducer, comm, i, &m.spans[i], NULL) == CT_OK);
+            CHECK(m.reducer.started ==
+                  (cycle > 0 || comm->rank == 1 || k == PARAMS - 1 ? k + 1 : 0));
+        }
+        CHECK(ct_reducer_finish(&m.reducer, comm, NULL) == CT_OK);
+        check_means(&m);
+        for (size_t turn = 0; turn < n; turn++) {
+            CHECK(m.reducer.turns[turn] == (int64_t)(n - 1 - turn));
+        }
+    }
+    ct_reducer_fini(&m.reducer);
+}
+
+static void
+test_buckets_take_turns_as_they_were_full_on_rank_0(void)
+{
+    ct_bucket_limits alone = small;
+    alone.alone_bytes = 1;
+    run_ranks(RANKS, 30.0, learn_the_order, &alone);
 }
 
 static void
@@ -318,6 +354,7 @@ main(void)
     test_long_parameters_are_alone();
     test_a_plan_survives_every_lack_of_memory();
     test_averages_do_not_depend_on_the_order_of_arrival();
+    test_buckets_take_turns_as_they_were_full_on_rank_0();
     test_cycles_that_are_out_of_the_ordinary();
     test_a_rank_that_is_gone_is_told();
     run_ranks(RANKS, 30.0, take_over_spans, NULL);
