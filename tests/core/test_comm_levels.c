@@ -154,6 +154,81 @@ test_means_are_those_of_all_ranks(void)
     run_ranks(RANKS, 30.0, average, NULL);
 }
 
+/* Several at once, of odd lengths, with a short one and a barrier in between, and one
+ * run while others are under way; memory of those that have ended is used again. */
+static void
+begin_several(ct_comm *comm, void *arg)
+{
+    enum {
+        MANY = 4
+    };
+    static const size_t lengths[MANY] = {LARGEST, 2, LARGEST - 1, LARGEST};
+    ct_comm *levels = levels_of(comm);
+    ct_work *works[MANY];
+    double *values[MANY + 1];
+    (void)arg;
+    for (int k = 0; k <= MANY; k++) {
+        values[k] = ct_alloc(LARGEST * sizeof **values);
+        CHECK(values[k] != NULL);
+    }
+    for (int turn = 0; turn < 3; turn++) {
+        for (int k = 0; k < MANY; k++) {
+            const ct_request r = {
+                .what = CT_ALL_REDUCE, .in = {values[k], lengths[k], CT_F64}
+            };
+            fill(&r.in, comm->rank + k);
+            CHECK(ct_comm_start(levels, &r, &works[k], NULL) == CT_OK);
+            CHECK(levels->ops->barrier(levels, NULL) == CT_OK);
+        }
+        const ct_span run = {values[MANY], LARGEST, CT_F64};
+        fill(&run, comm->rank);
+        CHECK(levels->ops->all_reduce(levels, &run, CT_REDUCE_SUM, NULL) == CT_OK);
+        for (int k = 0; k <= MANY; k++) {
+            CHECK(k == MANY || ct_comm_wait(levels, works[k], NULL) == CT_OK);
+            for (size_t i = 0; i < (k == MANY ? LARGEST : lengths[k]); i++) {
+                double sum = 0.0;
+                for (int rank = 0; rank < RANKS; rank++) {
+                    sum += value_at(rank + (k == MANY ? 0 : k), i);
+                }
+                CHECK(values[k][i] == sum);
+            }
+        }
+    }
+    for (int k = 0; k <= MANY; k++) {
+        ct_free(values[k]);
+    }
+    levels->ops->free(levels);
+}
+
+static void
+test_all_reduces_work_side_by_side(void)
+{
+    run_ranks(RANKS, 30.0, begin_several, NULL);
+}
+
+/* Rank 4 leaves while others have begun: each is told by wait, once for each. */
+static void
+lose_one_under_way(ct_comm *comm, void *arg)
+{
+    ct_comm *levels = levels_of(comm);
+    float *values = ct_calloc(2 * LARGEST, sizeof *values);
+    ct_work *works[2] = {NULL, NULL};
+    ct_status status = CT_OK;
+    int begun = 0;
+    (void)arg;
+    for (; comm->rank != 4 && status == CT_OK && begun < 2; begun++) {
+        const ct_request r = {
+            .what = CT_ALL_REDUCE, .in = {values + begun * LARGEST, LARGEST, CT_F32}
+        };
+        status = ct_comm_start(levels, &r, &works[begun], NULL);
+    }
+    for (int k = 0; k < 2; k++) {
+        CHECK(works[k] == NULL || ct_comm_wait(levels, works[k], NULL) == CT_ECOMM);
+    }
+    levels->ops->free(levels);
+    ct_free(values);
+}
+
 static void
 refuse(ct_comm *comm, void *arg)
 {
@@ -203,6 +278,7 @@ static void
 test_a_missing_rank_is_reported_with_its_level(void)
 {
     run_ranks(RANKS, 1.0, miss_one, NULL);
+    run_ranks(RANKS, 1.0, lose_one_under_way, NULL);
 }
 
 int
@@ -210,6 +286,7 @@ main(void)
 {
     test_every_collective_is_that_of_one_level();
     test_means_are_those_of_all_ranks();
+    test_all_reduces_work_side_by_side();
     test_what_does_not_fit_is_refused_on_every_rank();
     test_a_missing_rank_is_reported_with_its_level();
     return 0;

@@ -36,6 +36,14 @@ found["broadcast"] = out.tolist()
 found["bytes"] = [b.decode() for b in group.gather_bytes(b"x" * rank)]
 work = group.all_reduce(part, async_op=True)
 work.wait()
+several = [np.arange(5001.0) * (rank + k) for k in range(3)]
+works = [group.all_reduce(each, async_op=True) for each in several]
+group.barrier()
+for work in works:
+    work.wait()
+found["several"] = [
+    bool((each == np.arange(5001.0) * (6 + 4 * k)).all()) for k, each in enumerate(several)
+]
 group.barrier()
 odd = group.split(rank % 2)
 found["split"] = [odd.rank, odd.world_size, len(odd.gather_bytes(b""))]
@@ -64,6 +72,7 @@ def test_two_machines_of_two_ranks(tmp_path: Path) -> None:
         assert found["bytes"] == ["", "x", "xx", "xxx"]
         assert found["split"] == [rank // 2, 2, 2]
         assert found["memory"]
+        assert found["several"] == [True, True, True]
         # A machine each, ranks that alternate, and 1 rank beside 3: the engine alone.
         assert found["others"] == ["shm", "shm", "shm"]
         assert found["same"] == ["shm", 4]
