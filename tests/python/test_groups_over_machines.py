@@ -42,7 +42,8 @@ group.barrier()
 for work in works:
     work.wait()
 found["several"] = [
-    bool((each == np.arange(5001.0) * (6 + 4 * k)).all()) for k, each in enumerate(several)
+    bool((each == np.arange(5001.0) * (6 + 4 * k)).all())
+    for k, each in enumerate(several)
 ]
 group.barrier()
 odd = group.split(rank % 2)
