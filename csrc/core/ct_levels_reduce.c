@@ -171,13 +171,10 @@ goes_by_shares(const ct_request *r)
            (r->op != CT_REDUCE_MEAN || ct_dtype_is_float(r->in.dtype));
 }
 
-ct_status
-ct_levels_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
+/* *begun is set on success alone. */
+static ct_status
+begin(ct_levels *self, const ct_request *request, ct_work **begun, ct_error *err)
 {
-    ct_levels *self = (ct_levels *)comm;
-    if (!goes_by_shares(request)) {
-        return ct_comm_run(comm, request, err);
-    }
     ct_work *w = take_spare(self);
     if (w == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to begin an all_reduce");
@@ -192,34 +189,47 @@ ct_levels_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_err
     }
     send_all_across(self);
     append(self, w);
-    *work = w;
+    *begun = w;
     return CT_OK;
+}
+
+static ct_status
+end(ct_levels *self, ct_work *w, ct_error *err)
+{
+    send_all_across(self);
+    while (w->under_way) {
+        end_first(self);
+    }
+    const ct_status status = w->status;
+    if (status != CT_OK && err != NULL) {
+        *err = w->error;
+    }
+    give_back(self, w);
+    return status;
+}
+
+ct_status
+ct_levels_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
+{
+    return goes_by_shares(request) ? begin((ct_levels *)comm, request, work, err)
+                                   : ct_comm_run(comm, request, err);
 }
 
 ct_status
 ct_levels_wait(ct_comm *comm, ct_work *work, ct_error *err)
 {
-    ct_levels *self = (ct_levels *)comm;
-    send_all_across(self);
-    while (work->under_way) {
-        end_first(self);
-    }
-    const ct_status status = work->status;
-    if (status != CT_OK && err != NULL) {
-        *err = work->error;
-    }
-    give_back(self, work);
-    return status;
+    return end((ct_levels *)comm, work, err);
 }
 
 ct_status
 ct_levels_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
 {
     const ct_request r = {.what = CT_ALL_REDUCE, .op = op, .in = *span};
-    ct_work *work = NULL;
+    ct_levels *self = (ct_levels *)comm;
+    ct_work *work;
     if (!goes_by_shares(&r)) {
-        return ct_levels_reduce_gathered((ct_levels *)comm, span, op, err);
+        return ct_levels_reduce_gathered(self, span, op, err);
     }
-    ct_status status = ct_levels_start(comm, &r, &work, err);
-    return status == CT_OK ? ct_levels_wait(comm, work, err) : status;
+    ct_status status = begin(self, &r, &work, err);
+    return status == CT_OK ? end(self, work, err) : status;
 }
