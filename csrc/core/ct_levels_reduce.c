@@ -171,26 +171,26 @@ goes_by_shares(const ct_request *r)
            (r->op != CT_REDUCE_MEAN || ct_dtype_is_float(r->in.dtype));
 }
 
-/* *begun is set on success alone. */
-static ct_status
-begin(ct_levels *self, const ct_request *request, ct_work **begun, ct_error *err)
+/* NULL, with *status and *err, on failure. */
+static ct_work *
+begin(ct_levels *self, const ct_request *request, ct_status *status, ct_error *err)
 {
     ct_work *w = take_spare(self);
     if (w == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory to begin an all_reduce");
+        *status = ct_fail(err, CT_ENOMEM, "no memory to begin an all_reduce");
+        return NULL;
     }
-    ct_status status = divide(self, w, request, err);
-    if (status == CT_OK) {
-        status = start_within(self, w, err);
+    *status = divide(self, w, request, err);
+    if (*status == CT_OK) {
+        *status = start_within(self, w, err);
     }
-    if (status != CT_OK) {
+    if (*status != CT_OK) {
         give_back(self, w);
-        return status;
+        return NULL;
     }
     send_all_across(self);
     append(self, w);
-    *begun = w;
-    return CT_OK;
+    return w;
 }
 
 static ct_status
@@ -211,8 +211,12 @@ end(ct_levels *self, ct_work *w, ct_error *err)
 ct_status
 ct_levels_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
 {
-    return goes_by_shares(request) ? begin((ct_levels *)comm, request, work, err)
-                                   : ct_comm_run(comm, request, err);
+    ct_status status = CT_OK;
+    if (!goes_by_shares(request)) {
+        return ct_comm_run(comm, request, err);
+    }
+    *work = begin((ct_levels *)comm, request, &status, err);
+    return status;
 }
 
 ct_status
@@ -226,10 +230,10 @@ ct_levels_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_err
 {
     const ct_request r = {.what = CT_ALL_REDUCE, .op = op, .in = *span};
     ct_levels *self = (ct_levels *)comm;
-    ct_work *work;
+    ct_status status = CT_OK;
     if (!goes_by_shares(&r)) {
         return ct_levels_reduce_gathered(self, span, op, err);
     }
-    ct_status status = begin(self, &r, &work, err);
-    return status == CT_OK ? end(self, work, err) : status;
+    ct_work *work = begin(self, &r, &status, err);
+    return work != NULL ? end(self, work, err) : status;
 }
