@@ -49,7 +49,8 @@ FLOORS = (
     | {"ct_comm", "ct_comm_bytes", "ct_comm_local", "ct_comm_memory"}
     | {"ct_comm_levels", "ct_comm_padded", "ct_comm_split"}
     | {"ct_comm_self", "ct_comm_shm", "ct_comm_sync"}
-    | {"ct_exchange", "ct_exchange_slots", "ct_shm_queue"},
+    | {"ct_exchange", "ct_exchange_slots", "ct_shm_queue"}
+    | {"ct_levels", "ct_levels_reduce"},
     set[str](),
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
     {"ct_bucket", "ct_codec", "ct_codec_codes", "ct_codec_half", "ct_low_rank"}
