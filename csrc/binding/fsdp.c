@@ -3,6 +3,7 @@
 
 #include "binding/mapped_memory.h"
 #include "core/ct_alloc.h"
+#include "core/ct_fsdp_codes.h"
 
 #include <string.h>
 
@@ -34,6 +35,7 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
     f((self)->replicas);                                                               \
     f((self)->full);                                                                   \
     f((self)->grads);                                                                  \
+    f((self)->residual);                                                               \
     f((self)->shards);                                                                 \
     f((self)->grad_owners);                                                            \
     f((self)->root);                                                                   \
@@ -167,21 +169,49 @@ map_memory(FSDPUnit *self, ct_dtype compute, int watched)
     return 0;
 }
 
+/* What codes miss has to stay from one update to the next. */
+static int
+map_residual(FSDPUnit *self)
+{
+    self->residual =
+        new_memory(fsdp_state_borrow(self), ct_fsdp_grad_bytes(&self->core), 0);
+    if (self->residual == NULL) {
+        return -1;
+    }
+    self->core.residual = ((MappedMemory *)self->residual)->pages.data;
+    return 0;
+}
+
+static int
+check_bits(const char *name, int bits)
+{
+    if (bits == 0 || ct_fsdp_codes_known(bits)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "%s is %d; expected 8, or 0 for whole elements",
+                 name, bits);
+    return -1;
+}
+
 static int
 FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"communicator", "groups",   "compute_dtype",
-                            "reduce_dtype", "watched",  "lone_gather",
-                            "lone_reduce",  "replicas", NULL};
+    static char *names[] = {"communicator", "groups",         "compute_dtype",
+                            "reduce_dtype", "watched",        "lone_gather",
+                            "lone_reduce",  "replicas",       "gather_bits",
+                            "reduce_bits",  "error_feedback", NULL};
     FSDPUnit *self = (FSDPUnit *)op;
     PyObject *communicator, *groups, *replicas = Py_None;
     const char *compute = "float32", *reduce = "float32";
-    int watched = 0, lone_gather = 0, lone_reduce = 0;
+    int watched = 0, lone_gather = 0, lone_reduce = 0, feedback = 1;
     ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$sspppO:FSDPUnit", names,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$sspppOiip:FSDPUnit", names,
                                      &communicator, &PyTuple_Type, &groups, &compute,
                                      &reduce, &watched, &lone_gather, &lone_reduce,
-                                     &replicas) ||
+                                     &replicas, &config.gather_bits,
+                                     &config.reduce_bits, &feedback) ||
+        check_bits("gather_bits", config.gather_bits) < 0 ||
+        check_bits("reduce_bits", config.reduce_bits) < 0 ||
         dtype_of(compute, &config.compute) < 0 ||
         dtype_of(reduce, &config.reduce) < 0) {
         return -1;
@@ -195,7 +225,8 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
         (!Py_IsNone(replicas) &&
          ctpy_comm_borrow(fsdp_state_borrow(self), replicas) == NULL) ||
         lay_out(self, groups, comm->world_size) < 0 ||
-        map_memory(self, config.compute, watched) < 0) {
+        map_memory(self, config.compute, watched) < 0 ||
+        (config.reduce_bits != 0 && feedback && map_residual(self) < 0)) {
         return -1;
     }
     config.postdivide = (double)comm->world_size;
@@ -272,6 +303,8 @@ fsdp_expect(FSDPUnit *self, unsigned states)
 static PyMemberDef FSDPUnit_members[] = {
     {"communicator", T_OBJECT, offsetof(FSDPUnit, communicator), READONLY,
      "The group of ranks that share."},
+    {"residual", T_OBJECT, offsetof(FSDPUnit, residual), READONLY,
+     "What codes have missed of the gradients, float32 in a MappedMemory, or None."},
     {"replicas", T_OBJECT, offsetof(FSDPUnit, replicas), READONLY,
      "The group of ranks that have the same shards, or None."},
     {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
@@ -308,14 +341,18 @@ PyDoc_STRVAR(
     FSDPUnit_doc,
     "FSDPUnit(communicator, groups, *, compute_dtype='float32',\n"
     "         reduce_dtype='float32', watched=False, lone_gather=False,\n"
-    "         lone_reduce=False, replicas=None)\n--\n\n"
+    "         lone_reduce=False, replicas=None, gather_bits=0,\n"
+    "         reduce_bits=0, error_feedback=True)\n--\n\n"
     "Parameters that are sharded over the ranks of a group, gathered and reduced\n"
     "together; ctrainer.fsdp.FullyShardedDataParallel has one for a module.\n\n"
     "groups: a tuple of (elements with padding, trainable). watched: parameters that\n"
     "are used while they are not there end the process, rather than reading zeros.\n"
     "lone_gather, lone_reduce: leave the other ranks out, to measure without.\n"
     "replicas: a group of ranks that have the same shards in other groups, over which\n"
-    "gradients are averaged.\n\n"
+    "gradients are averaged. gather_bits, reduce_bits: parameters and gradients "
+    "travel\n"
+    "as codes of so many bits. error_feedback: what these miss of a gradient is added\n"
+    "to the next, which takes a float32 for each of all ranks' elements.\n\n"
     "Its hooks: _grad_enabled(), _graph_task(), _queue(), _new_gradient(group) and\n"
     "assert_state(states).");
 

@@ -26,6 +26,7 @@ typedef struct FSDPUnit {
     PyObject *communicator; /* NULL before __init__ */
     PyObject *replicas; /* the Communicator of those with the same shards, or NULL */
     PyObject *full, *grads; /* MappedMemory */
+    PyObject *residual;     /* the same, or NULL: what codes miss is forgotten */
     PyObject *shards;       /* a tuple, one parameter a group */
     PyObject *grad_owners;  /* a tuple: whose grad is the shard's; NULL: the shards */
     PyObject *root;         /* the FSDPUnit above, itself in a root; NULL: not known */

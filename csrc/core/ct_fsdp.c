@@ -1,6 +1,7 @@
 #include "core/ct_fsdp.h"
 
 #include "core/ct_alloc.h"
+#include "core/ct_fsdp_codes.h"
 #include "core/ct_reduce.h"
 
 #include <math.h>
@@ -133,6 +134,10 @@ gather_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g, const ct_span
                        "must not be cast or resized",
                        shard->n, ct_dtype_name(shard->dtype), n);
     }
+    if (unit->config.gather_bits != 0 && !unit->config.lone_gather) {
+        const ct_fsdp_coder coder = {unit->device, comm, unit->config.gather_bits};
+        return ct_fsdp_gather_codes(&coder, &full, shard, err);
+    }
     ct_status status = unit->device->copy(NULL, &own, shard, 1, err);
     return status != CT_OK || unit->config.lone_gather
                ? status
@@ -249,16 +254,29 @@ ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at, const ct_span *grad, b
                : unit->device->copy(NULL, &place, grad, 1, err);
 }
 
-/* The sum of all ranks' parts, where this rank's part of `whole` is; of the replicas'
- * sums the average. */
 static ct_status
-sum_over_ranks(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
+reduce_as_codes(const ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
+                const ct_span *part, ct_reduce_op op, ct_error *err)
+{
+    const ct_fsdp_coder coder = {unit->device, comm, unit->config.reduce_bits};
+    const ct_span whole = grads_of(unit, g);
+    float *residual = unit->residual == NULL ? NULL : unit->residual + g->grad_at;
+    const float factor = op == CT_REDUCE_MEAN ? 1.0F / (float)comm->world_size : 1.0F;
+    return ct_fsdp_reduce_codes(&coder, part, &whole, residual, factor, err);
+}
+
+/* The sum of all ranks' parts of a group; of the replicas' sums the average. */
+static ct_status
+sum_over_ranks(const ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
                const ct_span *part, ct_reduce_op op, ct_error *err)
 {
+    const ct_span whole = grads_of(unit, g);
     if (unit->config.lone_reduce) {
         return CT_OK;
     }
-    ct_status status = comm->ops->reduce_scatter(comm, part, whole, op, err);
+    ct_status status = unit->config.reduce_bits != 0
+                           ? reduce_as_codes(unit, comm, g, part, op, err)
+                           : comm->ops->reduce_scatter(comm, part, &whole, op, err);
     return status != CT_OK || unit->replicas == NULL
                ? status
                : unit->replicas->ops->all_reduce(unit->replicas, part, CT_REDUCE_MEAN,
@@ -311,7 +329,7 @@ ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
     const bool direct = !add && part.dtype == CT_F32 && !unit->config.lone_reduce;
     part = direct ? *shard : part;
     if (status == CT_OK) {
-        status = sum_over_ranks(unit, comm, &whole, &part,
+        status = sum_over_ranks(unit, comm, g, &part,
                                 average ? CT_REDUCE_MEAN : CT_REDUCE_SUM, err);
     }
     const double factor = average ? 1.0 : 1.0 / unit->config.postdivide;

@@ -38,6 +38,7 @@ typedef struct ct_fsdp_config {
     ct_dtype reduce;               /* of the gradients while they are reduced */
     double predivide, postdivide;  /* of gradients, before and after their sum */
     bool lone_gather, lone_reduce; /* leave the other ranks out, to measure without */
+    int gather_bits, reduce_bits;  /* of codes that are sent; 0: whole elements */
 } ct_fsdp_config;
 
 typedef struct ct_fsdp {
@@ -50,6 +51,8 @@ typedef struct ct_fsdp {
     ct_fsdp_group *groups;
     size_t n_groups;
     ct_mapping *full, *grads; /* the caller's, as long as the unit */
+    float
+        *residual; /* what codes have missed of grads, as long; the caller's, or NULL */
     bool gathered;
     bool holds_grads;
     ct_dtype grad_dtype; /* of what grads holds now */

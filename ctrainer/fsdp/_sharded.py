@@ -62,6 +62,9 @@ class ShardedModule(nn.Module):
         device_mesh: Any = None,
         replica_groups: Any = None,
         use_orig_params: bool = False,
+        gather_bits: int | None = None,
+        reduce_bits: int | None = None,
+        error_feedback: bool = True,
         watch_released: bool = False,
         return_memory: bool = True,
     ) -> None:
@@ -81,6 +84,8 @@ class ShardedModule(nn.Module):
             mark_step_on_finalization or sync_on_finalization
         )
         self.fp32_reduce_scatter = fp32_reduce_scatter
+        self.gather_bits, self.reduce_bits = gather_bits, reduce_bits
+        self.error_feedback = error_feedback
         self.sharding_groups = sharding_groups
         self.on_neuron = on_neuron
         self._debug_dummy_forward_pass = _debug_dummy_forward_pass
@@ -174,6 +179,9 @@ class ShardedModule(nn.Module):
             lone_gather=lone_gather,
             lone_reduce=lone_reduce,
             replicas=self.replicas,
+            gather_bits=self.gather_bits or 0,
+            reduce_bits=self.reduce_bits or 0,
+            error_feedback=self.error_feedback,
         )
         unit.owner = weakref.ref(self)
         factor = _options.predivide_factor(self.world_size)
@@ -202,6 +210,9 @@ class ShardedModule(nn.Module):
             reshard_after_forward=self._orig_reshard_after_forward,
             flatten_parameters=self.flatten_parameters,
             use_orig_params=self.use_orig_params,
+            gather_bits=self.gather_bits,
+            reduce_bits=self.reduce_bits,
+            error_feedback=self.error_feedback,
             execute_sharding_on_init=False,
             compute_dtype=self.compute_dtype,
             buffer_dtype=self.buffer_dtype,

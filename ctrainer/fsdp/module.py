@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ctrainer.fsdp import _full, _metadata, optim_state
+from ctrainer.fsdp import _codes, _full, _metadata, optim_state
 from ctrainer.fsdp._sharded import ShardedModule
 from ctrainer.fsdp._tensors import cast_floats
 from ctrainer.fsdp.state import TrainingState
@@ -47,6 +47,11 @@ class FullyShardedDataParallel(ShardedModule):
 
     use_orig_params: parameters() has, in place of shards, a view of the shard for every
     parameter by its own name, for groups with options of their own.
+
+    gather_bits=8, reduce_bits=8: parameters and gradients travel as codes, a scale for
+    256 of them, in a quarter of float32's bytes. error_feedback: what is lost of a
+    gradient is added to the next one; that takes a float32 for every trainable element
+    of the whole module on each rank.
 
     auto_wrap_policy: called with each module below (module, recurse, nonwrapped_numel),
     the inner ones first; where it says so they become units with these options, or what
@@ -257,6 +262,20 @@ class FullyShardedDataParallel(ShardedModule):
     optim_state_dict = staticmethod(optim_state.optim_state_dict)
     optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
     rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
+
+    def feedback_state_dict(self) -> dict[str, torch.Tensor]:
+        """What codes have missed of gradients on this rank, float32, by unit.
+
+        Empty without reduce_bits and error_feedback.
+        """
+        return _codes.state_dict(self)
+
+    def load_feedback_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what feedback_state_dict() gave on this rank.
+
+        Raises ValueError where it is of other units or another number of ranks.
+        """
+        _codes.load_state_dict(self, state)
 
     # ---- names and metadata
 

@@ -1,0 +1,116 @@
+/* Shards are gathered and gradients reduced as codes, on 1 to 4 ranks. */
+#include "core/ct_alloc.h"
+#include "core/ct_fsdp_codes.h"
+#include "ct_ranks.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    SHARE = 300, /* a whole block of codes and a part of one */
+    MOST = 4 * SHARE
+};
+
+static const double HALF_STEP = 0.5 / 127.0; /* of a block whose largest value is 1 */
+
+/* In [-1, 1], both ends in every block. */
+static float
+value_of(size_t i, int rank)
+{
+    const float between = (float)((i * 37 + (size_t)rank * 11) % 101) / 50.0F - 1.0F;
+    return i % 8 == 0 ? 1.0F : between;
+}
+
+static void
+gathers_within_half_a_step(ct_comm *comm, void *arg)
+{
+    const ct_fsdp_coder coder = {&ct_device_cpu, comm, 8};
+    const size_t n = SHARE * (size_t)comm->world_size;
+    float shard[SHARE], full[MOST];
+    (void)arg;
+    for (size_t i = 0; i < SHARE; i++) {
+        shard[i] = value_of(i, comm->rank);
+    }
+    const ct_span from = {shard, SHARE, CT_F32}, to = {full, n, CT_F32};
+    CHECK(ct_fsdp_gather_codes(&coder, &to, &from, NULL) == CT_OK);
+    for (size_t i = 0; i < n; i++) {
+        const double exact = value_of(i % SHARE, (int)(i / SHARE));
+        CHECK(fabs((double)full[i] - exact) <= HALF_STEP * (1.0 + 1e-6));
+    }
+}
+
+static void
+sums_and_remembers(ct_comm *comm, void *arg)
+{
+    const ct_fsdp_coder coder = {&ct_device_cpu, comm, 8};
+    const size_t n = SHARE * (size_t)comm->world_size;
+    float whole[MOST], residual[MOST] = {0}, part[SHARE];
+    double total[SHARE] = {0.0};
+    const int rounds = 8;
+    (void)arg;
+    for (size_t i = 0; i < n; i++) {
+        whole[i] = value_of(i % SHARE, comm->rank);
+    }
+    const ct_span in = {whole, n, CT_F32}, out = {part, SHARE, CT_F32};
+    const float mean = 1.0F / (float)comm->world_size;
+    for (int round = 0; round < rounds; round++) {
+        CHECK(ct_fsdp_reduce_codes(&coder, &out, &in, residual, mean, NULL) == CT_OK);
+        for (size_t i = 0; i < SHARE; i++) {
+            total[i] += (double)part[i];
+        }
+    }
+    for (size_t i = 0; i < SHARE; i++) {
+        double exact = 0.0;
+        for (int rank = 0; rank < comm->world_size; rank++) {
+            exact += (double)value_of(i, rank) * rounds / comm->world_size;
+        }
+        /* What is outstanding is of the last round alone, whose largest value is 1 and
+         * half a step of the round before. */
+        CHECK(fabs(total[i] - exact) <= HALF_STEP * 1.01);
+    }
+}
+
+static void
+forgets_without_a_residual(ct_comm *comm, void *arg)
+{
+    const ct_fsdp_coder coder = {&ct_device_cpu, comm, 8};
+    const size_t n = SHARE * (size_t)comm->world_size;
+    float whole[MOST], first[SHARE], second[SHARE];
+    (void)arg;
+    for (size_t i = 0; i < n; i++) {
+        whole[i] = value_of(i % SHARE, comm->rank);
+    }
+    const ct_span in = {whole, n, CT_F32}, a = {first, SHARE, CT_F32};
+    const ct_span b = {second, SHARE, CT_F32};
+    CHECK(ct_fsdp_reduce_codes(&coder, &a, &in, NULL, 1.0F, NULL) == CT_OK);
+    CHECK(ct_fsdp_reduce_codes(&coder, &b, &in, NULL, 1.0F, NULL) == CT_OK);
+    CHECK(memcmp(first, second, sizeof first) == 0);
+}
+
+static void
+fails_without_memory(ct_comm *comm, void *arg)
+{
+    const ct_fsdp_coder coder = {&ct_device_cpu, comm, 8};
+    float values[SHARE] = {0}, result[SHARE];
+    const ct_span in = {values, SHARE, CT_F32}, out = {result, SHARE, CT_F32};
+    (void)arg;
+    ct_alloc_fail_after(1);
+    CHECK(ct_fsdp_gather_codes(&coder, &out, &in, NULL) == CT_ENOMEM);
+    ct_alloc_fail_after(1);
+    CHECK(ct_fsdp_reduce_codes(&coder, &out, &in, NULL, 1.0F, NULL) == CT_ENOMEM);
+    ct_alloc_fail_after(0);
+}
+
+int
+main(void)
+{
+    for (int world_size = 1; world_size <= 4; world_size++) {
+        run_ranks(world_size, 30.0, gathers_within_half_a_step, NULL);
+        run_ranks(world_size, 30.0, sums_and_remembers, NULL);
+        run_ranks(world_size, 30.0, forgets_without_a_residual, NULL);
+    }
+    run_ranks(1, 30.0, fails_without_memory, NULL);
+    CHECK(ct_fsdp_codes_known(8) && !ct_fsdp_codes_known(5));
+    CHECK(ct_fsdp_codes_bytes(256, 8) == 264 && ct_fsdp_codes_bytes(257, 8) == 272);
+    return 0;
+}
