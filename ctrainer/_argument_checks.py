@@ -10,6 +10,7 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from ctrainer import _rank_options
 from ctrainer._block_options import way_of
 from ctrainer._fsdp_options import sharding_of
 from ctrainer._loss_scaler import make_loss_scaler
@@ -65,6 +66,8 @@ def normalize(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if isinstance(value, str) and value.startswith("{"):
             setattr(args, name, _typed(json.loads(value)))
+    dealt: Any = _rank_options.config_of(args.accelerator_config)
+    args.accelerator_config = dealt
     for name, words in _WORDS.items():
         setattr(args, name, _word(name, words, getattr(args, name)))
     args.debug = args.debug.split() if isinstance(args.debug, str) else args.debug or []
@@ -168,6 +171,10 @@ def _take_mixed_precision(args: TrainingArguments) -> None:
 def validate(args: TrainingArguments) -> None:
     """Raise ValueError for a value out of range or a contradiction."""
     _validate_numbers(args)
+    if _rank_options.config_of(args.accelerator_config).use_configured_state:
+        from ctrainer.integrations import configured_state
+
+        configured_state()
     _validate_steps(args)
     _validate_schedule(args)
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:

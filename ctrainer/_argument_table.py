@@ -142,9 +142,9 @@ LIMITED = {
     ),
     "accelerator_config": Limit(
         _rank_options.accepts,
-        "None, or a dict of " + ", ".join(_rank_options.ACCEPTED),
-        "use_seedable_sampler, gradient_accumulation_kwargs and use_configured_state "
-        "must keep their defaults",
+        "None, a JSON file, or a dict of " + ", ".join(_rank_options.NAMES),
+        "each is a bool, dispatch_batches also None; gradient_accumulation_kwargs is a "
+        "dict of num_steps, a whole number, and sync_each_batch, a bool",
     ),
     "ddp_backend": one_of(
         None,

@@ -1,35 +1,121 @@
-"""How the batches of a run are dealt out to its ranks: accelerator_config, read."""
+"""accelerator_config, read: how the batches of a run are dealt out to its ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-# What each setting of accelerate may be; the first is its default.
-ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "split_batches": (False, True),
-    "dispatch_batches": (None, True, False),
-    "even_batches": (True, False),
-    "use_seedable_sampler": (True,),
-    "non_blocking": (False, True),
-    "gradient_accumulation_kwargs": (None, {}),
-    "use_configured_state": (False,),
-}
+_ACCUMULATION = ("num_steps", "sync_each_batch")
 
 
-def as_dict(config: Any) -> dict[str, Any]:
-    """accelerator_config, None, a dict or transformers' object, as a dict."""
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    return dict(config or {})
+@dataclass
+class AcceleratorConfig:
+    """Settings of accelerate for a trainer's data and accumulation.
+
+    split_batches: a batch is cut into the ranks' parts; else each gets whole ones.
+    dispatch_batches: rank 0 reads for all; None: of an iterable data set. even_batches:
+    the last round is filled up. use_seedable_sampler: the order follows from the seed
+    and the epoch, else from torch's generator. non_blocking: of copies to a device.
+    gradient_accumulation_kwargs: num_steps, in place of a gradient_accumulation_steps
+    of 1, and sync_each_batch, which averages gradients after every micro-batch.
+    use_configured_state: take the device of an accelerate state that is there.
+
+    Source: transformers 5.17, AcceleratorConfig, whose names, order and defaults.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    non_blocking: bool = False
+    gradient_accumulation_kwargs: dict[str, Any] | None = None
+    use_configured_state: bool = False
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
+        """Read a JSON object. ValueError for names that are no settings."""
+        with open(json_file, encoding="utf-8") as file:
+            return _of_dict(json.load(file))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        return vars(self).pop(key, default)
+
+
+NAMES = tuple(f.name for f in fields(AcceleratorConfig))
+
+
+def config_of(config: Any) -> AcceleratorConfig:
+    """accelerator_config as an object: from None, a dict, the path of a JSON file, or
+    an object of transformers.
+
+    Raises ValueError for names that are no settings, OSError for a file that cannot be
+    read.
+    """
+    if isinstance(config, AcceleratorConfig):
+        return config
+    if isinstance(config, str | os.PathLike):
+        return AcceleratorConfig.from_json_file(config)
+    return _of_dict(config.to_dict() if hasattr(config, "to_dict") else config or {})
+
+
+def _of_dict(given: Mapping[str, Any]) -> AcceleratorConfig:
+    unknown = sorted(set(given) - set(NAMES))
+    if unknown:
+        raise ValueError(
+            f"accelerator_config={dict(given)!r} is not supported; {unknown[0]} is "
+            f"none of its settings, which are {', '.join(NAMES)}"
+        )
+    return AcceleratorConfig(**copy.deepcopy(dict(given)))
 
 
 def accepts(config: Any) -> bool:
     """Is every setting one that is honoured?"""
-    given = as_dict(config) if not isinstance(config, str) else {config: None}
-    return all(
-        name in ACCEPTED and value in ACCEPTED[name] for name, value in given.items()
-    )
+    given = config_of(config).to_dict()
+    kwargs = given.pop("gradient_accumulation_kwargs")
+    dispatch = given.pop("dispatch_batches")
+    flags = [*given.values(), *([] if dispatch is None else [dispatch])]
+    return all(isinstance(flag, bool) for flag in flags) and _accumulates(kwargs)
+
+
+def _accumulates(kwargs: Any) -> bool:
+    if not isinstance(kwargs, dict | None):
+        return False
+    kwargs = kwargs or {}
+    steps = kwargs.get("num_steps", 1)
+    whole = isinstance(steps, int) and not isinstance(steps, bool) and steps > 0
+    flag = isinstance(kwargs.get("sync_each_batch", False), bool)
+    return whole and flag and set(kwargs) <= set(_ACCUMULATION)
+
+
+def take_accumulation(args: Any) -> None:
+    """Let num_steps of gradient_accumulation_kwargs be gradient_accumulation_steps.
+
+    Raises ValueError where both are set to different numbers.
+    """
+    kwargs = config_of(getattr(args, "accelerator_config", None))
+    steps = (kwargs.gradient_accumulation_kwargs or {}).get("num_steps")
+    if steps is None or steps == args.gradient_accumulation_steps:
+        return
+    if args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            f"accelerator_config says num_steps={steps}, and "
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}; set "
+            "one of them"
+        )
+    args.gradient_accumulation_steps = steps
+
+
+def syncs_each_batch(args: Any) -> bool:
+    """Are gradients averaged over the ranks after every micro-batch?"""
+    config = config_of(getattr(args, "accelerator_config", None))
+    return bool((config.gradient_accumulation_kwargs or {}).get("sync_each_batch"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +142,8 @@ def dealing(args: Any, training: bool) -> Dealing | None:
     """
     if args.world_size == 1:
         return None
-    given = {name: values[0] for name, values in ACCEPTED.items()}
-    given.update(as_dict(getattr(args, "accelerator_config", None)))
+    config = config_of(getattr(args, "accelerator_config", None))
     return Dealing(
-        args.process_index, args.world_size, given["split_batches"],
-        given["dispatch_batches"], training and given["even_batches"], training,
+        args.process_index, args.world_size, config.split_batches,
+        config.dispatch_batches, training and config.even_batches, training,
     )  # fmt: skip

@@ -63,6 +63,7 @@ class TrainerBase(_C.Trainer):
     _initial_num_input_tokens_seen: int
     _globalstep_last_logged: int
     _handles_signals: bool
+    _syncs_each_batch: bool  # gradients become averages after every micro-batch
     _loss_scaler: _C.LossScaler | None
     weight_average: WeightAverage | None
     _neftune: Any

@@ -35,10 +35,12 @@ class ExtraMixin(TrainerBase):
         self.__dict__["_accelerator"] = value
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make self.accelerator: on the trainer's device, without mixed precision or
-        accumulation of its own, which are ours."""
+        """Make self.accelerator: on the trainer's device, by accelerator_config and the
+        ddp_ arguments, without mixed precision or accumulation of its own, which are
+        ours."""
+        options = self._adapter.ddp_options(self.model, self.args)
         self.accelerator = integrations.new_accelerator(
-            self.args, cpu=self._inputs_stay
+            self.args, self._inputs_stay, options
         )
 
     @property

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from ctrainer import _C
+from ctrainer import _C, _rank_options
 from ctrainer._loss_scaler import make_loss_scaler
 from ctrainer._trainer_blocks import BlocksMixin
 from ctrainer._trainer_data import DataMixin
@@ -224,6 +224,7 @@ class RunMixin(
         self._make_blocks()
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
+        self._syncs_each_batch = _rank_options.syncs_each_batch(self.args)
         self._loss_scaler = self._make_loss_scaler()
         self._make_weight_average()
         if resume_from_checkpoint is not None:

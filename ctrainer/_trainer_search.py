@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -61,21 +61,39 @@ class SearchMixin(TrainerBase):
     def _lead_search(
         self, search: Any, n_trials: int, direction: Any, options: dict[str, Any]
     ) -> Any:
+        end = "it failed on rank 0, whose own error says why"
         try:
-            return search.run(_Lead(self), n_trials, direction, **options)
+            best = search.run(_Lead(self), n_trials, direction, **options)
+            end = ""
         finally:
-            self._communicator.broadcast_bytes(b"", 0)  # no more trials
+            self._send({"end": end})
+        return best
+
+    def _send(self, message: dict[str, Any]) -> None:
+        text = json.dumps(message, default=lambda number: number.item())
+        self._communicator.broadcast_bytes(text.encode(), 0)
 
     def _follow_search(self) -> None:
-        """Train along with every trial that rank 0 sends."""
-        while trial := self._communicator.broadcast_bytes(None, 0):
+        """Train along with every trial that rank 0 sends. RuntimeError when the search
+        fails there."""
+        message = self._receive()
+        while "end" not in message:
             self.objective = None
             try:
-                self.train(trial=pickle.loads(trial))
+                self.train(trial=_trial_of(message))
+                if self.objective is None:
+                    self.evaluate()
             except _pruned():
-                continue
-            if self.objective is None:
-                self.evaluate()
+                pass
+            message = self._receive()
+        if message["end"]:
+            raise RuntimeError(f"hyperparameter_search: {message['end']}")
+
+    def _receive(self) -> dict[str, Any]:
+        message: dict[str, Any] = json.loads(
+            self._communicator.broadcast_bytes(None, 0)
+        )
+        return message
 
     def _hp_search_setup(self, trial: Any) -> None:
         """Set the trial's values in args, each as the type that it had."""
@@ -117,9 +135,21 @@ class SearchMixin(TrainerBase):
         return b"yes" if trial.should_prune() else b""
 
 
-def _pruned() -> Any:
+def _trial_of(message: dict[str, Any]) -> Any:
+    """The trial that rank 0 trains: optuna's, which has a number, or its values."""
+    if "number" not in message:
+        return message["values"]
     import optuna
 
+    return optuna.trial.FixedTrial(message["values"], message["number"])
+
+
+def _pruned() -> Any:
+    """The exception that ends a trial; optuna alone prunes."""
+    try:
+        import optuna
+    except ImportError:
+        return ()
     return optuna.TrialPruned
 
 
@@ -147,13 +177,12 @@ class _Lead:
         return _NothingToClear()
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
-        sent = trial
         if hasattr(trial, "study"):
-            import optuna
-
             self._trainer.hp_space(trial)  # asks for the values
-            sent = optuna.trial.FixedTrial(trial.params, trial.number)
-        self._trainer._communicator.broadcast_bytes(pickle.dumps(sent), 0)
+            sent = {"number": trial.number, "values": trial.params}
+        else:
+            sent = {"values": dict(trial)}
+        self._trainer._send(sent)
         return self._trainer.train(resume_from_checkpoint, trial=trial)
 
 

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ctrainer import _argument_checks, _argument_table
+from ctrainer import _argument_checks, _argument_table, _rank_options
 from ctrainer._argument_setters import Setters
 from ctrainer._fsdp_options import sharding_of
 from ctrainer._older_fields import ALIASES, default_of, take_shadowed
@@ -152,6 +152,10 @@ class TrainingArguments(Setters):
 
         Imports torch, and sets TF32 there as `tf32` says.
         """
+        if _rank_options.config_of(self.accelerator_config).use_configured_state:
+            from ctrainer.integrations import configured_state
+
+            return configured_state().device  # type: ignore[no-any-return]
         if "_device" not in vars(self):
             from ctrainer.adapters.torch_process import choose_device
 
@@ -300,6 +304,7 @@ def adopt(args: Any) -> Any:
         _argument_checks.require_arguments(args)
         _argument_checks.complete(args, TrainingArguments)
     _argument_table.check(args, TrainingArguments._default_of)
+    _rank_options.take_accumulation(args)
     sharding_of(args)
     if args.save_strategy == "best" and args.metric_for_best_model is None:
         raise ValueError(

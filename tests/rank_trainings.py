@@ -33,6 +33,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "max_steps": 11, "accelerator_config": {"split_batches": True}}),
     "dispatched": (tiny.Net, tiny.rows(37), {
         "max_steps": 6, "accelerator_config": {"dispatch_batches": True}}),
+    "drawn": (tiny.Net, tiny.rows(37), {
+        "num_train_epochs": 2, "accelerator_config": {"use_seedable_sampler": False}}),
     "stream": (tiny.Net, Stream(tiny.rows(22)), {"max_steps": 5}),
     "stream read by all": (tiny.Net, Stream(tiny.rows(22)), {
         "max_steps": 5, "accelerator_config": {"dispatch_batches": False}}),
@@ -86,18 +88,21 @@ def compare(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def trained(folder: str, rows: int, *callbacks: Any, base: Any = ctrainer.Trainer,
-            **options: Any) -> Any:  # fmt: skip
+            resume: str | None = None, **options: Any) -> Any:  # fmt: skip
     """Our trainer after a run of 6 updates over `tiny.rows` in their order."""
     args = ctrainer.TrainingArguments(
-        folder, use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=6,
-        train_sampling_strategy="sequential", ddp_timeout=60, logging_strategy="no",
-        **options,
+        folder,
+        **{
+            "use_cpu": True, "disable_tqdm": True, "save_strategy": "no",
+            "max_steps": 6, "train_sampling_strategy": "sequential",
+            "ddp_timeout": 60, "logging_strategy": "no", **options,
+        },
     )  # fmt: skip
     trainer = base(
         tiny.Net(), args, train_dataset=tiny.rows(rows), callbacks=list(callbacks),
         eval_dataset=tiny.rows(8),
     )  # fmt: skip
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -131,6 +136,18 @@ class Failing(ctrainer.Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
         if self.args.process_index == 1 and self.state.global_step == 2:
             raise ZeroDivisionError("of its own")
+        return super().compute_loss(model, inputs, *args, **kw)
+
+
+class Exchanging(ctrainer.Trainer):
+    """Notes after which micro-batches gradients are exchanged."""
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.seen: list[bool] = []
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+        self.seen.append(model.require_backward_grad_sync)
         return super().compute_loss(model, inputs, *args, **kw)
 
 

@@ -195,9 +195,13 @@ ctpy_enter_no_sync(PyObject *op, PyObject *model, PyObject **context)
     ctpy_state *names = ctpy_state_borrow(op);
     const int ranks = ctpy_trainer_world_size(op);
     PyObject *method;
+    bool every;
     *context = NULL;
     if (ranks <= 1) {
         return ranks < 0 ? -1 : 0;
+    }
+    if (ctpy_get_flag(op, names->str__syncs_each_batch, &every) < 0 || every) {
+        return PyErr_Occurred() ? -1 : 0;
     }
     const int has = ctpy_lookup(model, names->str_no_sync, &method);
     if (has <= 0) {

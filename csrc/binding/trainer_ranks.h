@@ -57,7 +57,8 @@ int ctpy_do_what_is_due(PyObject *op, ctpy_run *run, PyObject *learning_rate);
 bool ctpy_ranks_stop(PyObject *op);
 
 /* On several ranks: model.no_sync() entered, whose exchange of gradients then waits for
- * the last micro-batch of an update. NULL where there is none. */
+ * the last micro-batch of an update. NULL where there is none, or where the arguments
+ * ask for an exchange after each. */
 int ctpy_enter_no_sync(PyObject *op, PyObject *model, PyObject **context);
 
 /* Replaces the gradients of an update by their mean over the ranks, where nothing

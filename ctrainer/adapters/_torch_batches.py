@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
+from ctrainer._rank_options import config_of
+
 
 class SeededSampler(Sampler[int]):
     """A permutation of the data set, new for each epoch: that of a generator seeded
@@ -40,12 +42,50 @@ class SeededSampler(Sampler[int]):
             yield from order.tolist()
 
 
-def seeded(sampler: Any, args: Any) -> Any:
-    """A RandomSampler without replacement as a SeededSampler; any other as it is."""
+class DrawnSampler(Sampler[int]):
+    """A RandomSampler's order by a generator of its own, whose seed is drawn from
+    torch's when the sampler is made; ranks take over the first one's.
+
+    Epoch n has what the n-th pass over it would give, so a resumed run finds it again.
+    Source: accelerate 1.x, prepare_data_loader without use_seedable_sampler.
+    """
+
+    def __init__(self, dataset: Any, num_samples: int) -> None:
+        self.data_source = dataset
+        self.num_samples = num_samples
+        self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed)
+        sampler = RandomSampler(
+            self.data_source, num_samples=self.num_samples, generator=generator
+        )
+        for _ in range(self.epoch):
+            for _ in sampler:
+                pass
+        self.epoch += 1
+        return iter(sampler)
+
+
+def seeded(sampler: Any, args: Any, dealt: bool) -> Any:
+    """A RandomSampler without replacement as a SeededSampler, or without
+    use_seedable_sampler as a DrawnSampler where all ranks read by it, to be dealt
+    batches; any other as it is."""
     plain = type(sampler) is RandomSampler and not sampler.replacement
     if not plain or sampler.generator is not None:
         return sampler
-    return SeededSampler(sampler.data_source, args, sampler.num_samples)
+    if config_of(args.accelerator_config).use_seedable_sampler:
+        return SeededSampler(sampler.data_source, args, sampler.num_samples)
+    if not dealt:
+        return sampler
+    return DrawnSampler(sampler.data_source, sampler.num_samples)
 
 
 class LengthGroupedSampler(Sampler[int]):

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from ctrainer import _C
 from ctrainer._rank_options import Dealing
-from ctrainer.adapters._torch_batches import SeededSampler
+from ctrainer.adapters._torch_batches import DrawnSampler, SeededSampler
 from ctrainer.adapters._torch_rank_eval import HandedOut, hand_out
 from ctrainer.comm import world
 
@@ -232,7 +232,12 @@ def share_order(loader: Any, group: _C.Communicator) -> None:
     """Give all ranks rank 0's generator, where the order of the epoch depends on it:
     they deal out batches of one order only if they draw the same one."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if isinstance(sampler, SeededSampler | SequentialSampler | DispatchedLoader):
+    alike = isinstance(sampler, SeededSampler | SequentialSampler)
+    if alike or isinstance(loader, DispatchedLoader):
+        return
+    if isinstance(sampler, DrawnSampler):
+        seed = group.broadcast_bytes(sampler.seed.to_bytes(8, "little"), 0)
+        sampler.seed = int.from_bytes(seed, "little")
         return
     state = group.broadcast_bytes(torch.get_rng_state().numpy().tobytes(), 0)
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

@@ -88,6 +88,8 @@ def prepare_args(args: Any) -> None:
                 f"{name}={value!r} needs a torch model; a NumPy model is trained with "
                 f"{name}={unused!r}"
             )
+    if not _rank_options.config_of(args.accelerator_config).use_seedable_sampler:
+        _refuse("use_seedable_sampler=False in accelerator_config")
     vars(args).setdefault("_device", Host())
 
 
@@ -353,6 +355,11 @@ def data_loader(
 
 
 # Several ranks
+
+
+def ddp_options(model: Any, args: Any) -> dict[str, Any]:
+    """None: torch's wrapper is for torch's modules."""
+    return {}
 
 
 def data_parallel(model: Any, args: Any, group: _C.Communicator) -> Any:

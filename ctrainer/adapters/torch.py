@@ -283,13 +283,13 @@ def data_parallel(model: Model, args: Args, group: _C.Communicator) -> Model:
 
     if wrappers.is_wrapped(model):
         return model
-    options = _ddp_options(model, args)
+    options = ddp_options(model, args)
     if inputs_stay(args):
         return wrappers.DataParallel(model, group, **options)
     return wrappers.torch_data_parallel(model, args, **options)
 
 
-def _ddp_options(model: Model, args: Args) -> dict[str, Any]:
+def ddp_options(model: Model, args: Args) -> dict[str, Any]:
     """transformers' defaults: parameters may be unused, unless activations are
     recomputed, which its models' second forward pass would contradict."""
     unused = args.ddp_find_unused_parameters
@@ -330,7 +330,10 @@ def is_iterable(dataset: Any) -> bool:
 
 
 def random_sampler(dataset: Any, args: Args) -> Sampler[int]:
-    """A shuffled order that depends on the seed and the epoch alone."""
+    """A shuffled order that depends on the seed and the epoch alone, unless
+    use_seedable_sampler is off: then on torch's generator."""
+    if not _rank_options.config_of(args.accelerator_config).use_seedable_sampler:
+        return torch.utils.data.RandomSampler(dataset)
     return batches.SeededSampler(dataset, args)
 
 
@@ -358,13 +361,15 @@ def data_loader(
         context = getattr(args, "dataloader_multiprocessing_context", None)
         options["multiprocessing_context"] = context
         options["in_order"] = args.dataloader_in_order
+    dealing = _rank_options.dealing(args, training)
     if not is_iterable(dataset):
-        options["sampler"] = batches.seeded(sampler, args) if training else sampler
+        dealt = dealing is not None and not dealing.dispatch_batches
+        chosen = batches.seeded(sampler, args, dealt) if training else sampler
+        options["sampler"] = chosen
         options["drop_last"] = args.dataloader_drop_last
         if training and workers > 0:
             seeder = batches.worker_seeder(workers, args.process_index)
             options["worker_init_fn"] = seeder
-    dealing = _rank_options.dealing(args, training)
     if dealing is None:
         return DataLoader(dataset, **options)
     rest = {"sampler": None, "drop_last": False, **options}

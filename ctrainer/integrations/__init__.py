@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
+from ctrainer._rank_options import config_of
 from ctrainer.comm.environment import meet_on_this_machine
 
 
@@ -61,17 +62,50 @@ def search_backend(name: Any) -> tuple[Any, Any, Any]:
     return kind, backend, default_compute_objective
 
 
-def new_accelerator(args: Any, cpu: bool) -> Any:
+def new_accelerator(args: Any, cpu: bool, ddp_options: dict[str, Any]) -> Any:
     """accelerate's Accelerator on this process's device, or on the CPU, of all
-    processes of the run: with several it initialises torch.distributed.
+    processes of the run: with several it initialises torch.distributed. It deals out
+    batches as args.accelerator_config says, and wraps models by ddp_options.
 
     Raises ImportError without accelerate.
     """
     from accelerate import Accelerator
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        GradientAccumulationPlugin,
+    )
 
     if args.world_size > 1:
         partial_state(args, cpu)
-    return Accelerator(cpu=cpu)
+    config = config_of(args.accelerator_config).to_dict()
+    del config["use_configured_state"]
+    accumulation = config.pop("gradient_accumulation_kwargs") or {}
+    loaders = DataLoaderConfiguration(**config)
+    loaders.data_seed = args.data_seed
+    return Accelerator(
+        cpu=cpu,
+        dataloader_config=loaders,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            **{**accumulation, "num_steps": 1}
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(**ddp_options)],
+    )
+
+
+def configured_state() -> Any:
+    """accelerate's state that the script has made, for use_configured_state.
+
+    Raises ValueError where there is none, ImportError without accelerate.
+    """
+    from accelerate import PartialState
+
+    if not PartialState._shared_state:
+        raise ValueError(
+            "use_configured_state in accelerator_config needs a state to use: make an "
+            "accelerate.PartialState or Accelerator before the training arguments"
+        )
+    return PartialState()
 
 
 def partial_state(args: Any, cpu: bool | None = None) -> Any:

@@ -9,12 +9,14 @@ import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+pytest.importorskip("optuna")
 
 from ranks import run_ranks, told
 
 WORK = """
 import logging, os, sys
 import numpy as np
+import optuna
 import torch
 import transformers
 import ctrainer
@@ -76,15 +78,40 @@ for kind, other in (("theirs", "ours"), ("ours", "theirs")):
     trainer.train(resume_from_checkpoint=f"{folder}/{other}/checkpoint-2")
     found[kind + " resumed"] = [weights(trainer), trainer.state.num_input_tokens_seen]
 
+class Second(optuna.pruners.BasePruner):
+    def prune(self, study, trial):
+        return trial.number == 1
+
+steps = []
+
+class Counting(ctrainer.TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        steps.append(0)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        steps[-1] = state.global_step
+
+def space(trial):
+    if trial.number == 4:
+        raise ZeroDivisionError("in hp_space")
+    return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2),
+            "weight_decay": trial.suggest_categorical("weight_decay", [0.0, 0.1])}
+
 trainer = make("ours", "search", eval_strategy="steps", eval_steps=2)
+trainer.add_callback(Counting())
 trainer.model_init = Plain
 best = trainer.hyperparameter_search(
-    hp_space=lambda trial: {
-        "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2)},
-    n_trials=2, direction="minimize", backend="optuna",
-    compute_objective=lambda m: m["eval_loss"])
+    hp_space=space, n_trials=3, direction="minimize", backend="optuna",
+    pruner=Second(), compute_objective=lambda m: m["eval_loss"])
 found["search"] = None if best is None else sorted(best.hyperparameters)
 found["learning_rate"] = trainer.args.learning_rate
+found["steps"] = list(steps)
+try:
+    trainer.hyperparameter_search(
+        hp_space=space, n_trials=5, direction="minimize", backend="optuna",
+        compute_objective=lambda m: m["eval_loss"])
+except Exception as problem:
+    found["failure"] = f"{type(problem).__name__}: {problem}"
 tell(found)
 """
 
@@ -132,5 +159,15 @@ def test_each_resumes_from_the_others_checkpoint(found: Any) -> None:
 
 
 def test_a_search_is_asked_by_rank_0_and_followed_by_the_others(found: Any) -> None:
-    assert [rank["search"] for rank in found] == [["learning_rate"], None]
+    names = ["learning_rate", "weight_decay"]
+    assert [rank["search"] for rank in found] == [names, None]
     assert found[0]["learning_rate"] == found[1]["learning_rate"]
+
+
+def test_a_pruned_trial_ends_on_all_ranks_and_a_failed_search_too(found: Any) -> None:
+    assert [rank["steps"] for rank in found] == [[4, 2, 4]] * 2
+    assert found[0]["failure"] == "ZeroDivisionError: in hp_space"
+    assert found[1]["failure"] == (
+        "RuntimeError: hyperparameter_search: it failed on rank 0, whose own error "
+        "says why"
+    )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 # Seconds on an idle machine, minutes on a busy one.
 pytestmark = pytest.mark.timeout(1800)
@@ -43,6 +44,21 @@ def test_digits_are_read_by_a_numpy_model_without_torch(tmp_path: Path) -> None:
     printed = run("digits_numpy.py", "--output", tmp_path)
     assert first_number(r"test accuracy ([\d.]+) %", printed) >= 96
     assert "torch imported: False" in printed
+
+
+def test_two_ranks_come_to_the_weights_of_one(tmp_path: Path) -> None:
+    script = ROOT / "examples/digits_ranks.py"
+    body = f"""
+        import runpy
+        sys.argv = ["digits_ranks.py", "--epochs", "8", "--width", "256"]
+        runpy.run_path({str(script)!r}, run_name="__main__")
+    """
+    first, second = run_ranks(tmp_path, body)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert first_number(r"1 rank : .* test accuracy ([\d.]+) %", first.output) >= 80
+    assert first_number(r"2 ranks: .* test accuracy ([\d.]+) %", first.output) >= 80
+    # Means of halves are added where the whole is: an ulp or two in each of 40 updates.
+    assert first_number(r"weights differ by ([\d.e-]+)", first.output) < 2e-5
 
 
 def test_the_gpt_learns_and_a_resumed_run_ends_where_a_whole_one_does(

@@ -23,15 +23,27 @@ tell(len(ours))
 BEHAVIOUR = """
 import warnings
 import ctrainer, torch
-from rank_trainings import Failing, Moding, Spoiling, Wish, parameters, trained
+from rank_trainings import Exchanging, Failing, Moding, Spoiling, Wish
+from rank_trainings import parameters, trained
 
 found = {}
 whole = trained(folder, 48, per_device_train_batch_size=4)
 found["parameters"] = parameters(whole).tolist()
 found["wrapped"] = type(whole.model_wrapped).__name__
-accumulated = trained(
-    folder, 48, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+accumulated = trained(folder, 48, base=Exchanging, **halves)
 found["steps"] = [accumulated.state.global_step, accumulated.state.epoch]
+always = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+synced = trained(folder, 48, base=Exchanging, accelerator_config=always, **halves)
+found["synced"] = parameters(synced).tolist()
+found["accumulated"] = parameters(accumulated).tolist()
+found["exchanges"] = [accumulated.seen[:4], synced.seen[:4]]
+shuffled = {"train_sampling_strategy": "random", "num_train_epochs": 2, "max_steps": -1,
+            "accelerator_config": {"use_seedable_sampler": False}, "save_steps": 4,
+            "per_device_train_batch_size": 4}
+drawn = trained(folder, 24, **{**shuffled, "save_strategy": "steps"})
+again = trained(folder, 24, resume=f"{folder}/checkpoint-4", **shuffled)
+found["drawn"] = [parameters(drawn).tolist(), parameters(again).tolist()]
 
 stopped = trained(folder, 48, Wish(1, 4), per_device_train_batch_size=4)
 found["stopped"] = stopped.state.global_step
@@ -61,7 +73,11 @@ except Exception as problem:
 again = trained(folder, 48, per_device_train_batch_size=4)
 found["again"] = parameters(again).tolist()
 found["torch.distributed"] = torch.distributed.is_initialized()
-accelerator = again.accelerator
+shown = {"even_batches": False, "gradient_accumulation_kwargs": {"num_steps": 1}}
+accelerator = trained(folder, 48, per_device_train_batch_size=4, data_seed=3,
+                      ddp_bucket_cap_mb=7, accelerator_config=shown).accelerator
+found["shown"] = [accelerator.even_batches, accelerator.dataloader_config.data_seed,
+                  accelerator.ddp_handler.bucket_cap_mb]
 found["accelerator"] = [accelerator.num_processes, accelerator.process_index,
     accelerator.gather(torch.tensor([rank])).tolist()]
 tell(found)
@@ -70,7 +86,7 @@ tell(found)
 
 def test_equal_to_transformers_on_two_ranks(tmp_path) -> None:
     pytest.importorskip("accelerate")
-    assert told(run_ranks(tmp_path, PARITY)) == [9, 9]
+    assert told(run_ranks(tmp_path, PARITY)) == [10, 10]
 
 
 def test_like_one_process_and_alike_on_both(tmp_path) -> None:
@@ -86,6 +102,12 @@ def test_like_one_process_and_alike_on_both(tmp_path) -> None:
         )
         assert found["wrapped"] == "DataParallel"
         assert found["steps"] == [6, 1.0]
+        torch.testing.assert_close(
+            torch.tensor(found["synced"]), torch.tensor(found["accumulated"]),
+            rtol=2e-6, atol=2e-6,
+        )  # fmt: skip
+        assert found["exchanges"] == [[False, True, False, True], [True] * 4]
+        assert found["drawn"][0] == found["drawn"][1] == ranks[0]["drawn"][0]
         assert found["stopped"] == 4
         assert (found["spoilt"], found["spoilt finite"]) == (1, True)
         assert found["spoilt sum"] == ranks[0]["spoilt sum"] != found["parameters"]
@@ -94,6 +116,7 @@ def test_like_one_process_and_alike_on_both(tmp_path) -> None:
         assert found["modes"] == [["log", False], ["step", True]]
         assert found["again"] == found["parameters"] == ranks[0]["parameters"]
         assert not found["torch.distributed"]
+        assert found["shown"] == [False, 3, 7]
         assert found["accelerator"] == [2, number, [0, 1]]
     assert [found["left over"] > 0 for found in ranks] == [True, False]
     assert ranks[1]["failure"] == "ZeroDivisionError: of its own"

@@ -233,7 +233,11 @@ class TestTable:
         [
             ("optim", "lomo"),
             ("train_sampling_strategy", "batch_rebalance"),
-            ("accelerator_config", {"use_seedable_sampler": False}),
+            ("accelerator_config", {"use_seedable_sampler": "no"}),
+            (
+                "accelerator_config",
+                {"gradient_accumulation_kwargs": {"adjust_scheduler": True}},
+            ),
             ("accelerator_config", {"unknown": 1}),
             ("half_precision_backend", "apex"),
             ("fp16_backend", "apex"),
@@ -251,7 +255,40 @@ class TestTable:
 
     def test_harmless_settings_of_accelerate_pass(self, tmp_path) -> None:
         given = {"split_batches": True, "even_batches": False}
-        assert TrainingArguments(tmp_path, accelerator_config=given)
+        file = tmp_path / "accelerate.json"
+        file.write_text(json.dumps(given))
+        for config in (given, json.dumps(given), file, str(file)):
+            found = TrainingArguments(tmp_path, accelerator_config=config)
+            assert found.accelerator_config.split_batches
+            assert found.to_dict()["accelerator_config"] == {
+                **TrainingArguments(tmp_path).to_dict()["accelerator_config"], **given
+            }  # fmt: skip
+
+    def test_num_steps_is_the_accumulation_unless_both_are_set(self, tmp_path) -> None:
+        config = {"gradient_accumulation_kwargs": {"num_steps": 4}}
+        args = TrainingArguments(tmp_path, accelerator_config=config)
+        assert adopt(args).gradient_accumulation_steps == 4
+        assert adopt(args).gradient_accumulation_steps == 4  # for another trainer
+        args = TrainingArguments(
+            tmp_path, accelerator_config=config, gradient_accumulation_steps=2
+        )
+        with pytest.raises(ValueError, match=r"num_steps=4, and .* is 2; set one"):
+            adopt(args)
+
+    def test_a_configured_state_has_to_be_there(self, tmp_path) -> None:
+        state = pytest.importorskip("accelerate").PartialState
+        kept = dict(state._shared_state)
+        config = {"use_configured_state": True}
+        state._reset_state()
+        try:
+            with pytest.raises(ValueError, match="needs a state to use"):
+                TrainingArguments(tmp_path, accelerator_config=config)
+            made = state(cpu=True)
+            args = TrainingArguments(tmp_path, accelerator_config=config)
+            assert args.device == made.device
+        finally:
+            state._reset_state()
+            state._shared_state.update(kept)
 
     @pytest.mark.parametrize(
         ("name", "value"), [("save_safetensors", False), ("overwrite_output_dir", True)]
