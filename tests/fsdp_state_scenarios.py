@@ -18,6 +18,7 @@ from ctrainer.fsdp import consolidate_sharded_model_checkpoints, save_shard
 State = dict[str, Any]
 FLAT = {"flatten_parameters": True, "on_neuron": False}
 APART = {"on_neuron": False}
+VIEWS = {"use_orig_params": True, **FLAT}
 
 
 def nested(group: Any, options: dict[str, bool]) -> FSDP:
@@ -72,7 +73,12 @@ def scenario_a_full_state_is_that_of_the_unwrapped_modules_optimizer(
     group: Any,
 ) -> None:
     for kind in (torch.optim.AdamW, optim.AdamW):
-        for options, apart in ((FLAT, False), (APART, False), (APART, True)):
+        for options, apart in (
+            (FLAT, False),
+            (APART, True),
+            (VIEWS, False),
+            (VIEWS, True),
+        ):
             model = nested(group, options)
             params = decayed_apart(model) if apart else model.parameters()
             optimizer = trained(model, kind(params, lr=1e-2), group)
@@ -88,7 +94,7 @@ def scenario_a_full_state_goes_to_shards_of_any_wrapping(group: Any) -> None:
     made = trained(source, torch.optim.AdamW(source.parameters(), lr=1e-2), group)
     full = FSDP.optim_state_dict(source, made)
     before = FSDP.optim_state_dict(source, made)
-    for options in (FLAT, APART):
+    for options in (FLAT, APART, VIEWS):
         model = nested(group, options)
         fresh = torch.optim.AdamW(decayed_apart(model), lr=1.0)
         if options is FLAT:

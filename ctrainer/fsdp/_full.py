@@ -170,23 +170,13 @@ def load_group(
     state: dict[str, Any],
 ) -> None:
     """Copies what of each parameter is in this rank's part."""
-    parts = []
+    flat, begin = shard.detach().view(-1), unit.rank * shard.numel()
     for entry in group.entries:
         found = [state[name] for name in names[id(entry.param)] if name in state]
-        parts += [(entry, value) for value in found[:1]]
-    copy_own_parts(unit, shard, parts)
-
-
-def copy_own_parts(
-    unit: Any, shard: torch.Tensor, parts: list[tuple[Entry, torch.Tensor]]
-) -> None:
-    """Copies into a shard what it has of whole tensors, one for an entry each."""
-    flat, begin = shard.detach().view(-1), unit.rank * shard.numel()
-    for entry, value in parts:
         low = max(begin, entry.at)
         high = min(begin + shard.numel(), entry.at + entry.numel)
-        if low < high:
-            values = value.detach().reshape(-1)
+        if found and low < high:
+            values = found[0].detach().reshape(-1)
             flat[low - begin : high - begin] = values[low - entry.at : high - entry.at]
 
 

@@ -8,43 +8,18 @@ have, by the parameters' names: {"state": {name: {...}}, "param_groups": [{...,
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ctrainer.fsdp import _full, _metadata
+from ctrainer.fsdp._optim_rows import Held, Row, held_in, rows_of, whole_in
 
 State = dict[str, Any]
 Optimizer = torch.optim.Optimizer
-
-
-@dataclass(frozen=True)
-class Held:
-    """A parameter that an optimizer has, and the whole ones that are in it."""
-
-    param: Any
-    names: list[str]  # of whole parameters, the first name of tied ones
-    unit: Any = None  # whose shard it is; None: it is whole itself
-    group: Any = None
-
-
-def held_in(model: nn.Module) -> list[Held]:
-    """Shards, units in the order of modules(), then what no unit has."""
-    names = _full.names_of(model)
-    units = _full.units_of(model)
-    held = [
-        Held(shard, [names[id(entry.param)][0] for entry in group.entries], unit, group)
-        for unit, group, shard in _full.groups_of(units)
-    ]
-    sharded = {id(h.param) for h in held}
-    return held + [
-        Held(param, [_metadata.original_name(name)])
-        for name, param in model.named_parameters()
-        if id(param) not in sharded
-    ]
 
 
 # ---- from shards to whole parameters
@@ -65,16 +40,18 @@ def full_optim_state_dict(
     Raises ValueError for a parameter of the optimizer that is not the model's, and for
     a state that has neither its shard's shape nor one element.
     """
-    held = held_in(model)
-    names = {id(h.param): h.names for h in held}
+    rows = rows_of(model)
+    held = [one for row in rows for one in row.held]
+    whole = whole_in(model, held)
+    names = {id(one.param): one.names for one in (*held, *whole)}
     groups = [_renamed(given, names) for given in optim.param_groups]
     state: dict[str, State] = {}
-    for owner in held:
-        keep = owner.unit is None or owner.unit.rank == 0 or not rank0_only
-        for key, value in optim.state.get(owner.param, {}).items():
-            for name, whole in _whole_values(owner, key, value, keep):
-                state.setdefault(name, {})[key] = whole
-    if rank0_only and any(h.unit is not None and h.unit.rank != 0 for h in held):
+    for row in rows:
+        _add_row(state, row, optim, keep=row.unit.rank == 0 or not rank0_only)
+    for one in whole:
+        for key, value in optim.state.get(one.param, {}).items():
+            state.setdefault(one.names[0], {})[key] = _copy(value)
+    if rank0_only and any(row.unit.rank != 0 for row in rows):
         return {}
     return {"state": state, "param_groups": groups}
 
@@ -94,26 +71,83 @@ def _without_parameters(group: State) -> State:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _whole_values(
-    owner: Held, key: str, value: Any, keep: bool
-) -> Iterator[tuple[str, Any]]:
-    """What each of owner's whole parameters has of it."""
-    if not isinstance(value, torch.Tensor):
-        yield from ((name, value) for name in owner.names)
-        return
-    if owner.unit is not None and value.shape == owner.param.shape:
-        full = torch.empty(owner.group.size, dtype=value.dtype)
-        owner.unit.communicator.all_gather(full, value.detach().cpu().reshape(-1))
-        for name, entry in zip(owner.names, owner.group.entries, strict=keep):
-            if keep:
-                yield name, _full.view_of(full, entry).clone()
-        return
-    if owner.unit is not None and value.numel() > 1:
+def _copy(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _add_row(state: dict[str, State], row: Row, optim: Optimizer, keep: bool) -> None:
+    """What the whole parameters in a shard have. Collective."""
+    own = [optim.state.get(one.param, {}) for one in row.held]
+    for key in dict.fromkeys(key for values in own for key in values):
+        found = [
+            (one, v[key]) for one, v in zip(row.held, own, strict=True) if key in v
+        ]
+        if not all(_is_elementwise(one, key, value) for one, value in found):
+            values = _agreed(row, found)
+            for (one, _), value in zip(found, values, strict=True):
+                for name in one.names:
+                    state.setdefault(name, {})[key] = _copy(value)
+            continue
+        full = _gathered(row, found)
+        names = [name for one, _ in found for name in one.names]
+        entries = [entry for one, _ in found for entry in one.entries]
+        for name, entry in zip(names, entries, strict=True) if keep else ():
+            state.setdefault(name, {})[key] = _full.view_of(full, entry).clone()
+
+
+def _is_elementwise(one: Held, key: str, value: Any) -> bool:
+    """Whether a value has an element for each of the parameter's; else one for all.
+
+    A parameter of one element counts by the dimensions of the value."""
+    if not isinstance(value, torch.Tensor) or value.shape == one.param.shape:
+        return isinstance(value, torch.Tensor)
+    if value.numel() > 1:
         raise ValueError(
             f"the optimizer's {key!r} has shape {tuple(value.shape)}, its shard "
-            f"{tuple(owner.param.shape)}: it cannot be put together"
+            f"{tuple(one.param.shape)}: it cannot be put together"
         )
-    yield from ((name, value.detach().cpu().clone()) for name in owner.names)
+    return False
+
+
+def _agreed(row: Row, found: list[tuple[Held, Any]]) -> list[Any]:
+    """Numbers, such as counts of steps, from ranks that have elements of the parameter:
+    an optimizer may pass over one that is empty. Collective for several."""
+    values = [value for _, value in found]
+    if len(row.held) == 1 or not all(_is_number(value) for value in values):
+        return values
+    most = torch.tensor(
+        [float(v) if one.param.numel() else -math.inf for one, v in found],
+        dtype=torch.float64,
+    )
+    row.unit.communicator.all_reduce(most, "max")
+    return [
+        _like(value, number)
+        for value, number in zip(values, most.tolist(), strict=True)
+    ]
+
+
+def _like(value: Any, number: float) -> Any:
+    if number == -math.inf:  # nobody has elements
+        return value
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, number)
+    return type(value)(number)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _gathered(row: Row, found: list[tuple[Held, torch.Tensor]]) -> torch.Tensor:
+    own = torch.zeros(row.numel, dtype=found[0][1].dtype)
+    for one, value in found:
+        at = one.begin - row.unit.rank * row.numel
+        own[at : at + value.numel()] = value.detach().reshape(-1)
+    full = torch.empty(row.group.size, dtype=own.dtype)
+    row.unit.communicator.all_gather(full, own)
+    return full
 
 
 # ---- from whole parameters to shards
@@ -224,10 +258,8 @@ def _own_value(owner: Held, key: str, values: list[Any]) -> Any:
 def _own_part(
     owner: Held, key: str, values: list[Any], dtype: torch.dtype
 ) -> torch.Tensor:
-    made, parts = torch.zeros(owner.param.shape, dtype=dtype), []
-    for name, entry, value in zip(
-        owner.names, owner.group.entries, values, strict=True
-    ):
+    made = torch.zeros(owner.param.shape, dtype=dtype)
+    for name, entry, value in zip(owner.names, owner.entries, values, strict=True):
         if value is None:
             continue
         if value.shape != entry.param.shape:
@@ -235,8 +267,8 @@ def _own_part(
                 f"the optimizer's {key!r} of {name!r} has shape {tuple(value.shape)}, "
                 f"the parameter {tuple(entry.param.shape)}"
             )
-        parts.append((entry, value))
-    _full.copy_own_parts(owner.unit, made, parts)
+        own, whole = owner.cut(entry)
+        made.view(-1)[own] = value.detach().reshape(-1)[whole]
     return made
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ctrainer.fsdp import optim_state
+from ctrainer.fsdp._optim_rows import held_in
 
 State = dict[str, Any]
 
@@ -18,7 +19,7 @@ def is_singleton_tensor(x: Any) -> bool:
 
 def _names_of(module: Any) -> list[list[str]]:
     """Of the parameters in each shard, units in the order of modules()."""
-    return [held.names for held in optim_state.held_in(module)]
+    return [held.names for held in held_in(module)]
 
 
 def gather(module: Any, optim: torch.optim.Optimizer) -> State | None:
