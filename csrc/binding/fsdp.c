@@ -70,6 +70,7 @@ FSDPUnit_dealloc(PyObject *op)
     PyObject_GC_UnTrack(op);
     ct_fsdp_fini(&self->core);
     EACH_OBJECT(Py_CLEAR, self);
+    ct_spares_close(&self->ledger.spares);
     ct_free(self->leaves);
     type->tp_free(op);
     Py_DECREF(type);
@@ -241,7 +242,7 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 PyDoc_STRVAR(add_parameter_doc,
              "add_parameter($self, group, at, numel, /)\n--\n\n"
              "Name a trainable parameter, elements [at, at + numel) of a group; return "
-             "its index.");
+             "its index.\n\nThey are named in the order in which they lie there.");
 
 static PyObject *
 FSDPUnit_add_parameter(PyObject *op, PyObject *args)
@@ -259,6 +260,17 @@ FSDPUnit_add_parameter(PyObject *op, PyObject *args)
                             "elements [%zd, %zd + %zd) of group %zd are not those of a "
                             "trainable group",
                             at, at, numel, group);
+    }
+    const fsdp_leaf *last =
+        self->n_leaves == 0 ? NULL : &self->leaves[self->n_leaves - 1];
+    if (last != NULL &&
+        ((size_t)group < last->group ||
+         ((size_t)group == last->group && (size_t)at < last->at + last->n))) {
+        return PyErr_Format(
+            PyExc_ValueError,
+            "elements [%zd, %zd + %zd) of group %zd lie before the end of "
+            "the parameter before: parameters are named in order",
+            at, at, numel, group);
     }
     if (ct_grow((void **)&self->leaves, &self->leaves_room, self->n_leaves + 1,
                 sizeof *self->leaves, &err) != CT_OK) {
@@ -313,6 +325,9 @@ static PyMemberDef FSDPUnit_members[] = {
      "Whether gradients are reduced, or kept for a later backward."},
     {"reshard_after_forward", T_BOOL, offsetof(FSDPUnit, reshard_after_forward), 0,
      "Whether the parameters are released after the forward."},
+    {"return_memory", T_BOOL, offsetof(FSDPUnit, return_memory), 0,
+     "Of a root: whether memory that is free goes back to the system before most of it "
+     "is needed: when the last inner unit has run, and when the backward begins."},
     {"state", T_INT, offsetof(FSDPUnit, state), 0,
      "Where it is: a value of TrainingState."},
     {NULL, 0, 0, 0, NULL},

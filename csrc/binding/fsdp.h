@@ -31,13 +31,17 @@ typedef struct FSDPUnit {
     PyObject *grad_owners;  /* a tuple: whose grad is the shard's; NULL: the shards */
     PyObject *root;         /* the FSDPUnit above, itself in a root; NULL: not known */
     PyObject *units;        /* of a root: a list of those below and itself */
+    /* Of a root: the unit whose forward ended last, in this forward and in the one
+     * before. They are only compared. */
+    const void *last_inner, *last_before;
+    size_t resident; /* of a root: what the process had when the backward began */
     fsdp_leaf *leaves;
     size_t n_leaves, leaves_room, n_seen;
     /* Inputs with a gradient to come, in all forwards since the last backward, and how
      * many of them have come in this one. Both alike: nobody needs the parameters. */
     size_t inputs_hooked, inputs_seen;
     int state; /* fsdp_state */
-    char reshard_after_forward, require_sync;
+    char reshard_after_forward, require_sync, return_memory;
     bool counts_are_old; /* the next forward counts its inputs anew */
     bool entered;        /* a pre-backward hook has run in this backward */
     bool complete;       /* no gradient is missing in this backward */
@@ -58,6 +62,11 @@ int fsdp_gather(FSDPUnit *self);
 int fsdp_reduce(FSDPUnit *self);
 void fsdp_release(FSDPUnit *self);
 bool fsdp_has_grads(const FSDPUnit *self);
+/* Lets go of what only lies ready, of units and of malloc: before memory is shortest.
+ */
+void fsdp_return_memory(FSDPUnit *root);
+/* The same where the process has grown in the backward. */
+void fsdp_return_growth(FSDPUnit *root);
 void fsdp_drop_grads(FSDPUnit *self);
 PyObject *FSDPUnit_gather(PyObject *op, PyObject *unused);
 PyObject *FSDPUnit_release(PyObject *op, PyObject *unused);

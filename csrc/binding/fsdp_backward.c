@@ -11,7 +11,8 @@ enum {
 /* ---- the beginning -----------------------------------------------------------------
  */
 
-/* Asks torch to call finish when the backward has ended, once. */
+/* Asks torch to call finish when the backward has ended, once. What the forward keeps
+ * is all there now. */
 static int
 queue_finish(FSDPUnit *root)
 {
@@ -22,6 +23,9 @@ queue_finish(FSDPUnit *root)
         ctpy_call_hook((PyObject *)root, fsdp_state_borrow(root)->str__queue, NULL, 0);
     Py_XDECREF(done);
     root->queued = done != NULL;
+    if (root->queued) {
+        fsdp_return_memory(root);
+    }
     return done == NULL ? -1 : 0;
 }
 
@@ -85,7 +89,9 @@ complete(FSDPUnit *self)
     self->n_seen = 0;
     self->complete = true;
     release_if_done(self);
-    return self->require_sync ? fsdp_reduce(self) : 0;
+    const int result = self->require_sync ? fsdp_reduce(self) : 0;
+    fsdp_return_growth(fsdp_root_borrow(self));
+    return result;
 }
 
 static int
@@ -228,5 +234,6 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
         return NULL;
     }
     root->queued = false;
+    ct_spares_discard(&root->ledger.spares);
     Py_RETURN_NONE;
 }

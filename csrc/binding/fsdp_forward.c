@@ -170,10 +170,24 @@ hook_inputs(FSDPUnit *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
+/* After the last inner unit, as it was in the forward before, come the outputs and the
+ * loss, on top of what all units keep for the backward. */
+static void
+note_end(const FSDPUnit *self, FSDPUnit *root)
+{
+    if (self != root) {
+        root->last_inner = self;
+        if (self == root->last_before) {
+            fsdp_return_memory(root);
+        }
+    }
+}
+
 /* Runs the module with the parameters there. Within a backward, that is when an
  * activation checkpoint computes anew, they are needed right afterwards. */
 static PyObject *
-run(FSDPUnit *self, PyObject *fn, PyObject *args, PyObject *kwargs, int in_backward)
+run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwargs,
+    int in_backward)
 {
     PyObject *out = NULL;
     const int grads = grad_enabled(self);
@@ -183,6 +197,9 @@ run(FSDPUnit *self, PyObject *fn, PyObject *args, PyObject *kwargs, int in_backw
     }
     if (!in_backward && (out == NULL || self->reshard_after_forward)) {
         fsdp_release(self);
+    }
+    if (out != NULL && grads && !in_backward) {
+        note_end(self, root);
     }
     if (out != NULL && grads &&
         hook_each(self, out, fsdp_state_borrow(self)->str_enter_backward) < 0) {
@@ -213,10 +230,11 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
     if (in_backward >= 0) {
         if (!in_backward && root == op) {
             release_old(self);
+            self->last_before = self->last_inner;
         }
         const int before = in_backward ? self->state : FSDP_IDLE;
         self->state = FSDP_FORWARD;
-        out = run(self, fn, inputs, kwargs, in_backward);
+        out = run(self, (FSDPUnit *)root, fn, inputs, kwargs, in_backward);
         self->state = before;
     }
     Py_DECREF(root);

@@ -3,6 +3,8 @@
 
 #include "binding/buffer.h"
 #include "binding/ctpy_optim.h"
+#include "core/ct_malloc.h"
+#include "core/ct_region.h"
 
 /* ---- gathering ---------------------------------------------------------------------
  */
@@ -64,6 +66,30 @@ void
 fsdp_release(FSDPUnit *self)
 {
     ct_fsdp_release(&self->core);
+}
+
+void
+fsdp_return_memory(FSDPUnit *root)
+{
+    if (root->return_memory) {
+        ct_spares_discard(&root->ledger.spares);
+        ct_malloc_trim();
+        root->resident = ct_memory_resident();
+    }
+}
+
+/* What the forward kept goes now, but in pieces that malloc may not give back: a part
+ * of all may lie idle. */
+void
+fsdp_return_growth(FSDPUnit *root)
+{
+    enum {
+        IDLE_PART = 32
+    };
+    if (root->return_memory &&
+        ct_memory_resident() > root->resident + root->resident / IDLE_PART) {
+        ct_malloc_trim();
+    }
 }
 
 const char FSDPUnit_gather_doc[] =
@@ -164,6 +190,22 @@ reduce_into(FSDPUnit *self, size_t group, PyObject *grad, int add)
     return !ready ? -1 : status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
+/* Parameters without a gradient, and the padding: what lies there is another unit's.
+ * Parameters are in the order of their places. */
+static void
+clear_gaps(FSDPUnit *self, size_t group)
+{
+    size_t end = 0; /* of what is filled so far */
+    for (size_t i = 0; i < self->n_leaves; i++) {
+        const fsdp_leaf *leaf = &self->leaves[i];
+        if (leaf->group == group && leaf->filled) {
+            ct_fsdp_clear_grads(&self->core, group, end, leaf->at - end);
+            end = leaf->at + leaf->n;
+        }
+    }
+    ct_fsdp_clear_grads(&self->core, group, end, self->core.groups[group].n - end);
+}
+
 static int
 reduce_group(FSDPUnit *self, size_t group)
 {
@@ -172,6 +214,7 @@ reduce_group(FSDPUnit *self, size_t group)
     PyObject *owner = Py_NewRef(PyTuple_GET_ITEM(owners, (Py_ssize_t)group));
     PyObject *grad = shard_grad(self, owner, group, &add);
     if (grad != NULL) {
+        clear_gaps(self, group);
         result = reduce_into(self, group, grad, add);
     }
     if (result == 0 && !add) {

@@ -1,12 +1,10 @@
 /* What belongs to the whole process: threads, instruction set, the C allocator. */
 #include "binding/ctpy.h"
 #include "core/ct_device.h"
+#include "core/ct_malloc.h"
 #include "core/ct_pool.h"
 
-#include <stdlib.h>
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
+#include <stdint.h>
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
@@ -78,34 +76,11 @@ ctpy_set_cpu_isa(PyObject *Py_UNUSED(module), PyObject *arg)
     Py_RETURN_NONE;
 }
 
-#ifdef __GLIBC__
-/* glibc's initial value, what we ask for, and the most that older releases accept. */
 enum {
-    INITIAL_THRESHOLD = 128 * 1024,
-    TUNED_THRESHOLD = 1 << 30,
-    OLD_MAX_THRESHOLD = 32 << 20
+    INITIAL_KEPT = 128 * 1024, /* of glibc */
+    TUNED_KEPT = 1 << 30,
+    ENDS_KEPT = 64 /* times as much as of a block, at the end of the heap */
 };
-
-static int
-set_thresholds(int enable)
-{
-    if (getenv("MALLOC_MMAP_THRESHOLD_") != NULL ||
-        getenv("MALLOC_TRIM_THRESHOLD_") != NULL) {
-        return 0;
-    }
-    const int threshold = enable ? TUNED_THRESHOLD : INITIAL_THRESHOLD;
-    return (mallopt(M_MMAP_THRESHOLD, threshold) == 1 ||
-            mallopt(M_MMAP_THRESHOLD, OLD_MAX_THRESHOLD) == 1) &&
-           mallopt(M_TRIM_THRESHOLD, threshold) == 1;
-}
-#else
-static int
-set_thresholds(int enable)
-{
-    (void)enable;
-    return 0;
-}
-#endif
 
 const char ctpy_malloc_tune_doc[] =
     "malloc_tune($module, enable, /)\n--\n\n"
@@ -121,5 +96,27 @@ PyObject *
 ctpy_malloc_tune(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     int enable = PyObject_IsTrue(arg);
-    return enable < 0 ? NULL : PyBool_FromLong(set_thresholds(enable));
+    const size_t kept = enable > 0 ? TUNED_KEPT : INITIAL_KEPT;
+    return enable < 0 ? NULL : PyBool_FromLong(ct_malloc_keep(kept, kept));
+}
+
+const char ctpy_malloc_keep_doc[] =
+    "malloc_keep($module, nbytes, /)\n--\n\n"
+    "Keep freed blocks of up to nbytes, return longer ones to the system.\n\n"
+    "A middle way between malloc_tune(True) and (False). Whether it was applied; see\n"
+    "there. Raises ValueError for nbytes below 1.";
+
+PyObject *
+ctpy_malloc_keep(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    const size_t kept = PyLong_AsSize_t(arg);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (kept < 1 || kept > SIZE_MAX / ENDS_KEPT) {
+        return PyErr_Format(PyExc_ValueError,
+                            "nbytes must be at least 1 and at most %zu, got %zu",
+                            SIZE_MAX / ENDS_KEPT, kept);
+    }
+    return PyBool_FromLong(ct_malloc_keep(kept, kept * ENDS_KEPT));
 }

@@ -5,6 +5,7 @@
 #include "core/ct_reduce.h"
 
 #include <math.h>
+#include <string.h>
 
 enum {
     ALIGNED_ELEMS = 32, /* a group begins on a cache line whatever the dtype */
@@ -151,12 +152,12 @@ ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *er
     if (unit->gathered) {
         return CT_OK;
     }
-    ct_mapping_obtain(unit->full);
+    ct_mapping_obtain(unit->full, &unit->ledger->spares);
     for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
         status = gather_group(unit, comm, &unit->groups[i], &shards[i], err);
     }
     if (status != CT_OK) {
-        ct_mapping_release(unit->full);
+        ct_mapping_release(unit->full, &unit->ledger->spares);
         return status;
     }
     unit->gathered = true;
@@ -168,7 +169,7 @@ void
 ct_fsdp_release(ct_fsdp *unit)
 {
     if (unit->gathered) {
-        ct_mapping_release(unit->full);
+        ct_mapping_release(unit->full, &unit->ledger->spares);
         unit->gathered = false;
         unit->ledger->live -= unit->full->bytes;
     }
@@ -230,7 +231,7 @@ static void
 hold_grads(ct_fsdp *unit, ct_dtype dtype)
 {
     if (!unit->holds_grads) {
-        ct_mapping_obtain(unit->grads);
+        ct_mapping_obtain(unit->grads, &unit->ledger->spares);
         unit->holds_grads = true;
         unit->grad_dtype = dtype;
         enter(unit->ledger, grad_live(unit));
@@ -341,10 +342,18 @@ ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
 }
 
 void
+ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at, size_t n)
+{
+    hold_grads(unit, unit->config.reduce);
+    const ct_span gap = part_of(grads_of(unit, &unit->groups[group]), at, n);
+    memset(gap.data, 0, n * ct_dtype_size(gap.dtype));
+}
+
+void
 ct_fsdp_drop_grads(ct_fsdp *unit)
 {
     if (unit->holds_grads) {
-        ct_mapping_release(unit->grads);
+        ct_mapping_release(unit->grads, &unit->ledger->spares);
         unit->holds_grads = false;
         unit->ledger->live -= grad_live(unit);
     }

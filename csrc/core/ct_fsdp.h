@@ -4,8 +4,9 @@
  * A unit holds flat groups, each a row of parameters padded so that every rank owns an
  * equal part, its shard. `full` is where the groups of all ranks come together for the
  * computation, in the compute dtype; `grads` is where their gradients do. Both stay at
- * one address, and their pages are given back in between: outside of its own forward
- * and backward a unit takes no memory but the shards, which are the caller's.
+ * one address, and their pages are let go in between, for other units to use: outside
+ * of its own forward and backward a unit takes no memory but the shards, which are the
+ * caller's.
  *
  * Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion
  * parameter models", 2020, stage 3; Zhang et al., "MiCS", 2022 (replicas of groups). */
@@ -20,10 +21,12 @@
 extern "C" {
 #endif
 
-/* Bytes that units have at work. `live` counts what is gathered and the gradients that
- * are not reduced yet; `peak` is the most that there have been at once. */
+/* What units have at work, in bytes: `live` counts what is gathered and the gradients
+ * that are not reduced yet; `peak` is the most that there have been at once. And the
+ * memory that the next unit takes over from the one before. */
 typedef struct ct_fsdp_ledger {
     size_t live, peak;
+    ct_spares spares;
 } ct_fsdp_ledger;
 
 typedef struct ct_fsdp_group {
@@ -75,7 +78,7 @@ size_t ct_fsdp_grad_bytes(const ct_fsdp *unit);
 CT_NODISCARD ct_status ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm,
                                       const ct_span *shards, ct_error *err);
 
-/* Gives back what was gathered; elements read as 0 from then on. */
+/* Lets go of what was gathered; elements read as 0 from then on. */
 void ct_fsdp_release(ct_fsdp *unit);
 
 /* Takes the gradient of elements [at, at + grad->n) of a group, in any float dtype: in
@@ -88,10 +91,13 @@ CT_NODISCARD ct_status ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at,
 
 /* Reduces a trainable group's gradients over all ranks, divides them by both factors,
  * averages them over the replicas and writes this rank's part into `shard`, or adds it.
- * Elements without a gradient count as 0. What grads holds of the group is used up.
- * Collective. */
+ * Elements that got no gradient are to be cleared before. What grads holds of the group
+ * is used up. Collective. */
 CT_NODISCARD ct_status ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group,
                                       const ct_span *shard, bool add, ct_error *err);
+
+/* Makes elements [at, at + n) of a trainable group's gradients 0. */
+void ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at, size_t n);
 
 void ct_fsdp_drop_grads(ct_fsdp *unit);
 

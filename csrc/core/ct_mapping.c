@@ -1,77 +1,214 @@
-#define _GNU_SOURCE /* MADV_HUGEPAGE */
+#define _GNU_SOURCE /* MADV_HUGEPAGE, mremap */
 #include "core/ct_mapping.h"
 
+#include "core/ct_alloc.h"
+#include "core/ct_pages.h"
+
+#include <stdint.h>
 #include <sys/mman.h>
 
-static void
-own_release(ct_mapping *map)
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4 /* of Linux 5.7: an older one refuses to move pages */
+#endif
+
+enum {
+    HUGE_PAGE = 2 << 20
+};
+
+struct ct_spare {
+    void *home; /* where its pages lie while nobody has them */
+    size_t bytes;
+    ct_spare *next;
+};
+
+/* ---- memory of the system ----------------------------------------------------------
+ */
+
+/* From a multiple of HUGE_PAGE on if it is as long: such pages cost a 512th of the
+ * faults, and are moved without a look at each. NULL where there is no room. */
+static void *
+map_pages(size_t bytes)
 {
-    (void)madvise(map->data, map->bytes, MADV_DONTNEED);
+    const size_t whole = ct_pages_round(bytes);
+    const size_t slack = bytes < HUGE_PAGE ? 0 : HUGE_PAGE;
+    void *all = mmap(NULL, whole + slack, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (whole == 0 || all == MAP_FAILED) {
+        return NULL;
+    }
+    const size_t before = slack == 0 ? 0 : -(uintptr_t)all % HUGE_PAGE;
+    char *data = (char *)all + before;
+    if (before != 0) {
+        (void)munmap(all, before);
+    }
+    if (slack != before) {
+        (void)munmap(data + whole, slack - before);
+    }
+#ifdef MADV_HUGEPAGE
+    (void)madvise(data, whole, MADV_HUGEPAGE);
+#endif
+    return data;
+}
+
+/* Both stay mapped; where the pages were there are none then. */
+static bool
+move_pages(void *to, void *from, size_t bytes)
+{
+    const int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+    return mremap(from, bytes, bytes, flags, to) == to;
+}
+
+/* ---- pages that lie ready ----------------------------------------------------------
+ */
+
+static ct_spare *
+spare_new(size_t bytes)
+{
+    ct_spare *spare = ct_calloc(1, sizeof *spare);
+    if (spare == NULL) {
+        return NULL;
+    }
+    spare->bytes = bytes;
+    spare->home = map_pages(bytes);
+    if (spare->home == NULL) {
+        ct_free(spare);
+        return NULL;
+    }
+    return spare;
+}
+
+static void
+spare_free(ct_spare *spare)
+{
+    if (spare != NULL) {
+        (void)munmap(spare->home, spare->bytes);
+        ct_free(spare);
+    }
+}
+
+static void
+put(ct_spares *spares, ct_spare *spare)
+{
+    spare->next = spares->first;
+    spares->first = spare;
+}
+
+/* The shortest that is long enough; else the longest, to make room for a longer one. */
+static ct_spare **
+best_link(ct_spares *spares, size_t bytes)
+{
+    ct_spare **best = &spares->first;
+    for (ct_spare **at = best; *at != NULL; at = &(*at)->next) {
+        const bool fits = (*at)->bytes >= bytes;
+        const bool is_shorter = (*at)->bytes < (*best)->bytes;
+        if ((*best)->bytes >= bytes ? fits && is_shorter : !is_shorter) {
+            best = at;
+        }
+    }
+    return best;
+}
+
+/* NULL where none is long enough: its new pages take the place of a shorter one's. */
+static ct_spare *
+take(ct_spares *spares, size_t bytes)
+{
+    ct_spare **link = best_link(spares, bytes);
+    ct_spare *found = *link;
+    if (found != NULL) {
+        *link = found->next;
+        if (found->bytes < bytes) {
+            spare_free(found);
+            found = NULL;
+        }
+    }
+    return found;
+}
+
+void
+ct_spares_discard(ct_spares *spares)
+{
+    for (ct_spare *spare = spares->first; spare != NULL; spare = spare->next) {
+        (void)madvise(spare->home, spare->bytes, MADV_DONTNEED);
+    }
+}
+
+void
+ct_spares_close(ct_spares *spares)
+{
+    while (spares->first != NULL) {
+        spare_free(take(spares, 0));
+    }
+}
+
+/* ---- mappings ----------------------------------------------------------------------
+ */
+
+ct_status
+ct_mapping_open(ct_mapping *map, size_t bytes, bool watched, ct_error *err)
+{
+    *map = (ct_mapping){.data = NULL};
+    if (bytes == 0) {
+        return CT_OK;
+    }
+    void *data = map_pages(bytes);
+    if (data == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no room to map %zu bytes", bytes);
+    }
+    *map = (ct_mapping){.data = data, .bytes = bytes, .watched = watched};
+    return CT_OK;
+}
+
+/* To where they came from, or to a place that is made for them. */
+static bool
+set_aside(ct_mapping *map, ct_spares *spares)
+{
+    ct_spare *spare = map->lent != NULL ? map->lent : spare_new(map->bytes);
+    map->lent = NULL;
+    if (spare == NULL) {
+        return false;
+    }
+    put(spares, spare);
+    return move_pages(spare->home, map->data, map->bytes);
+}
+
+void
+ct_mapping_release(ct_mapping *map, ct_spares *spares)
+{
+    if (map->bytes == 0) {
+        return;
+    }
+    if (spares == NULL || !set_aside(map, spares)) {
+        (void)madvise(map->data, map->bytes, MADV_DONTNEED);
+    }
     if (map->watched) {
         (void)mprotect(map->data, map->bytes, PROT_NONE);
     }
 }
 
-static void
-own_obtain(ct_mapping *map)
+void
+ct_mapping_obtain(ct_mapping *map, ct_spares *spares)
 {
+    if (map->bytes == 0) {
+        return;
+    }
     if (map->watched) {
         (void)mprotect(map->data, map->bytes, PROT_READ | PROT_WRITE);
     }
-}
-
-static void
-own_close(ct_mapping *map)
-{
-    (void)munmap(map->data, map->bytes);
-}
-
-static const ct_mapping_ops own_ops = {
-    .release = own_release,
-    .obtain = own_obtain,
-    .close = own_close,
-};
-
-ct_status
-ct_mapping_open(ct_mapping *map, size_t bytes, bool watched, ct_error *err)
-{
-    *map = (ct_mapping){.ops = NULL};
-    if (bytes == 0) {
-        return CT_OK;
+    ct_spare *spare = spares == NULL ? NULL : take(spares, map->bytes);
+    if (spare != NULL && move_pages(map->data, spare->home, map->bytes)) {
+        map->lent = spare;
     }
-    void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (data == MAP_FAILED) {
-        return ct_fail(err, CT_ENOMEM, "no room to map %zu bytes", bytes);
-    }
-#ifdef MADV_HUGEPAGE
-    (void)madvise(data, bytes, MADV_HUGEPAGE); /* a 512th of the faults */
-#endif
-    *map = (ct_mapping){&own_ops, data, bytes, watched};
-    return CT_OK;
-}
-
-void
-ct_mapping_release(ct_mapping *map)
-{
-    if (map->ops != NULL) {
-        map->ops->release(map);
-    }
-}
-
-void
-ct_mapping_obtain(ct_mapping *map)
-{
-    if (map->ops != NULL) {
-        map->ops->obtain(map);
+    else {
+        spare_free(spare);
     }
 }
 
 void
 ct_mapping_close(ct_mapping *map)
 {
-    if (map->ops != NULL) {
-        map->ops->close(map);
+    if (map->bytes != 0) {
+        (void)munmap(map->data, map->bytes);
     }
-    *map = (ct_mapping){.ops = NULL};
+    spare_free(map->lent);
+    *map = (ct_mapping){.data = NULL};
 }

@@ -237,3 +237,22 @@ ct_memory_available(void)
     }
     return bytes >= SIZE_MAX ? 0 : (size_t)bytes;
 }
+
+/* The second number of the file, in pages. */
+size_t
+ct_memory_resident(void)
+{
+    char line[256];
+    unsigned long long pages = 0;
+    FILE *file = fopen("/proc/self/statm", "re");
+    if (file == NULL) {
+        return 0;
+    }
+    if (fgets(line, sizeof line, file) != NULL) {
+        char *end = NULL;
+        (void)strtoull(line, &end, 10);
+        pages = strtoull(end, NULL, 10);
+    }
+    (void)fclose(file);
+    return (size_t)pages * (size_t)sysconf(_SC_PAGESIZE);
+}

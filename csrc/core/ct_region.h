@@ -39,4 +39,7 @@ void ct_region_fini(ct_region *region);
  * calls available, or what is left of the control group's limit; 0 when unknown. */
 size_t ct_memory_available(void);
 
+/* Memory that this process has now, in bytes; 0 when unknown. */
+size_t ct_memory_resident(void);
+
 #endif

@@ -16,6 +16,8 @@ from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.state import TrainingState
 from ctrainer.fsdp.unit import Unit
 
+_KEPT_BYTES = 2 << 20  # longer blocks would leave holes as long, which few others fit
+
 
 class ShardedModule(nn.Module):
     """FullyShardedDataParallel before it is called: see there."""
@@ -131,8 +133,9 @@ class ShardedModule(nn.Module):
         hooked: Any = self  # this has no types in torch
         hooked.register_load_state_dict_pre_hook(_views.before_load)
         hooked.register_load_state_dict_post_hook(_after_load)
+        self._unit.return_memory = return_memory
         if return_memory:
-            _C.malloc_tune(False)
+            _C.malloc_keep(_KEPT_BYTES)
         if execute_sharding_on_init and not on_neuron:
             self.communicator.barrier()
 

@@ -64,9 +64,10 @@ class FullyShardedDataParallel(ShardedModule):
     execute_sharding_on_init waits for the other ranks, without on_neuron; the full
     parameters are gone in any case. _debug_dummy_all_gather_op and its like leave the
     other ranks out. watch_released ends the process where a parameter is used that is
-    not gathered, rather than reading zeros. return_memory: malloc gives freed blocks
-    above 128 KiB back to the system, in the whole process; else what the activations of
-    one step leave behind stays, and sharding saves little on the CPU.
+    not gathered, rather than reading zeros. return_memory: malloc gives
+    freed blocks above 2 MiB back to the system, in the whole process, and shorter ones
+    before memory is shortest; else what the activations of one step leave behind
+    stays, and sharding saves little on the CPU.
 
     Raises RuntimeError for a module that is wrapped already or has no forward,
     ValueError for dtypes and groups that make no sense, TypeError for parameters that

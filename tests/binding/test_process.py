@@ -106,5 +106,15 @@ def test_tuned_allocator_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip("not glibc")
     _, plain = faults("_C.malloc_tune(False)", dict(os.environ))
     assert tuned < plain / 2
-    kept = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    assert faults("_C.malloc_tune(True)", kept)[0] is False
+    _, kept = faults("_C.malloc_keep(1 << 25)", dict(os.environ))
+    _, mapped = faults("_C.malloc_keep(1 << 20)", dict(os.environ))
+    assert kept < plain / 2 < mapped
+    own = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    assert faults("_C.malloc_tune(True)", own)[0] is False
+    assert faults("_C.malloc_keep(1 << 20)", own)[0] is False
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 62])
+def test_blocks_to_keep_are_of_a_sensible_length(nbytes: int) -> None:
+    with pytest.raises(ValueError, match=rf"nbytes must be .*, got {nbytes}"):
+        _C.malloc_keep(nbytes)

@@ -36,7 +36,7 @@ open_unit(fixture *f, const ct_comm *comm, ct_dtype compute, ct_dtype reduce)
                           NULL) == CT_OK);
     CHECK(ct_mapping_open(&f->grads, ct_fsdp_grad_bytes(&f->unit), false, NULL) ==
           CT_OK);
-    f->ledger = (ct_fsdp_ledger){0, 0};
+    f->ledger = (ct_fsdp_ledger){.live = 0};
     f->unit.ledger = &f->ledger;
     f->unit.full = &f->full;
     f->unit.grads = &f->grads;
@@ -58,6 +58,7 @@ close_unit(fixture *f)
     ct_fsdp_fini(&f->unit);
     ct_mapping_close(&f->full);
     ct_mapping_close(&f->grads);
+    ct_spares_close(&f->ledger.spares);
 }
 
 static void
@@ -145,9 +146,9 @@ divides_before_and_after(ct_comm *comm, void *arg)
     close_unit(&f);
 }
 
-/* What has no gradient counts as 0, after other gradients were there, too. */
+/* Where other gradients were before. */
 static void
-takes_missing_gradients_as_zero(ct_comm *comm, void *arg)
+takes_cleared_gradients_as_zero(ct_comm *comm, void *arg)
 {
     fixture f;
     float one = 1.0F, out[SHARE];
@@ -157,6 +158,8 @@ takes_missing_gradients_as_zero(ct_comm *comm, void *arg)
     give_gradients(&f, comm, false, false);
     ct_fsdp_drop_grads(&f.unit);
     CHECK(ct_fsdp_take_grad(&f.unit, 0, 2, &span, false, false, NULL) == CT_OK);
+    ct_fsdp_clear_grads(&f.unit, 0, 0, 2);
+    ct_fsdp_clear_grads(&f.unit, 0, 3, f.unit.groups[0].n - 3);
     CHECK(ct_fsdp_reduce(&f.unit, comm, 0, &shard, false, NULL) == CT_OK);
     for (size_t i = 0; i < SHARE; i++) {
         CHECK(out[i] == (comm->rank == 0 && i == 2 ? 1.0F : 0.0F));
@@ -219,12 +222,12 @@ an_empty_unit_is_fine(void)
 {
     ct_fsdp unit;
     ct_mapping none;
-    ct_fsdp_ledger ledger = {0, 0}, other = {5, 5};
+    ct_fsdp_ledger ledger = {.live = 0}, other = {.live = 5, .peak = 5};
     CHECK(ct_fsdp_init(&unit, &ct_device_cpu, NULL, NULL, 0, 3, NULL) == CT_OK);
     CHECK(ct_fsdp_full_bytes(&unit, CT_F32) == 0 && ct_fsdp_grad_bytes(&unit) == 0);
     CHECK(ct_mapping_open(&none, 0, true, NULL) == CT_OK);
-    ct_mapping_release(&none);
-    ct_mapping_obtain(&none);
+    ct_mapping_release(&none, &ledger.spares);
+    ct_mapping_obtain(&none, &ledger.spares);
     unit.ledger = &ledger;
     unit.full = unit.grads = &none;
     ct_fsdp_move_account(&unit, &other);
@@ -244,7 +247,7 @@ main(void)
             run_ranks(ranks, 30.0, averages_gradients, &dtype);
         }
         run_ranks(ranks, 30.0, divides_before_and_after, NULL);
-        run_ranks(ranks, 30.0, takes_missing_gradients_as_zero, NULL);
+        run_ranks(ranks, 30.0, takes_cleared_gradients_as_zero, NULL);
         run_ranks(ranks, 30.0, lone_collectives_keep_to_this_rank, NULL);
     }
     refuses_what_does_not_fit();

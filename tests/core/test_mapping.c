@@ -1,0 +1,129 @@
+/* Memory at fixed addresses: what is released reads as zeros, and its pages are the
+ * next mapping's. */
+#include "core/ct_alloc.h"
+#include "core/ct_mapping.h"
+#include "core/ct_region.h"
+#include "ct_test.h"
+
+#include <stdint.h>
+#include <string.h>
+
+enum {
+    MIB = 1 << 20,
+    SMALL = 3 * 4096 + 5,   /* in the middle of a page */
+    LARGE = 5 * MIB + SMALL /* in the middle of a huge page */
+};
+
+static bool
+is_all(const ct_mapping *map, unsigned char value)
+{
+    const unsigned char *bytes = map->data;
+    return bytes[0] == value && memcmp(bytes, bytes + 1, map->bytes - 1) == 0;
+}
+
+static ct_mapping
+open_filled(size_t bytes, int value)
+{
+    ct_mapping map;
+    CHECK(ct_mapping_open(&map, bytes, false, NULL) == CT_OK);
+    CHECK(is_all(&map, 0));
+    memset(map.data, value, bytes);
+    return map;
+}
+
+static void
+released_pages_are_the_next_mappings(size_t bytes)
+{
+    ct_spares spares = {NULL};
+    ct_mapping a = open_filled(bytes, 1), b = open_filled(bytes, 2);
+    ct_mapping_release(&b, NULL);
+    CHECK(is_all(&b, 0));
+    for (int turn = 0; turn < 3; turn++) {
+        ct_mapping_release(&a, &spares);
+        CHECK(spares.first != NULL && is_all(&a, 0));
+        ct_mapping_obtain(&b, &spares);
+        CHECK(spares.first == NULL && is_all(&b, (unsigned char)(turn + 1)));
+        memset(b.data, turn + 2, bytes);
+        ct_mapping_release(&b, &spares);
+        CHECK(is_all(&b, 0));
+        ct_mapping_obtain(&a, &spares);
+        CHECK(is_all(&a, (unsigned char)(turn + 2)));
+    }
+    ct_mapping_close(&a); /* with what was lent to it */
+    ct_mapping_close(&b);
+    ct_spares_close(&spares);
+}
+
+/* The shortest that is long enough is taken; a short one makes room for a long one. */
+static void
+spares_are_as_many_as_were_in_use_at_once(void)
+{
+    ct_spares spares = {NULL};
+    ct_mapping large = open_filled(LARGE, 1), small = open_filled(SMALL, 2), other;
+    ct_mapping_release(&large, &spares);
+    ct_mapping_release(&small, &spares);
+    CHECK(ct_mapping_open(&other, SMALL, false, NULL) == CT_OK);
+    ct_mapping_obtain(&other, &spares);
+    CHECK(is_all(&other, 2));
+    ct_mapping_obtain(&small, &spares);
+    CHECK(is_all(&small, 1) && spares.first == NULL);
+    ct_mapping_release(&other, &spares);
+    ct_mapping_obtain(&large, &spares); /* none is as long: new pages */
+    CHECK(is_all(&large, 0) && spares.first == NULL);
+    ct_mapping_close(&large);
+    ct_mapping_close(&small);
+    ct_mapping_close(&other);
+}
+
+static void
+what_lies_ready_goes_back_to_the_system(void)
+{
+    enum {
+        LONG = 64 * MIB
+    };
+    ct_spares spares = {NULL};
+    const size_t before = ct_memory_resident();
+    ct_mapping map = open_filled(LONG, 1);
+    ct_mapping_release(&map, &spares);
+    const size_t ready = ct_memory_resident();
+    ct_spares_discard(&spares);
+    const size_t after = ct_memory_resident();
+    CHECK(before > 0 && ready > before + LONG / 2 && after < ready - LONG / 2);
+    ct_mapping_obtain(&map, &spares);
+    CHECK(is_all(&map, 0));
+    ct_mapping_close(&map);
+}
+
+static void
+without_memory_for_a_spare_pages_go_back(void)
+{
+    ct_spares spares = {NULL};
+    ct_mapping map = open_filled(SMALL, 1);
+    ct_alloc_fail_after(1);
+    ct_mapping_release(&map, &spares);
+    ct_alloc_fail_after(0);
+    CHECK(spares.first == NULL && is_all(&map, 0));
+    ct_mapping_close(&map);
+}
+
+static void
+what_cannot_be_mapped_is_refused(void)
+{
+    ct_mapping map;
+    ct_error err;
+    CHECK(ct_mapping_open(&map, SIZE_MAX / 2, false, &err) == CT_ENOMEM);
+    CHECK(strstr(err.message, "no room to map") != NULL);
+    ct_mapping_close(&map);
+}
+
+int
+main(void)
+{
+    released_pages_are_the_next_mappings(SMALL);
+    released_pages_are_the_next_mappings(LARGE);
+    spares_are_as_many_as_were_in_use_at_once();
+    what_lies_ready_goes_back_to_the_system();
+    without_memory_for_a_spare_pages_go_back();
+    what_cannot_be_mapped_is_refused();
+    return 0;
+}
