@@ -21,9 +21,15 @@ import torch
 import transformers
 import ctrainer
 from rank_checkpoints import Net, files, rows
+from rank_trainings import CASES, compare, run
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)
+ours = {name: run(ctrainer, folder, name) for name in CASES}
+found = {"initialized": torch.distributed.is_initialized()}
+for name, mine in ours.items():
+    compare(name, mine, run(transformers, folder, name))
+found["cases"] = len(ours)
 
 class Plain(Net):
     def __init__(self):
@@ -53,7 +59,6 @@ def weights(trainer):
     parameters = getattr(model, "module", model).parameters()
     return torch.cat([p.detach().flatten() for p in parameters]).tolist()
 
-found = {}
 for kind in ("theirs", "ours"):
     trainer = make(kind, kind)
     trainer.train()
@@ -126,6 +131,11 @@ def near(values: Any) -> Any:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("ranks")
     return told(run_ranks(folder, WORK))
+
+
+def test_batches_and_parameters_are_those_of_transformers(found: Any) -> None:
+    assert [rank["cases"] for rank in found] == [10, 10]
+    assert not found[0]["initialized"]  # ours need no torch.distributed
 
 
 def test_metrics_and_predictions_are_those_of_transformers(found: Any) -> None:
