@@ -37,7 +37,10 @@ OLDEST_NVCC = 13
 # Files of the core that both modules have.
 SHARED = [
     f"csrc/core/ct_{name}.c"
-    for name in ("alloc", "comm", "dtype", "factored", "status", "update")
+    for name in (
+        *("alloc", "comm", "deadline", "dtype", "factored"),
+        *("interrupt", "status", "update"),
+    )
 ]
 
 

@@ -17,14 +17,30 @@ typedef struct ct_nccl_group_id {
     char bytes[CT_COMM_ID_BYTES];
 } ct_nccl_group_id;
 enum {
-    CT_NCCL_IN_PROGRESS = 7
+    CT_NCCL_IN_PROGRESS = 7,
+    CT_NCCL_NO_COLOR = -1 /* of a split: in none of the groups */
 };
+
+#define CT_NCCL_MAGIC 0xcafebeefU
+#define CT_NCCL_CONFIG_VERSION 21800U
+
+/* ncclConfig_t as of NCCL 2.18; INT_MIN leaves a choice to NCCL; newer ones read as
+ * much of it as `version` says. */
+typedef struct ct_nccl_config {
+    size_t size;
+    unsigned magic, version;
+    int blocking, cga_cluster_size, min_ctas, max_ctas;
+    const char *net_name;
+    int split_share;
+} ct_nccl_config;
 
 typedef struct ct_nccl {
     ct_nccl_result (*get_version)(int *version);
     ct_nccl_result (*get_id)(ct_nccl_group_id *id);
     ct_nccl_result (*init_rank)(ct_nccl_handle *comm, int world_size,
-                                ct_nccl_group_id id, int rank);
+                                ct_nccl_group_id id, int rank, ct_nccl_config *config);
+    ct_nccl_result (*split)(ct_nccl_handle comm, int color, int key,
+                            ct_nccl_handle *made, ct_nccl_config *config);
     ct_nccl_result (*destroy)(ct_nccl_handle comm);
     ct_nccl_result (*abort)(ct_nccl_handle comm);
     ct_nccl_result (*async_error)(ct_nccl_handle comm, ct_nccl_result *result);

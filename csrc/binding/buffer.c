@@ -6,6 +6,7 @@
 #include "binding/buffer.h"
 #include "binding/ctpy_optim.h"
 
+#include <stdbool.h>
 #include <string.h>
 
 PyObject *
@@ -173,8 +174,9 @@ raise_problem(ctpy_state *state, PyObject *op, const ctpy_place *place,
 
 /* ---- what the other files call --------------------------------------------------- */
 
-int
-ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view *view)
+static int
+view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, bool takes_cuda,
+        ctpy_view *view)
 {
     PyObject *type = (PyObject *)Py_TYPE(op);
     ctpy_problem found = CTPY_PROBLEM_TYPE;
@@ -189,7 +191,23 @@ ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view
     else if (type == state->numpy_ndarray) {
         found = ctpy_view_array(op, view);
     }
+    if (found == CTPY_PROBLEM_NONE && view->on_cuda && !takes_cuda) {
+        found = CTPY_PROBLEM_DEVICE;
+    }
     return found == CTPY_PROBLEM_NONE ? 0 : raise_problem(state, op, place, found);
+}
+
+int
+ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view *view)
+{
+    return view_of(state, op, place, false, view);
+}
+
+int
+ctpy_view_anywhere(ctpy_state *state, PyObject *op, const ctpy_place *place,
+                   ctpy_view *view)
+{
+    return view_of(state, op, place, true, view);
 }
 
 static int

@@ -7,7 +7,7 @@
 
 struct ctpy_dlpack_api;
 
-/* Host memory of a tensor or array without gaps, borrowed from it. shape is NULL where
+/* Memory of a tensor or array without gaps, borrowed from it. shape is NULL where
  * only the number of elements is known (torch before 2.10); strides, in elements, is
  * NULL where the elements lie in C order, and not for a transposed or channels-last
  * tensor, whose elements may be taken in the order of memory all the same where every
@@ -17,6 +17,7 @@ typedef struct ctpy_view {
     int ndim;
     const int64_t *shape, *strides;
     int readonly;
+    int on_cuda; /* in a GPU's memory; else in the host's */
 } ctpy_view;
 
 /* Where an object was found, for error messages: "what" alone, or with group >= 0
@@ -33,6 +34,10 @@ int ctpy_is_torch_tensor(ctpy_state *state, PyObject *op);
  * an exception that names the place. */
 int
 ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view *view);
+
+/* The same, of a tensor in a GPU's memory too (of torch 2.10 and newer). */
+int ctpy_view_anywhere(ctpy_state *state, PyObject *op, const ctpy_place *place,
+                       ctpy_view *view);
 
 /* 1 when both have the same dtype, shape and order, as far as the shapes are known. */
 int ctpy_view_matches(const ctpy_view *a, const ctpy_view *b);

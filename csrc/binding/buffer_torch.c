@@ -98,7 +98,9 @@ ctpy_view_exchange(const ctpy_dlpack_api *api, PyObject *op, ctpy_view *view)
     if (api->tensor_from_object(op, &t) != 0) {
         return CTPY_PROBLEM_ADDRESS;
     }
-    if (t.device_type != CTPY_DL_CPU && t.device_type != CTPY_DL_CUDA_HOST) {
+    const bool on_cuda = t.device_type == CTPY_DL_CUDA;
+    if (t.device_type != CTPY_DL_CPU && t.device_type != CTPY_DL_CUDA_HOST &&
+        !on_cuda) {
         return CTPY_PROBLEM_DEVICE;
     }
     size_t n;
@@ -108,6 +110,7 @@ ctpy_view_exchange(const ctpy_dlpack_api *api, PyObject *op, ctpy_view *view)
         .ndim = t.ndim,
         .shape = t.shape,
         .strides = contiguous ? NULL : t.strides,
+        .on_cuda = on_cuda,
     };
     return ctpy_span_check(&view->span,
                            contiguous || is_dense(t.ndim, t.shape, t.strides, n));

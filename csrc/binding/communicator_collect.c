@@ -66,11 +66,15 @@ start(ctpy_state *state, PyObject *op, const ct_request *request, PyObject *tens
 
 /* Fills *span from a tensor or array that the result is written into. */
 static int
-span_of(ctpy_state *state, PyObject *op, const char *what, ct_span *span)
+span_of(ctpy_state *state, const ct_comm *comm, PyObject *op, const char *what,
+        ct_span *span)
 {
     const ctpy_place place = {.what = what, .group = -1};
     ctpy_view view;
-    if (ctpy_view_of(state, op, &place, &view) < 0) {
+    const int found = comm->ops->takes_device_memory
+                          ? ctpy_view_anywhere(state, op, &place, &view)
+                          : ctpy_view_of(state, op, &place, &view);
+    if (found < 0) {
         return -1;
     }
     if (view.readonly) {
@@ -109,8 +113,10 @@ static PyObject *
 collect(PyObject *op, ct_request *request, PyObject *out, PyObject *in, int begins)
 {
     ctpy_state *state = ctpy_state_borrow(op);
-    if (span_of(state, in, out == NULL ? "tensor" : "in_", &request->in) < 0 ||
-        (out != NULL && span_of(state, out, "out", &request->out) < 0)) {
+    const ct_comm *comm = ctpy_comm_borrow(state, op);
+    if (comm == NULL ||
+        span_of(state, comm, in, out == NULL ? "tensor" : "in_", &request->in) < 0 ||
+        (out != NULL && span_of(state, comm, out, "out", &request->out) < 0)) {
         return NULL;
     }
     if (!begins) {
@@ -120,6 +126,43 @@ collect(PyObject *op, ct_request *request, PyObject *out, PyObject *in, int begi
     PyObject *work = tensors == NULL ? NULL : start(state, op, request, tensors);
     Py_XDECREF(tensors);
     return work;
+}
+
+/* What a collective of tensors is called with: an op where it reduces, and `out` where
+ * that is not `in`. */
+typedef struct signature {
+    ct_collective what;
+    const char *format;
+    char *names[5];
+    bool has_out, reduces;
+} signature;
+
+static int
+parse(PyObject *args, PyObject *kwargs, signature *s, PyObject **out, PyObject **in,
+      const char **reduce, int *begins)
+{
+    if (!s->has_out) {
+        return PyArg_ParseTupleAndKeywords(args, kwargs, s->format, s->names, in,
+                                           reduce, begins);
+    }
+    return s->reduces ? PyArg_ParseTupleAndKeywords(args, kwargs, s->format, s->names,
+                                                    out, in, reduce, begins)
+                      : PyArg_ParseTupleAndKeywords(args, kwargs, s->format, s->names,
+                                                    out, in, begins);
+}
+
+static PyObject *
+parse_and_collect(PyObject *op, PyObject *args, PyObject *kwargs, signature s)
+{
+    ct_request request = {.what = s.what};
+    PyObject *out = NULL, *in = NULL;
+    const char *reduce = "sum";
+    int begins = false;
+    if (!parse(args, kwargs, &s, &out, &in, &reduce, &begins) ||
+        op_of(reduce, &request.op) < 0) {
+        return NULL;
+    }
+    return collect(op, &request, out, in, begins);
 }
 
 /* ---- the collectives ---------------------------------------------------------------
@@ -139,17 +182,14 @@ const char Communicator_all_reduce_doc[] =
 PyObject *
 Communicator_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tensor", "op", "async_op", NULL};
-    ct_request request = {.what = CT_ALL_REDUCE};
-    const char *reduce = "sum";
-    PyObject *tensor;
-    int begins = false;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|s$p:all_reduce", names, &tensor,
-                                     &reduce, &begins) ||
-        op_of(reduce, &request.op) < 0) {
-        return NULL;
-    }
-    return collect(op, &request, NULL, tensor, begins);
+    return parse_and_collect(op, args, kwargs,
+                             (signature){
+                                 CT_ALL_REDUCE,
+                                 "O|s$p:all_reduce",
+                                 {"tensor", "op", "async_op", NULL},
+                                 false,
+                                 true
+    });
 }
 
 const char Communicator_all_gather_doc[] =
@@ -159,14 +199,14 @@ const char Communicator_all_gather_doc[] =
 PyObject *
 Communicator_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"out", "in_", "async_op", NULL};
-    ct_request request = {.what = CT_ALL_GATHER};
-    PyObject *out, *in;
-    int begins = false;
-    return PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$p:all_gather", names, &out,
-                                       &in, &begins)
-               ? collect(op, &request, out, in, begins)
-               : NULL;
+    return parse_and_collect(op, args, kwargs,
+                             (signature){
+                                 CT_ALL_GATHER,
+                                 "OO|$p:all_gather",
+                                 {"out", "in_", "async_op", NULL},
+                                 true,
+                                 false
+    });
 }
 
 const char Communicator_reduce_scatter_doc[] =
@@ -177,17 +217,14 @@ const char Communicator_reduce_scatter_doc[] =
 PyObject *
 Communicator_reduce_scatter(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"out", "in_", "op", "async_op", NULL};
-    ct_request request = {.what = CT_REDUCE_SCATTER};
-    const char *reduce = "sum";
-    PyObject *out, *in;
-    int begins = false;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|s$p:reduce_scatter", names, &out,
-                                     &in, &reduce, &begins) ||
-        op_of(reduce, &request.op) < 0) {
-        return NULL;
-    }
-    return collect(op, &request, out, in, begins);
+    return parse_and_collect(op, args, kwargs,
+                             (signature){
+                                 CT_REDUCE_SCATTER,
+                                 "OO|s$p:reduce_scatter",
+                                 {"out", "in_", "op", "async_op", NULL},
+                                 true,
+                                 true
+    });
 }
 
 const char Communicator_all_to_all_doc[] =
@@ -198,14 +235,14 @@ const char Communicator_all_to_all_doc[] =
 PyObject *
 Communicator_all_to_all(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"out", "in_", "async_op", NULL};
-    ct_request request = {.what = CT_ALL_TO_ALL};
-    PyObject *out, *in;
-    int begins = false;
-    return PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$p:all_to_all", names, &out,
-                                       &in, &begins)
-               ? collect(op, &request, out, in, begins)
-               : NULL;
+    return parse_and_collect(op, args, kwargs,
+                             (signature){
+                                 CT_ALL_TO_ALL,
+                                 "OO|$p:all_to_all",
+                                 {"out", "in_", "async_op", NULL},
+                                 true,
+                                 false
+    });
 }
 
 const char Communicator_broadcast_doc[] =

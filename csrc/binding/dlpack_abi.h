@@ -14,8 +14,9 @@
 
 enum {
     CTPY_DL_CPU = 1,
+    CTPY_DL_CUDA = 2,
     CTPY_DL_CUDA_HOST = 3
-}; /* device types of host memory */
+}; /* device types; the first and the last are host memory */
 enum {
     CTPY_DL_INT = 0,
     CTPY_DL_UINT = 1,

@@ -103,6 +103,8 @@ typedef struct ct_comm_ops {
      * are then still in the cache; 0: each collective costs much, the fewer the better.
      */
     size_t batch_bytes;
+    /* Whether spans may lie in a GPU's memory, beside the host's. */
+    bool takes_device_memory;
     /* Streams; NULL where a collective over a batch is as good. */
     ct_status (*stream)(ct_comm *comm, const ct_stream *stream, ct_error *err);
 } ct_comm_ops;

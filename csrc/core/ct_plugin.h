@@ -20,10 +20,13 @@ enum {
 typedef ct_status ct_comm_id_fn(char id[CT_COMM_ID_BYTES], ct_error *err);
 
 /* Joins the group and waits until every rank has. Its collectives are enqueued on
- * `stream` of the current device. *comm is released by comm->ops->free. */
+ * `stream` of the current device, behind what is there already; spans may be in the
+ * device's memory, or in the host's, from which they are copied. What does not end
+ * within timeout_seconds > 0, here and in each collective, fails with CT_ECOMM and
+ * breaks the group. *comm is released by comm->ops->free. */
 typedef ct_status
 ct_comm_join_fn(const char id[CT_COMM_ID_BYTES], int rank, int world_size, void *stream,
-                ct_comm **comm, ct_error *err);
+                double timeout_seconds, ct_comm **comm, ct_error *err);
 
 typedef struct ct_plugin {
     int version; /* CT_DEVICE_VERSION of its build: to be compared before the rest */

@@ -20,6 +20,8 @@ EMUL_INCLUDE := -DCT_EMUL '-DCT_EMUL_WHEELS="$(EMUL_WHEELS)"' \
     -Itests/cuda -Itests/cuda/emul -Icsrc
 EMUL_LIBRARIES := $(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13 \
     $(EMUL_WHEELS)/nvidia/nccl/lib/libnccl.so.2
+PYTHON_INCLUDE = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')
+PLUGIN_CORE := alloc comm deadline dtype factored interrupt status update
 EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -pthread $(SAN)
 
 .PHONY: cuda cuda-emul cuda-emul-build cuda-emul-plain cuda-check
@@ -33,7 +35,7 @@ cuda-emul: cuda-emul-plain
 	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 -g -fsanitize=address,undefined \
 	  -fno-sanitize-recover=all" cuda-emul-plain
 
-cuda-emul-build: $(EMUL_TESTS) $(EMUL_LIBRARIES)
+cuda-emul-build: $(EMUL_TESTS) $(EMUL_LIBRARIES) $(EMUL)/_cuda.so
 
 cuda-emul-plain: cuda-emul-build
 	set -e; for t in $(EMUL_TESTS); do $$t; done
@@ -61,6 +63,21 @@ $(EMUL)/emul_%.o: tests/cuda/emul/%.cpp $(CUDA_HEADERS)
 
 $(EMUL)/test_%: tests/cuda/test_%.cpp $(EMUL_OBJECTS) $(BUILD)/libcore.a
 	$(CXX) -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -rdynamic -o $@ $^ -ldl -lm
+
+# The plugin over the emulation, for Python's tests of what needs a GPU.
+EMUL_SOURCES := $(CUDA_CU) $(CUDA_C) cuda/module.c $(wildcard tests/cuda/emul/*.cpp)
+$(EMUL)/python/%.o: % $(CUDA_HEADERS)
+	@mkdir -p $(@D)
+	$(if $(filter %.c,$<),$(CC) -std=c11,$(CXX) -x c++ -std=c++17) -O1 -fPIC -pthread \
+	  -ffp-contract=off $(EMUL_INCLUDE) -isystem $(PYTHON_INCLUDE) -c -o $@ $<
+
+$(EMUL)/python/core/%.o: csrc/core/%.c $(HEADERS)
+	@mkdir -p $(@D)
+	$(CC) -std=c11 -O1 -fPIC -pthread -Icsrc -c -o $@ $<
+
+$(EMUL)/_cuda.so: $(EMUL_SOURCES:%=$(EMUL)/python/%.o) \
+    $(PLUGIN_CORE:%=$(EMUL)/python/core/ct_%.o)
+	$(CXX) -shared -pthread -o $@ $^ -ldl -lm
 
 # Like NVIDIA's wheels: cuda/dynlib.c has to find them. They use the test's runtime.
 $(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13: tests/cuda/emul/libs/cublas.cpp

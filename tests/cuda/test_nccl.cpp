@@ -8,6 +8,7 @@
 
 #include <dlfcn.h>
 #include <functional>
+#include <limits.h>
 #include <thread>
 
 enum {
@@ -63,7 +64,7 @@ join_all()
     check_ok(ct_nccl_id(id, &err), err);
     on_every_rank([&](size_t r) {
         ct_error mine;
-        check_ok(ct_nccl_join(id, (int)r, RANKS, NULL, &comms[r], &mine), mine);
+        check_ok(ct_nccl_join(id, (int)r, RANKS, NULL, 30.0, &comms[r], &mine), mine);
         CHECK(comms[r]->rank == (int)r && comms[r]->world_size == RANKS);
     });
 }
@@ -181,8 +182,10 @@ test_wrong_operands_are_refused()
 
     ct_comm *made = NULL;
     const char id[CT_COMM_ID_BYTES] = {0};
-    CHECK(ct_nccl_join(id, 2, 2, NULL, &made, &err) == CT_EINVAL);
-    CHECK(ct_nccl_join(id, 0, 0, NULL, &made, &err) == CT_EINVAL);
+    CHECK(ct_nccl_join(id, 2, 2, NULL, 30.0, &made, &err) == CT_EINVAL);
+    CHECK(ct_nccl_join(id, 0, 0, NULL, 30.0, &made, &err) == CT_EINVAL);
+    CHECK(ct_nccl_join(id, 0, 1, NULL, 0.0, &made, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "timeout_seconds must be above 0") != NULL);
     CHECK(made == NULL);
 }
 
@@ -218,30 +221,146 @@ test_a_refused_collective_breaks_the_group()
     check_broken(comm, &span, 1);
 }
 
-/* Alone in its group, rank 0 waits for a stream that is busy for a while. */
-static void
-test_a_dead_peer_ends_the_wait()
+static ct_comm *
+join_alone(double timeout_seconds)
 {
     char id[CT_COMM_ID_BYTES];
     ct_comm *comm = NULL;
     ct_error err;
+    check_ok(ct_nccl_id(id, &err), err);
+    check_ok(ct_nccl_join(id, 0, 1, NULL, timeout_seconds, &comm, &err), err);
+    return comm;
+}
+
+/* Alone in its group, rank 0 waits for a stream that is busy for a while. */
+static void
+test_a_dead_peer_ends_the_wait()
+{
+    ct_comm *comm = join_alone(30.0);
+    ct_error err;
     buffers all(N, own);
     const ct_span span = all.of[0].on_device();
-    check_ok(ct_nccl_id(id, &err), err);
-    check_ok(ct_nccl_join(id, 0, 1, NULL, &comm, &err), err);
 
     emul::busy = 3;
-    *library_variable("fake_nccl_async") = 7; /* in progress */
+    *library_variable("fake_nccl_pending") = 5;
     CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_OK);
-    CHECK(emul::busy == 0);
+    CHECK(emul::busy == 0 && *library_variable("fake_nccl_pending") == 0);
 
     emul::busy = 1000000;
     *library_variable("fake_nccl_async") = 6;
     CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
-    CHECK(strstr(err.message, "remote process exited") != NULL);
+    CHECK(strcmp(err.message,
+                 "all_reduce on rank 0 of 1: NCCL says remote process exited") == 0);
     emul::busy = 0;
+    *library_variable("fake_nccl_async") = 0;
     check_broken(comm, &span, 2);
     comm->ops->free(comm);
+}
+
+/* A stream that never ends, and a call that is never taken in. */
+static void
+test_a_rank_that_does_not_come_ends_the_wait_in_time()
+{
+    const int aborted = *library_variable("fake_nccl_aborted");
+    buffers all(N, own);
+    const ct_span span = all.of[0].on_device();
+    ct_error err;
+    for (int k = 0; k < 2; k++) {
+        ct_comm *comm = join_alone(0.2);
+        emul::busy = k == 0 ? SIZE_MAX : 0;
+        *library_variable("fake_nccl_pending") = k == 0 ? 0 : INT_MAX;
+        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+        CHECK(strcmp(err.message,
+                     "all_reduce on rank 0 of 1: another rank did not come, or was not "
+                     "done, within 0.2 seconds") == 0);
+        emul::busy = 0;
+        *library_variable("fake_nccl_pending") = 0;
+        check_broken(comm, &span, aborted + k + 1);
+        comm->ops->free(comm);
+    }
+}
+
+static void
+test_joining_ends_in_time()
+{
+    char id[CT_COMM_ID_BYTES];
+    ct_comm *comm = NULL;
+    ct_error err;
+    check_ok(ct_nccl_id(id, &err), err);
+    *library_variable("fake_nccl_pending") = INT_MAX;
+    CHECK(ct_nccl_join(id, 0, 1, NULL, 0.2, &comm, &err) == CT_ECOMM);
+    CHECK(strstr(err.message, "join the group on rank 0 of 1: another rank") != NULL);
+    *library_variable("fake_nccl_pending") = 0;
+    CHECK(comm == NULL);
+}
+
+/* It is on the stream when start returns; wait asks until the stream has come there. */
+static void
+test_what_has_begun_is_waited_for()
+{
+    ct_comm *comm = join_alone(30.0);
+    buffers all(N, own);
+    const ct_request r = {CT_ALL_REDUCE, CT_REDUCE_SUM, 0, all.of[0].on_device(), {}};
+    ct_work *first = NULL, *second = NULL;
+    ct_error err;
+    emul::busy = 4;
+    check_ok(ct_comm_start(comm, &r, &first, &err), err);
+    check_ok(ct_comm_start(comm, &r, &second, &err), err);
+    CHECK(first != NULL && second != NULL && emul::busy == 4);
+    check_ok(ct_comm_wait(comm, first, &err), err);
+    CHECK(emul::busy == 0);
+    check_ok(ct_comm_wait(comm, second, &err), err);
+    comm->ops->free(comm);
+}
+
+/* What is asked of a group from the host: its operands are copied there and back. */
+static void
+test_host_memory_is_copied()
+{
+    on_every_rank([&](size_t r) {
+        int64_t values[2] = {(int64_t)r, 5}, all[2 * RANKS] = {};
+        bool flags[2] = {r == 1, true};
+        const ct_span two = {values, 2, CT_I64}, six = {all, 2 * RANKS, CT_I64};
+        const ct_span said = {flags, 2, CT_BOOL};
+        ct_error err;
+        check_ok(comms[r]->ops->all_gather(comms[r], &six, &two, &err), err);
+        for (int64_t i = 0; i < RANKS; i++) {
+            CHECK(all[2 * i] == i && all[2 * i + 1] == 5);
+        }
+        check_ok(comms[r]->ops->all_reduce(comms[r], &two, CT_REDUCE_SUM, &err), err);
+        CHECK(values[0] == 3 && values[1] == 15);
+        check_ok(comms[r]->ops->all_reduce(comms[r], &said, CT_REDUCE_SUM, &err), err);
+        CHECK(flags[0] && flags[1]);
+        const ct_request again = {CT_BROADCAST, CT_REDUCE_SUM, 2, two, {}};
+        ct_work *work = NULL;
+        values[1] = (int64_t)r;
+        check_ok(ct_comm_start(comms[r], &again, &work, &err), err);
+        CHECK(work == NULL && values[1] == 2);
+    });
+}
+
+/* Ranks 2 and 0 in that order; rank 1 alone; then a group that rank 1 is not in. */
+static void
+test_groups_are_split()
+{
+    on_every_rank([&](size_t r) {
+        ct_comm *part = NULL, *none = NULL;
+        int64_t sum = (int64_t)r + 1;
+        const ct_span span = {&sum, 1, CT_I64};
+        ct_error err;
+        check_ok(ct_comm_split(comms[r], r == 1, -(int64_t)r, &part, &err), err);
+        CHECK(part->world_size == (r == 1 ? 1 : 2));
+        CHECK(part->rank == (r == 0 ? 1 : 0));
+        check_ok(part->ops->all_reduce(part, &span, CT_REDUCE_SUM, &err), err);
+        CHECK(sum == (r == 1 ? 2 : 4));
+        part->ops->free(part);
+        check_ok(ct_comm_split(comms[r], r == 1 ? -1 : 7, 0, &none, &err), err);
+        CHECK((none == NULL) == (r == 1));
+        if (none != NULL) {
+            check_ok(none->ops->barrier(none, &err), err);
+            none->ops->free(none);
+        }
+    });
 }
 
 static void
@@ -270,8 +389,13 @@ main()
     test_broadcast_and_barrier();
     test_wrong_operands_are_refused();
     test_nothing_to_send_is_no_collective();
+    test_host_memory_is_copied();
+    test_groups_are_split();
     test_a_refused_collective_breaks_the_group();
     test_a_dead_peer_ends_the_wait();
+    test_a_rank_that_does_not_come_ends_the_wait_in_time();
+    test_joining_ends_in_time();
+    test_what_has_begun_is_waited_for();
     leave_all();
     return 0;
 }

@@ -28,9 +28,22 @@ typedef enum cudaMemcpyKind {
 } cudaMemcpyKind;
 
 typedef struct CUstream_st *cudaStream_t;
+typedef struct CUevent_st *cudaEvent_t;
+
+typedef enum cudaMemoryType {
+    cudaMemoryTypeUnregistered = 0,
+    cudaMemoryTypeHost = 1,
+    cudaMemoryTypeDevice = 2,
+    cudaMemoryTypeManaged = 3
+} cudaMemoryType;
+
+struct cudaPointerAttributes {
+    enum cudaMemoryType type;
+};
 
 enum {
-    cudaStreamNonBlocking = 1
+    cudaStreamNonBlocking = 1,
+    cudaEventDisableTiming = 2
 };
 
 const char *cudaGetErrorName(cudaError_t error);
@@ -49,6 +62,12 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t
+cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *data);
 
 #ifdef __cplusplus
 }

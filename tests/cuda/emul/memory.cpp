@@ -46,6 +46,18 @@ set_last_error(cudaError_t error)
     last_error = error;
 }
 
+static bool
+is_on_device(const void *data)
+{
+    std::lock_guard<std::mutex> held(blocks_lock);
+    const auto behind = blocks.upper_bound(const_cast<void *>(data));
+    if (behind == blocks.begin()) {
+        return false;
+    }
+    const block &it = std::prev(behind)->second;
+    return (const char *)data < it.pages + it.pages_bytes;
+}
+
 #ifndef __SANITIZE_ADDRESS__
 static void
 open_block(const block &it, bool open)
@@ -155,6 +167,8 @@ cudaMalloc(void **data, size_t bytes)
 #ifdef __SANITIZE_ADDRESS__
     *data = aligned_alloc(256, (bytes + 255) / 256 * 256);
     *data = realloc(*data, bytes); /* shrunk in place: the red zone starts at bytes */
+    std::lock_guard<std::mutex> held(emul::blocks_lock);
+    emul::blocks[*data] = {(char *)*data, bytes};
 #else
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const size_t size = (bytes + page - 1) / page * page;
@@ -171,10 +185,11 @@ cudaError_t
 cudaFree(void *data)
 {
     emul::seen.waits += data != NULL;
+    std::lock_guard<std::mutex> held(emul::blocks_lock);
 #ifdef __SANITIZE_ADDRESS__
+    emul::blocks.erase(data);
     free(data);
 #else
-    std::lock_guard<std::mutex> held(emul::blocks_lock);
     const auto found = emul::blocks.find(data);
     if (found != emul::blocks.end()) {
         munmap(found->second.pages,
@@ -233,6 +248,40 @@ cudaError_t
 cudaStreamSynchronize(cudaStream_t)
 {
     emul::seen.waits++;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
+{
+    *event = (cudaEvent_t)malloc(1);
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaEventRecord(cudaEvent_t, cudaStream_t)
+{
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaEventQuery(cudaEvent_t)
+{
+    return cudaStreamQuery(NULL);
+}
+
+cudaError_t
+cudaEventDestroy(cudaEvent_t event)
+{
+    free(event);
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *data)
+{
+    attributes->type =
+        emul::is_on_device(data) ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
     return cudaSuccess;
 }
 

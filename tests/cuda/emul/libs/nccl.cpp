@@ -19,7 +19,20 @@ enum {
     MAX = 2,
     MIN = 3,
     MEAN = 4,
-    FLOAT = 7
+    BYTE = 1,
+    LONG = 4,
+    FLOAT = 7,
+    IN_PROGRESS = 7,
+    NO_COLOR = -1
+};
+
+/* ncclConfig_t of NCCL 2.18. */
+struct config {
+    size_t size;
+    unsigned magic, version;
+    int blocking, cga_cluster_size, min_ctas, max_ctas;
+    const char *net_name;
+    int split_share;
 };
 
 struct id {
@@ -27,19 +40,24 @@ struct id {
 };
 
 struct call {
-    const float *in;
-    float *out;
+    const char *in;
+    char *out;
 };
 
 /* What a rank sends to each and receives from it. */
 struct exchange {
-    std::vector<const float *> sent;
-    std::vector<float *> received;
+    std::vector<const char *> sent;
+    std::vector<char *> received;
+};
+
+struct wish {
+    int color, key;
 };
 
 struct group {
     std::vector<call> calls;
     std::vector<exchange> exchanges;
+    std::vector<wish> wishes;
     size_t joined = 0, arrived = 0, round = 0, left = 0;
 };
 
@@ -52,17 +70,33 @@ struct rank {
     size_t number, world_size;
 };
 
-float
-reduced(const std::vector<call> &calls, size_t i, int op)
+size_t
+size_of(int dtype)
 {
-    float value = calls[0].in[i];
+    return dtype == BYTE ? 1 : dtype == LONG ? 8 : dtype == FLOAT ? 4 : 0;
+}
+
+template <typename T>
+void
+reduce_as(const std::vector<call> &calls, size_t i, int op, char *to)
+{
+    T value = ((const T *)calls[0].in)[i];
     for (size_t r = 1; r < calls.size(); r++) {
-        const float next = calls[r].in[i];
+        const T next = ((const T *)calls[r].in)[i];
         value = op == MAX   ? (next > value ? next : value)
                 : op == MIN ? (next < value ? next : value)
-                            : value + next;
+                            : (T)(value + next);
     }
-    return op == MEAN ? value / (float)calls.size() : value;
+    *(T *)to = op == MEAN ? (T)(value / (T)calls.size()) : value;
+}
+
+/* Element i of all ranks, into `to`. */
+void
+reduce(const std::vector<call> &calls, size_t i, int dtype, int op, char *to)
+{
+    dtype == BYTE   ? reduce_as<unsigned char>(calls, i, op, to)
+    : dtype == LONG ? reduce_as<int64_t>(calls, i, op, to)
+                    : reduce_as<float>(calls, i, op, to);
 }
 
 /* Waits for all ranks; the last one runs `work` on their buffers. */
@@ -70,12 +104,12 @@ template <typename Work>
 int
 meet(rank *me, const void *in, void *out, int dtype, Work work)
 {
-    if (dtype != FLOAT) {
+    if (size_of(dtype) == 0) {
         return INVALID_ARGUMENT;
     }
     std::unique_lock<std::mutex> held(mutex);
     group &of = *me->of;
-    of.calls[me->number] = {(const float *)in, (float *)out};
+    of.calls[me->number] = {(const char *)in, (char *)out};
     const size_t round = of.round;
     if (++of.arrived == me->world_size) {
         emul::open_device_memory(true);
@@ -95,8 +129,9 @@ meet(rank *me, const void *in, void *out, int dtype, Work work)
 
 extern "C" {
 
-int fake_nccl_fail;  /* the next collective is refused with this result */
-int fake_nccl_async; /* what the communicator says while the stream is busy */
+int fake_nccl_fail;    /* the next collective is refused with this result */
+int fake_nccl_async;   /* what communicators say of themselves */
+int fake_nccl_pending; /* so many times they say before that a call is in progress */
 int fake_nccl_aborted;
 
 static int
@@ -123,17 +158,59 @@ ncclGetUniqueId(id *made)
     return SUCCESS;
 }
 
-int
-ncclCommInitRank(rank **comm, int world_size, id of, int number)
+static rank *
+join(const std::string &name, size_t world_size, size_t number)
 {
     std::unique_lock<std::mutex> held(mutex);
-    group &it = groups[std::string(of.bytes, sizeof of.bytes)];
-    it.calls.resize((size_t)world_size);
-    it.exchanges.resize((size_t)world_size);
+    group &it = groups[name];
+    it.calls.resize(world_size);
+    it.exchanges.resize(world_size);
+    it.wishes.resize(world_size);
     it.joined++;
     changed.notify_all();
-    changed.wait(held, [&] { return it.joined == (size_t)world_size; });
-    *comm = new rank{&it, (size_t)number, (size_t)world_size};
+    changed.wait(held, [&] { return it.joined == world_size; });
+    return new rank{&it, number, world_size};
+}
+
+int
+ncclCommInitRankConfig(rank **comm, int world_size, id of, int number,
+                       const config *chosen)
+{
+    if (chosen->size != sizeof *chosen || chosen->magic != 0xcafebeef ||
+        chosen->version != 21800 || chosen->blocking != 0) {
+        return INVALID_ARGUMENT;
+    }
+    *comm = join(std::string(of.bytes, sizeof of.bytes), (size_t)world_size,
+                 (size_t)number);
+    return IN_PROGRESS;
+}
+
+int
+ncclCommSplit(rank *comm, int color, int key, rank **made, const config *)
+{
+    static std::map<group *, int> splits;
+    std::string name;
+    size_t size = 0, number = 0;
+    std::vector<wish> wishes;
+    {
+        const std::lock_guard<std::mutex> held(mutex);
+        comm->of->wishes[comm->number] = {color, key};
+    }
+    meet(comm, nullptr, nullptr, FLOAT,
+         [&](const std::vector<call> &) { splits[comm->of]++; });
+    {
+        const std::lock_guard<std::mutex> held(mutex);
+        wishes = comm->of->wishes;
+        name = "split " + std::to_string(splits[comm->of]) + " of " +
+               std::to_string((uintptr_t)comm->of) + " " + std::to_string(color);
+    }
+    for (size_t r = 0; r < wishes.size(); r++) {
+        const bool before =
+            wishes[r].key < key || (wishes[r].key == key && r < comm->number);
+        size += wishes[r].color == color;
+        number += wishes[r].color == color && before;
+    }
+    *made = color == NO_COLOR ? nullptr : join(name, size, number);
     return SUCCESS;
 }
 
@@ -155,7 +232,8 @@ ncclCommAbort(rank *comm)
 int
 ncclCommGetAsyncError(rank *, int *result)
 {
-    *result = fake_nccl_async;
+    const bool pending = fake_nccl_pending > 0 && fake_nccl_pending-- > 0;
+    *result = pending ? IN_PROGRESS : fake_nccl_async;
     return SUCCESS;
 }
 
@@ -175,9 +253,10 @@ ncclAllReduce(const void *in, void *out, size_t n, int dtype, int op, rank *comm
     }
     return meet(comm, in, out, dtype, [&](const std::vector<call> &calls) {
         for (size_t i = 0; i < n; i++) {
-            const float value = reduced(calls, i, op);
+            char value[8];
+            reduce(calls, i, dtype, op, value);
             for (const call &it : calls) {
-                it.out[i] = value;
+                memcpy(it.out + i * size_of(dtype), value, size_of(dtype));
             }
         }
     });
@@ -189,7 +268,8 @@ ncclAllGather(const void *in, void *out, size_t n, int dtype, rank *comm, cudaSt
     return meet(comm, in, out, dtype, [&](const std::vector<call> &calls) {
         for (const call &to : calls) {
             for (size_t r = 0; r < calls.size(); r++) {
-                memcpy(to.out + r * n, calls[r].in, n * sizeof(float));
+                memcpy(to.out + r * n * size_of(dtype), calls[r].in,
+                       n * size_of(dtype));
             }
         }
     });
@@ -202,7 +282,7 @@ ncclReduceScatter(const void *in, void *out, size_t n, int dtype, int op, rank *
     return meet(comm, in, out, dtype, [&](const std::vector<call> &calls) {
         for (size_t r = 0; r < calls.size(); r++) {
             for (size_t i = 0; i < n; i++) {
-                calls[r].out[i] = reduced(calls, r * n + i, op);
+                reduce(calls, r * n + i, dtype, op, calls[r].out + i * size_of(dtype));
             }
         }
     });
@@ -214,7 +294,7 @@ ncclBroadcast(const void *in, void *out, size_t n, int dtype, int root, rank *co
 {
     return meet(comm, in, out, dtype, [&](const std::vector<call> &calls) {
         for (const call &to : calls) {
-            memmove(to.out, calls[(size_t)root].in, n * sizeof(float));
+            memmove(to.out, calls[(size_t)root].in, n * size_of(dtype));
         }
     });
 }
@@ -236,7 +316,7 @@ ncclGroupStart(void)
 int
 ncclSend(const void *in, size_t n, int dtype, int, rank *comm, cudaStream_t)
 {
-    grouped.parts.sent.push_back((const float *)in);
+    grouped.parts.sent.push_back((const char *)in);
     grouped.n = n;
     grouped.dtype = dtype;
     grouped.comm = comm;
@@ -246,7 +326,7 @@ ncclSend(const void *in, size_t n, int dtype, int, rank *comm, cudaStream_t)
 int
 ncclRecv(void *out, size_t, int, int, rank *, cudaStream_t)
 {
-    grouped.parts.received.push_back((float *)out);
+    grouped.parts.received.push_back((char *)out);
     return SUCCESS;
 }
 
@@ -263,7 +343,8 @@ ncclGroupEnd(void)
         const std::vector<exchange> &all = me->of->exchanges;
         for (size_t to = 0; to < all.size(); to++) {
             for (size_t from = 0; from < all.size(); from++) {
-                memcpy(all[to].received[from], all[from].sent[to], n * sizeof(float));
+                memcpy(all[to].received[from], all[from].sent[to],
+                       n * size_of(grouped.dtype));
             }
         }
     });

@@ -1,0 +1,59 @@
+"""NCCL's collectives on the memory of GPUs, by the plugin ctrainer._cuda."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ctrainer import _C
+from ctrainer.comm.environment import DEFAULT_TIMEOUT_SECONDS
+from ctrainer.comm.run import place, world
+
+
+def communicator(
+    over: _C.Communicator | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    *,
+    stream: int | None = None,
+) -> _C.Communicator:
+    """A Communicator of the ranks of `over`, a GPU each, on tensors in their memory.
+
+    Every rank calls it. over: through which the ranks find each other; comm.world() by
+    default. timeout_seconds: how long a rank waits for the others, here and in each
+    collective; then, or when NCCL tells of a failure, the group is aborted, and the
+    RuntimeError names the collective and this rank. stream: the address of a CUDA
+    stream of the current device, as torch's `.cuda_stream`. Collectives are enqueued
+    behind what is there; by default it is torch's current one on the GPU of this
+    rank's number on its machine, which becomes the current device. Tensors and arrays
+    in host memory are copied to the GPU and back.
+
+    Raises RuntimeError saying what is missing: the plugin, a driver, a GPU or NCCL.
+    """
+    cuda = _plugin()
+    group = world() if over is None else over
+    mine = _current_stream() if stream is None else stream
+    id = group.broadcast_bytes(cuda.comm_id() if group.rank == 0 else None, 0)
+    return _C.plugin_communicator(
+        cuda.plugin, id, group.rank, group.world_size, mine, timeout_seconds
+    )
+
+
+def _plugin() -> Any:
+    try:
+        from ctrainer import _cuda  # type: ignore[attr-defined]
+    except ImportError as error:
+        raise RuntimeError(
+            "NCCL needs ctrainer's CUDA plugin, which is not here: install ctrainer "
+            f"where nvcc of CUDA 13 or newer is found (docs/cuda.md); {error}"
+        ) from error
+    why = _cuda.why_no_device()
+    if why is not None:
+        raise RuntimeError(f"NCCL needs a GPU, and this process has none: {why}")
+    return _cuda
+
+
+def _current_stream() -> int:
+    """torch's, on the GPU that has this rank's number on its machine."""
+    import torch
+
+    torch.cuda.set_device(place().local_rank % torch.cuda.device_count())
+    return int(torch.cuda.current_stream().cuda_stream)
