@@ -22,9 +22,9 @@ EMUL_LIBRARIES := $(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13 \
     $(EMUL_WHEELS)/nvidia/nccl/lib/libnccl.so.2
 PYTHON_INCLUDE = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')
 PLUGIN_CORE := alloc comm deadline dtype factored interrupt status update
-EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -pthread $(SAN)
+EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -fPIC -pthread $(SAN)
 
-.PHONY: cuda cuda-emul cuda-emul-build cuda-emul-plain cuda-check
+.PHONY: cuda cuda-emul cuda-emul-build cuda-emul-python cuda-emul-plain cuda-check
 cuda: cuda-emul
 	command -v $(NVCC) >/dev/null || test -x /usr/local/cuda/bin/nvcc || \
 	  $(PY) -m pip install -q --disable-pip-version-check $(NVCC_WHEELS)
@@ -35,7 +35,9 @@ cuda-emul: cuda-emul-plain
 	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 -g -fsanitize=address,undefined \
 	  -fno-sanitize-recover=all" cuda-emul-plain
 
-cuda-emul-build: $(EMUL_TESTS) $(EMUL_LIBRARIES) $(EMUL)/_cuda.so
+cuda-emul-build: $(EMUL_TESTS) $(EMUL_LIBRARIES)
+
+cuda-emul-python: $(EMUL)/_cuda.so $(EMUL_LIBRARIES)
 
 cuda-emul-plain: cuda-emul-build
 	set -e; for t in $(EMUL_TESTS); do $$t; done
@@ -55,7 +57,7 @@ $(EMUL)/%.cu.o: cuda/%.cu $(CUDA_HEADERS)
 
 $(EMUL)/%.c.o: cuda/%.c $(CUDA_HEADERS)
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) $(EMUL_INCLUDE) -c -o $@ $<
+	$(CC) $(CFLAGS) -fPIC $(EMUL_INCLUDE) -c -o $@ $<
 
 $(EMUL)/emul_%.o: tests/cuda/emul/%.cpp $(CUDA_HEADERS)
 	@mkdir -p $(@D)
@@ -65,18 +67,15 @@ $(EMUL)/test_%: tests/cuda/test_%.cpp $(EMUL_OBJECTS) $(BUILD)/libcore.a
 	$(CXX) -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -rdynamic -o $@ $^ -ldl -lm
 
 # The plugin over the emulation, for Python's tests of what needs a GPU.
-EMUL_SOURCES := $(CUDA_CU) $(CUDA_C) cuda/module.c $(wildcard tests/cuda/emul/*.cpp)
-$(EMUL)/python/%.o: % $(CUDA_HEADERS)
+$(EMUL)/module.o: cuda/module.c $(CUDA_HEADERS)
 	@mkdir -p $(@D)
-	$(if $(filter %.c,$<),$(CC) -std=c11,$(CXX) -x c++ -std=c++17) -O1 -fPIC -pthread \
-	  -ffp-contract=off $(EMUL_INCLUDE) -isystem $(PYTHON_INCLUDE) -c -o $@ $<
+	$(CC) $(CFLAGS) -fPIC $(EMUL_INCLUDE) -isystem $(PYTHON_INCLUDE) -c -o $@ $<
 
-$(EMUL)/python/core/%.o: csrc/core/%.c $(HEADERS)
+$(EMUL)/core/%.o: csrc/core/ct_%.c $(HEADERS)
 	@mkdir -p $(@D)
-	$(CC) -std=c11 -O1 -fPIC -pthread -Icsrc -c -o $@ $<
+	$(CC) $(CFLAGS) -fPIC -c -o $@ $<
 
-$(EMUL)/_cuda.so: $(EMUL_SOURCES:%=$(EMUL)/python/%.o) \
-    $(PLUGIN_CORE:%=$(EMUL)/python/core/ct_%.o)
+$(EMUL)/_cuda.so: $(EMUL_OBJECTS) $(EMUL)/module.o $(PLUGIN_CORE:%=$(EMUL)/core/%.o)
 	$(CXX) -shared -pthread -o $@ $^ -ldl -lm
 
 # Like NVIDIA's wheels: cuda/dynlib.c has to find them. They use the test's runtime.
