@@ -39,7 +39,7 @@ def communicator(
 
 def _plugin() -> Any:
     try:
-        from ctrainer import _cuda  # type: ignore[attr-defined]
+        from ctrainer import _cuda
     except ImportError as error:
         raise RuntimeError(
             "NCCL needs ctrainer's CUDA plugin, which is not here: install ctrainer "
