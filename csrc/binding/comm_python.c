@@ -310,9 +310,8 @@ read_count(PyObject *backend, const char *name)
     return number > INT_MAX || number < 0 ? -1 : (int)number;
 }
 
-/* CTRAINER_CHECK_COLLECTIVES: anything but nothing and 0. */
-static bool
-wants_comparison(void)
+bool
+ctpy_comm_wants_comparison(void)
 {
     const char *wish = getenv("CTRAINER_CHECK_COLLECTIVES");
     return wish != NULL && *wish != '\0' && strcmp(wish, "0") != 0;
@@ -340,7 +339,7 @@ ctpy_comm_python_new(PyObject *backend)
     *made = (python_comm){
         .base = {.ops = &python_ops, .rank = rank, .world_size = world_size},
         .backend = Py_NewRef(backend),
-        .compares = wants_comparison(),
+        .compares = ctpy_comm_wants_comparison(),
     };
     return &made->base;
 }

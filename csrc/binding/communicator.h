@@ -26,6 +26,10 @@ int ctpy_comm_run(ctpy_state *state, PyObject *op, const ct_request *request);
  * wait(). NULL with an exception. */
 ct_comm *ctpy_comm_python_new(PyObject *backend);
 
+/* CTRAINER_CHECK_COLLECTIVES is anything but nothing and 0: ranks are to compare what
+ * they are about to do together. */
+bool ctpy_comm_wants_comparison(void);
+
 /* communicator_work.c: a collective that has begun, on tensors that stay alive until
  * it has ended. */
 PyObject *ctpy_work_new(ctpy_state *state, PyObject *communicator, PyObject *tensors,

@@ -368,8 +368,8 @@ PyDoc_STRVAR(
     "travel\n"
     "as codes of so many bits. error_feedback: what these miss of a gradient is added\n"
     "to the next, which takes a float32 for each of all ranks' elements.\n\n"
-    "Its hooks: _grad_enabled(), _graph_task(), _queue(), _new_gradient(group) and\n"
-    "assert_state(states).");
+    "Its hooks: _grad_enabled(), _graph_task(), _queue(), _new_gradient(group),\n"
+    "_check_order(what) and assert_state(states).");
 
 static PyType_Slot FSDPUnit_slots[] = {
     {Py_tp_doc,      (void *)FSDPUnit_doc},

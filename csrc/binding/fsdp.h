@@ -77,6 +77,10 @@ extern const char FSDPUnit_gather_doc[], FSDPUnit_release_doc[];
 int fsdp_lend_replicas(FSDPUnit *self);
 void fsdp_return_replicas(FSDPUnit *self);
 
+/* fsdp_order.c: compares with the other ranks which unit does what, if that is wished
+ * for. Collective then; 0, or -1 with the ValueError of _check_order. */
+int fsdp_check_order(FSDPUnit *self, const char *what);
+
 /* fsdp_forward.c */
 PyObject *FSDPUnit_forward(PyObject *op, PyObject *args);
 PyObject *FSDPUnit_set_units(PyObject *op, PyObject *units);

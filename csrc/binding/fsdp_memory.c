@@ -52,6 +52,9 @@ fsdp_gather(FSDPUnit *self)
         PyErr_SetString(PyExc_RuntimeError, "the unit has no shards: set shards first");
         return -1;
     }
+    if (fsdp_check_order(self, "gathers") < 0) {
+        return -1;
+    }
     ct_span *spans = PyMem_New(ct_span, self->core.n_groups);
     if (spans == NULL) {
         PyErr_NoMemory();
@@ -231,7 +234,8 @@ fsdp_reduce(FSDPUnit *self)
     int result = 0;
     for (size_t g = 0; result == 0 && g < self->core.n_groups; g++) {
         if (group_has_grads(self, g)) {
-            result = reduce_group(self, g);
+            result = fsdp_check_order(self, "reduces");
+            result = result < 0 ? result : reduce_group(self, g);
         }
     }
     fsdp_drop_grads(self);

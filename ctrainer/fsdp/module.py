@@ -89,6 +89,9 @@ class FullyShardedDataParallel(ShardedModule):
             if unit is not self:
                 assert unit._is_root is None or not unit._is_root
                 unit._is_root = False
+        for name, unit in self.named_modules():
+            if isinstance(unit, ShardedModule):
+                unit._unit.path = _metadata.original_name(f"{name}.").rstrip(".")
         self._unit.set_units([unit._unit for unit in self.units()])
         if self.disable_reshard_on_root:
             self.reshard_after_forward = False

@@ -17,6 +17,7 @@ class Unit(_C.FSDPUnit):
     """The engine of one module, with torch's answers to its questions."""
 
     owner: Callable[[], Any]  # a weak reference to the module
+    path = ""  # of the module, from its root
 
     _grad_enabled = staticmethod(torch.is_grad_enabled)
     _graph_task = staticmethod(torch._C._current_graph_task_id)
@@ -28,6 +29,18 @@ class Unit(_C.FSDPUnit):
 
     def _new_gradient(self, group: int) -> torch.Tensor:
         return new_zeros(self.shards[group].shape)
+
+    def _check_order(self, what: str) -> None:
+        """Raise ValueError on all ranks where they do not come to the same unit."""
+        own = f"{what} {self.path!r}" if self.path else f"{what} the root"
+        answers = self.communicator.gather_bytes(own.encode())
+        told = [answer.decode() for answer in answers]
+        if any(other != own for other in told):
+            each = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(told))
+            raise ValueError(
+                f"ranks use different units, or in different orders: {each}. All ranks "
+                "have to call the same modules in the same order"
+            )
 
     def assert_state(self, states: list[int]) -> None:
         self.owner().assert_state([TrainingState(state) for state in states])
