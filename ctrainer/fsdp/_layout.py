@@ -171,7 +171,7 @@ def lone_group(entry: Entry) -> Group:
 
 def hide(place: Place, param: nn.Parameter) -> None:
     """Out of the module's table; forward() still finds it."""
-    del place.module._parameters[place.name]
+    place.module._parameters.pop(place.name, None)
     object.__setattr__(place.module, place.name, param)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.fsdp import _groups, _layout, _metadata, _options, _views
+from ctrainer.fsdp import _copies, _groups, _layout, _metadata, _options, _views
 from ctrainer.fsdp._buffers import cast_buffers
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.state import TrainingState
@@ -119,10 +119,15 @@ class ShardedModule(nn.Module):
         self.borrowed = self._borrow(module)
         _options.check_parameters(module)
         self._wrap(module)
-        self._unit = self._make_unit(
-            watch_released, _debug_dummy_all_gather_op, _debug_dummy_reduce_scatter_op
+        self._flags = (
+            watch_released,
+            _debug_dummy_all_gather_op,
+            _debug_dummy_reduce_scatter_op,
         )
         del module
+        self.sharded_params: list[Any] = [
+            self._sharding.shard_of(group) for group in self._groups
+        ]
         self._share_out()
         cast_buffers(self, self.buffer_dtype)
         for name, param in self.named_parameters():
@@ -170,7 +175,8 @@ class ShardedModule(nn.Module):
             self._sharding.fit(group)
         self._groups = groups
 
-    def _make_unit(self, watched: bool, lone_gather: bool, lone_reduce: bool) -> Unit:
+    def _make_unit(self) -> Unit:
+        watched, lone_gather, lone_reduce = self._flags
         low = not self.fp32_reduce_scatter
         reduce_dtype = self.compute_dtype if low else torch.float32
         unit = Unit(
@@ -193,8 +199,7 @@ class ShardedModule(nn.Module):
 
     def _share_out(self) -> None:
         """Each rank keeps its part; the parameters become the unit's memory."""
-        shards = [self._sharding.shard_of(group) for group in self._groups]
-        self.sharded_params: list[Any] = shards
+        self._unit = self._make_unit()
         for group, shard in zip(self._groups, self.sharded_params, strict=True):
             self.register_parameter(shard._name, shard)
             for entry in group.entries:
@@ -226,6 +231,16 @@ class ShardedModule(nn.Module):
             process_group=self.communicator
             if self.replicas is None
             else (self.communicator, self.replicas),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with memory of its own in the same groups, without gradients."""
+        return _copies.deep_copy(self, memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a sharded module cannot be pickled: each rank has a part of it. Save "
+            "state_dict(), or the whole full_state_dict()"
         )
 
     def _reset_lazy_init(self) -> None:

@@ -102,6 +102,17 @@ def make(unit: Any) -> None:
     show_views(unit)
 
 
+def adopt(unit: Any, copied: list[Views]) -> None:
+    """Let the unit have these views, which a copied optimizer has, for its own."""
+    each = zip(unit._views, copied, unit.sharded_params, strict=True)
+    for own, views, shard in each:
+        for (made, _), (view, _) in zip(own.pieces, views.pieces, strict=True):
+            view.__dict__.update(made.__dict__)
+        views.follow(shard)
+    unit._views = unit._unit.grad_owners = copied
+    show_views(unit)
+
+
 def show_views(unit: Any) -> None:
     """Let the unit's modules have the views for parameters, under the first names.
 
