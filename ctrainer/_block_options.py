@@ -32,6 +32,7 @@ def way_of(args: Any) -> str | None:
         raise ValueError("use_bmuf and use_diloco are both set; set one")
     given = [n for n in _DEFAULTS["use_bmuf"] if getattr(args, n, None) is not None]
     given += [n for n in ("use_nbm", "average_sync") if getattr(args, n, False)]
+    given += ["delta_bits"] if getattr(args, "delta_bits", 32) != 32 else []
     if given and not asked:
         raise ValueError(
             f"{given[0]} is of blocks of updates, which need use_bmuf or use_diloco"
@@ -47,4 +48,5 @@ def options_of(args: Any, way: str) -> dict[str, Any]:
         name: default if getattr(args, name) is None else getattr(args, name)
         for name, default in _DEFAULTS[way].items()
     }
-    return {**options, "use_nbm": args.use_nbm, "average_sync": args.average_sync}
+    own = ("use_nbm", "average_sync", "delta_bits")
+    return {**options, **{name: getattr(args, name) for name in own}}

@@ -352,6 +352,12 @@ class OwnFields(OlderFields):
         "warm-up.",
         kw_only=True,
     )
+    delta_bits: int = arg(
+        32,
+        "Bits in which a block's distances travel: 32, or codes of 8 or 4, of which "
+        "what they miss goes with the next block's.",
+        kw_only=True,
+    )
     malloc_tuning: bool = arg(
         True,
         "On the CPU, have glibc keep large blocks instead of mapping them anew each "

@@ -18,6 +18,7 @@ _OPTIONS = {
     "block_momentum": 0.875,
     "warmup_iterations": 500,
     "average_sync": False,
+    "delta_bits": 32,
 }
 
 
@@ -33,7 +34,9 @@ class BMUF(_C.BMUF):
     cfg: anything with FairseqBMUFConfig's fields, each of which may be missing:
     global_sync_iter=50, block_lr=1, block_momentum=0.875, warmup_iterations=500,
     use_nbm=False, average_sync=False (average Adam's moments where workers meet, rather
-    than start them anew at the end of the warm-up), distributed_world_size. optimizer:
+    than start them anew at the end of the warm-up), delta_bits=32 (8 or 4: distances
+    travel as codes, and what these miss goes with the next block's; block_momentum is
+    above 0), distributed_world_size. optimizer:
     one of ctrainer.optim or torch.optim, or an object with fairseq's interface of an
     optimizer. communicator: who meets; by default the group of from_environment()
     where distributed_world_size is above 1. look: "nesterov" takes the outer step of
@@ -84,6 +87,7 @@ class BMUF(_C.BMUF):
         every: int = 500,
         lr: float = 0.7,
         momentum: float = 0.9,
+        delta_bits: int = 32,
     ) -> Self:
         """DiLoCo: AdamW within, SGD with Nesterov momentum between blocks.
 
@@ -96,6 +100,7 @@ class BMUF(_C.BMUF):
             block_lr=lr,
             block_momentum=momentum,
             warmup_iterations=0,
+            delta_bits=delta_bits,
         )
         group = from_environment() if communicator is None else communicator
         return cls(cfg, optimizer, group, look="nesterov")
@@ -109,6 +114,7 @@ class BMUF(_C.BMUF):
         every: int = 48,
         lr: float = 1.0,
         momentum: float = 0.5,
+        delta_bits: int = 32,
     ) -> Self:
         """SlowMo: the momentum is of the average distance over the optimizer's rate.
 
@@ -126,6 +132,7 @@ class BMUF(_C.BMUF):
             block_lr=lr,
             block_momentum=momentum,
             warmup_iterations=0,
+            delta_bits=delta_bits,
         )
         group = from_environment() if communicator is None else communicator
         return cls(cfg, optimizer, group, look="slowmo")
@@ -146,7 +153,21 @@ class BMUF(_C.BMUF):
             model, momentum = self._blanks(), self._blanks()
             self._save_blocks(model, momentum)
             state.update(model=model, momentum=momentum)
+        if self.delta_bits < 32:
+            state.update(self.residual_state_dict())
         return state
+
+    def residual_state_dict(self) -> dict[str, Any]:
+        """With delta_bits 8 or 4: what this rank's codes have missed, and its place."""
+        residual = self._blanks()
+        self._save_residual(residual)
+        return {"residual": residual, "place": self._place()}
+
+    def load_residual_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what residual_state_dict() gave on this rank. Of another rank, or
+        of a group of another size, nothing is taken over: what it missed is its own."""
+        if self.delta_bits < 32 and list(state_dict.get("place", ())) == self._place():
+            self._load_residual(state_dict["residual"])
 
     def load_blocks_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what blocks_state_dict() gave; from an empty one a block begins
@@ -156,6 +177,7 @@ class BMUF(_C.BMUF):
         self.set_num_updates(updates)
         if "model" in state_dict and self.block_momentum != 0:
             self._load_blocks(state_dict["model"], state_dict["momentum"])
+            self.load_residual_state_dict(state_dict)
 
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: Any = None
@@ -220,6 +242,9 @@ class BMUF(_C.BMUF):
         sync = getattr(self._optimizer, "_sync_fp32_params_to_fp16", None)
         if sync is not None and _is_foreign(self._optimizer):
             sync()
+
+    def _place(self) -> list[int]:
+        return [self.communicator.rank, self.world_size]
 
     def _blanks(self) -> list[Any]:
         return blocks.blanks_like(self._synced_tensors()[0])

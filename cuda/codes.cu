@@ -1,4 +1,4 @@
-/* Codes of 8 bits for other ranks, on a CUDA device. Mirrors csrc/cpu/codes.c. */
+/* Codes of 8 or 4 bits for other ranks, on a CUDA device. Mirrors csrc/cpu/codes.c. */
 #include "element.cuh"
 #include "kernels.h"
 #include "launch.cuh"
@@ -7,28 +7,53 @@
 
 static_assert(CT_CODES_BLOCK == ct_cuda_block_size, "a thread has one value");
 
-/* A block of values: every thread comes, also those behind the last value. */
+/* What the code of value i stands for, 0 behind the last one. */
+template <typename Element>
+__device__ static float
+wanted(const ct_encoding &e, size_t i)
+{
+    return i < e.values.n
+               ? (float)ct_load(((const Element *)e.values.data)[i]) + e.residual[i]
+               : 0.0f;
+}
+
+/* A block of values: every thread comes, also those behind the last value. Of two that
+ * share a byte the first writes it; it reads both before either residual changes. */
 template <typename Element>
 __device__ static void
 encode(const ct_encoding &e, size_t block)
 {
     const size_t i = block * CT_CODES_BLOCK + threadIdx.x;
-    const bool inside = i < e.values.n;
-    const float x =
-        inside ? (float)ct_load(((const Element *)e.values.data)[i]) + e.residual[i]
-               : 0.0f;
-    const float scale = ct_codes_scale(ct_block_largest(ct_quant_magnitude(x)));
+    const float x = wanted<Element>(e, i), next = wanted<Element>(e, i + 1);
+    const float most = ct_codes_most(e.bits);
+    const float scale = ct_codes_scale(ct_block_largest(ct_quant_magnitude(x)), most);
     const bool bad = !(scale == scale);
+    const float inverse = ct_quant_scale(scale);
+    const int8_t code = bad ? (int8_t)0 : ct_codes_nearest(x, inverse, most);
 
-    if (inside) {
-        const int8_t code =
-            bad ? (int8_t)0 : ct_codes_nearest(x, ct_quant_scale(scale));
+    if (i < e.values.n && e.bits == 8) {
         e.codes[i] = code;
+    }
+    if (i < e.values.n && e.bits == 4 && i % 2 == 0) {
+        const bool alone = bad || i + 1 == e.values.n;
+        const int8_t other = alone ? (int8_t)0 : ct_codes_nearest(next, inverse, most);
+        e.codes[i / 2] = ct_codes_pair(code, other);
+    }
+    if (i < e.values.n) {
         e.residual[i] = bad ? e.residual[i] : x - (float)code * scale;
     }
     if (threadIdx.x == 0) {
         e.scales[block] = scale;
     }
+}
+
+__device__ static int8_t
+code_at(const int8_t *codes, size_t i, int bits)
+{
+    if (bits == 8) {
+        return codes[i];
+    }
+    return i % 2 == 0 ? ct_codes_first(codes[i / 2]) : ct_codes_second(codes[i / 2]);
 }
 
 template <typename Element>
@@ -46,7 +71,7 @@ decode(const ct_decoding &d, size_t block)
         const size_t skip = part * d.part_bytes;
         const float scale =
             *(const float *)(const void *)((const char *)(d.scales + block) + skip);
-        sum += (float)d.codes[skip + i] * scale;
+        sum += (float)code_at(d.codes + skip, i, d.bits) * scale;
     }
     ct_store((real)(sum * d.factor), &((Element *)d.values.data)[i]);
 }

@@ -72,20 +72,24 @@ parse_look(const char *name, ct_block_look *look, bool *slowmo)
 static int
 BMUF_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"optimizer",    "communicator",      "global_sync_iter",
-                            "block_lr",     "block_momentum",    "look",
-                            "average_sync", "warmup_iterations", NULL};
+    static char *names[] = {"optimizer",        "communicator",
+                            "global_sync_iter", "block_lr",
+                            "block_momentum",   "look",
+                            "average_sync",     "warmup_iterations",
+                            "delta_bits",       NULL};
     BMUF *self = (BMUF *)op;
     PyObject *inner, *communicator;
     const char *look = "plain";
     long long every = 50, warmup = 500;
     int average = 0;
     bool slowmo = false;
-    ct_bmuf_config config = {.lr = 1.0, .momentum = 0.875, .reach = 1.0};
+    ct_bmuf_config config = {
+        .lr = 1.0, .momentum = 0.875, .reach = 1.0, .delta_bits = 32};
     ct_error err;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$LddspL:BMUF", names, &inner,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$LddspLi:BMUF", names, &inner,
                                      &communicator, &every, &config.lr,
-                                     &config.momentum, &look, &average, &warmup) ||
+                                     &config.momentum, &look, &average, &warmup,
+                                     &config.delta_bits) ||
         parse_look(look, &config.look, &slowmo) < 0 ||
         ctpy_comm_borrow(ctpy_state_borrow(op), communicator) == NULL) {
         return -1;
@@ -222,6 +226,8 @@ static PyMemberDef BMUF_members[] = {
      "Momentum of blocks; 0: the models are averaged."},
     {"block_lr", T_DOUBLE, offsetof(BMUF, config.lr), READONLY,
      "Learning rate of blocks."},
+    {"delta_bits", T_INT, offsetof(BMUF, config.delta_bits), READONLY,
+     "Bits in which distances travel: 32, or codes of 8 or 4."},
     {"average_sync", T_BOOL, offsetof(BMUF, average_sync), READONLY,
      "Whether the optimizers' moments are averaged where workers meet."},
     {NULL, 0, 0, 0, NULL},
@@ -231,6 +237,8 @@ static PyMethodDef BMUF_methods[] = {
     {"_adopt",           BMUF_adopt,                             METH_VARARGS,                 BMUF_adopt_doc          },
     {"_average_moments", BMUF_average_moments,                   METH_NOARGS,                  BMUF_average_moments_doc},
     {"_load_blocks",     BMUF_load_blocks,                       METH_VARARGS,                 BMUF_load_blocks_doc    },
+    {"_load_residual",   BMUF_load_residual,                     METH_O,                       BMUF_load_residual_doc  },
+    {"_save_residual",   BMUF_save_residual,                     METH_O,                       BMUF_save_residual_doc  },
     {"_save_blocks",     BMUF_save_blocks,                       METH_VARARGS,                 BMUF_save_blocks_doc    },
     {"_start",           BMUF_start,                             METH_NOARGS,                  BMUF_start_doc          },
     {"get_num_updates",  BMUF_get_num_updates,                   METH_NOARGS,                  get_num_updates_doc     },
@@ -245,7 +253,7 @@ PyDoc_STRVAR(
     BMUF_doc,
     "BMUF(optimizer, communicator, *, global_sync_iter=50, block_lr=1.0,\n"
     "     block_momentum=0.875, look='plain', average_sync=False,\n"
-    "     warmup_iterations=500)\n--\n\n"
+    "     warmup_iterations=500, delta_bits=32)\n--\n\n"
     "Blocks of updates over an optimizer; ctrainer.BMUF is its public face, which has\n"
     "the hooks _synced_tensors(), _moments(), average_params(), _reset_optimizer() "
     "and\n"

@@ -46,6 +46,9 @@ extern const char BMUF_average_moments_doc[], BMUF_start_doc[], BMUF_adopt_doc[]
 /* bmuf_state.c: what is saved besides the inner optimizer's state. */
 PyObject *BMUF_save_blocks(PyObject *op, PyObject *args);
 PyObject *BMUF_load_blocks(PyObject *op, PyObject *args);
+PyObject *BMUF_save_residual(PyObject *op, PyObject *arg);
+PyObject *BMUF_load_residual(PyObject *op, PyObject *arg);
 extern const char BMUF_save_blocks_doc[], BMUF_load_blocks_doc[];
+extern const char BMUF_save_residual_doc[], BMUF_load_residual_doc[];
 
 #endif

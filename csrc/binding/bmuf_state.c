@@ -68,3 +68,40 @@ BMUF_load_blocks(PyObject *op, PyObject *args)
 {
     return copy_both(op, args, "OO:_load_blocks", ct_bmuf_load);
 }
+
+static PyObject *
+copy_residual(PyObject *op, PyObject *tensors, copy_fn *copy)
+{
+    BMUF *self = (BMUF *)op;
+    if (check_started(self) < 0) {
+        return NULL;
+    }
+    if (!ct_bmuf_is_coded(&self->config)) {
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "there is no residual: delta_bits is 32, and nothing is missed");
+        return NULL;
+    }
+    return copy_one(self, &self->core.residual, tensors, copy) < 0 ? NULL
+                                                                   : Py_NewRef(Py_None);
+}
+
+const char BMUF_save_residual_doc[] =
+    "_save_residual($self, residual, /)\n--\n\n"
+    "Copy what this rank's codes of distances have missed into tensors like those of\n"
+    "_save_blocks().";
+
+PyObject *
+BMUF_save_residual(PyObject *op, PyObject *arg)
+{
+    return copy_residual(op, arg, ct_bmuf_save);
+}
+
+const char BMUF_load_residual_doc[] = "_load_residual($self, residual, /)\n--\n\n"
+                                      "Take what _save_residual() gave.";
+
+PyObject *
+BMUF_load_residual(PyObject *op, PyObject *arg)
+{
+    return copy_residual(op, arg, ct_bmuf_load);
+}

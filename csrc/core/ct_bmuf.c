@@ -11,7 +11,7 @@ typedef ct_bmuf_batch batch;
 void
 ct_bmuf_init(ct_bmuf *b, const ct_device *device, void *stream)
 {
-    *b = (ct_bmuf){.device = device, .stream = stream};
+    *b = (ct_bmuf){.device = device, .stream = stream, .residual = {.is_single = true}};
 }
 
 static void
@@ -53,6 +53,7 @@ release_flats(ct_bmuf *b)
     for (int d = 0; d < CT_BMUF_DTYPES; d++) {
         b->device->scratch_release(&b->global.memory[d]);
         b->device->scratch_release(&b->momentum.memory[d]);
+        b->device->scratch_release(&b->residual.memory[d]);
         b->n[d] = 0;
     }
 }
@@ -62,6 +63,7 @@ ct_bmuf_fini(ct_bmuf *b)
 {
     release_flats(b);
     b->device->scratch_release(&b->shares);
+    b->device->scratch_release(&b->wire);
     free_operands(b);
 }
 
@@ -99,20 +101,31 @@ ct_bmuf_check_unchanged(const ct_bmuf *b, const ct_bmuf_list *list, ct_error *er
 /* ---- the global model and the momentum ----------------------------------------------
  */
 
-/* Memory for the global model and the momentum, which becomes 0. */
+/* Memory for all values of a dtype, which become 0. */
 static ct_status
-reserve_flats(ct_bmuf *b, const size_t *n, ct_error *err)
+reserve_zeros(ct_bmuf *b, ct_bmuf_flat *flat, ct_dtype dtype, size_t n, ct_error *err)
+{
+    const ct_dtype of = ct_bmuf_flat_dtype(flat, dtype);
+    ct_status status =
+        b->device->scratch_grow(&flat->memory[dtype], n * ct_dtype_size(of), err);
+    const ct_span all = {flat->memory[dtype].data, n, of};
+    return status == CT_OK ? b->device->zero(b->stream, &all, 1, err) : status;
+}
+
+/* Memory for the global model, for the momentum and, where it is needed, for what codes
+ * miss, which become 0. */
+static ct_status
+reserve_flats(ct_bmuf *b, const ct_bmuf_config *config, const size_t *n, ct_error *err)
 {
     ct_status status = CT_OK;
     for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
         const size_t bytes = n[d] * ct_dtype_size((ct_dtype)d);
         status = b->device->scratch_grow(&b->global.memory[d], bytes, err);
         if (status == CT_OK) {
-            status = b->device->scratch_grow(&b->momentum.memory[d], bytes, err);
+            status = reserve_zeros(b, &b->momentum, (ct_dtype)d, n[d], err);
         }
-        if (status == CT_OK) {
-            const ct_span all = {b->momentum.memory[d].data, n[d], (ct_dtype)d};
-            status = b->device->zero(b->stream, &all, 1, err);
+        if (status == CT_OK && ct_bmuf_is_coded(config)) {
+            status = reserve_zeros(b, &b->residual, (ct_dtype)d, n[d], err);
         }
         b->n[d] = n[d];
     }
@@ -127,7 +140,7 @@ copy_flat(ct_bmuf *b, const ct_bmuf_flat *flat, const batch *s, bool from_flat,
     for (size_t i = 0; i < s->n_pieces; i++) {
         ct_span stored = b->pieces[i].span;
         stored.data = ct_bmuf_flat_at(flat, s->dtype, b->pieces[i].at);
-        stored.dtype = s->dtype;
+        stored.dtype = ct_bmuf_flat_dtype(flat, s->dtype);
         b->to[i] = from_flat ? b->pieces[i].span : stored;
         b->from[i] = from_flat ? stored : b->pieces[i].span;
     }
@@ -162,7 +175,7 @@ ct_bmuf_start(ct_bmuf *b, const ct_bmuf_config *config, const ct_bmuf_list *list
         return status;
     }
     if (status == CT_OK) {
-        status = reserve_flats(b, n, err);
+        status = reserve_flats(b, config, n, err);
     }
     b->alike = false;
     return status == CT_OK ? copy_flats(b, &b->global, list, false, err) : status;

@@ -22,10 +22,19 @@ typedef struct ct_bmuf_config {
     ct_block_look look;
     double reach; /* what the momentum is multiplied by where it moves the model: 1, or
                      SlowMo's lr times the optimizer's, with 1 / that for lr */
+    int delta_bits; /* in which distances travel: 32: as they are; 8 or 4 with a
+                       momentum above 0 alone */
 } ct_bmuf_config;
 
 /* CT_EINVAL names the field at fault. */
 CT_NODISCARD ct_status ct_bmuf_check(const ct_bmuf_config *config, ct_error *err);
+
+/* Whether distances travel as codes. */
+static inline bool
+ct_bmuf_is_coded(const ct_bmuf_config *config)
+{
+    return config->delta_bits == 8 || config->delta_bits == 4;
+}
 
 /* What follows an update. */
 typedef enum ct_bmuf_event {
@@ -61,13 +70,16 @@ ct_bmuf_dtype(ct_dtype of_parameter)
 /* A value for every element of every parameter: those of one dtype side by side. */
 typedef struct ct_bmuf_flat {
     ct_scratch memory[CT_BMUF_DTYPES];
+    bool is_single; /* F32 for all */
 } ct_bmuf_flat;
 
 typedef struct ct_bmuf {
     const ct_device *device;
     void *stream;
     ct_bmuf_flat global, momentum; /* nothing in them while momentum is 0 */
-    size_t n[CT_BMUF_DTYPES];      /* elements in each of them */
+    ct_bmuf_flat residual;    /* what codes of distances have missed on this rank */
+    size_t n[CT_BMUF_DTYPES]; /* elements in each of them */
+    ct_scratch wire;          /* codes that are sent, and those that come */
     bool alike;        /* the global model is known to be the same on all ranks */
     ct_scratch shares; /* of a batch: what is reduced */
     struct ct_bmuf_piece *pieces; /* of a batch, with room for a list */
@@ -107,9 +119,9 @@ CT_NODISCARD ct_status ct_bmuf_meet(ct_bmuf *bmuf, const ct_bmuf_config *config,
 CT_NODISCARD ct_status ct_bmuf_average(ct_bmuf *bmuf, ct_comm *comm,
                                        const ct_bmuf_list *list, ct_error *err);
 
-/* The global model, or the momentum, of each parameter: to or from the spans of
- * a list like theirs, of any float dtypes that are as wide or wider. ct_bmuf_start
- * comes before. */
+/* The global model, the momentum or the residual of each parameter: to or from the
+ * spans of a list like theirs, of any float dtypes that are as wide or wider.
+ * ct_bmuf_start comes before. */
 CT_NODISCARD ct_status ct_bmuf_save(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
                                     const ct_bmuf_list *to, ct_error *err);
 CT_NODISCARD ct_status ct_bmuf_load(ct_bmuf *bmuf, const ct_bmuf_flat *flat,

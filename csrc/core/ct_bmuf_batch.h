@@ -44,10 +44,17 @@ CT_NODISCARD ct_status ct_bmuf_reserve_operands(ct_bmuf *bmuf, size_t n, ct_erro
  * their sums are compared. */
 CT_NODISCARD ct_status ct_bmuf_check_alike(ct_bmuf *bmuf, ct_comm *comm, ct_error *err);
 
+static inline ct_dtype
+ct_bmuf_flat_dtype(const ct_bmuf_flat *flat, ct_dtype dtype)
+{
+    return flat->is_single ? CT_F32 : dtype;
+}
+
 static inline void *
 ct_bmuf_flat_at(const ct_bmuf_flat *flat, ct_dtype dtype, size_t at)
 {
-    return (char *)flat->memory[dtype].data + at * ct_dtype_size(dtype);
+    return (char *)flat->memory[dtype].data +
+           at * ct_dtype_size(ct_bmuf_flat_dtype(flat, dtype));
 }
 
 #endif

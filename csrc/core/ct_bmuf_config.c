@@ -25,6 +25,17 @@ ct_bmuf_check(const ct_bmuf_config *config, ct_error *err)
                            numbers[i].value);
         }
     }
+    if (config->delta_bits != 32 && !ct_bmuf_is_coded(config)) {
+        return ct_fail(err, CT_EINVAL, "delta_bits must be 32, 8 or 4, got %d",
+                       config->delta_bits);
+    }
+    if (ct_bmuf_is_coded(config) && config->momentum == 0.0) {
+        return ct_fail(err, CT_EINVAL,
+                       "delta_bits is %d with block_momentum 0, which averages models "
+                       "and knows no distances: set block_momentum above 0, or "
+                       "delta_bits to 32",
+                       config->delta_bits);
+    }
     return ct_hyper_check(numbers, 2, err);
 }
 

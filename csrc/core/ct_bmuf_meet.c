@@ -1,6 +1,7 @@
 /* What happens where workers meet. */
 #include "core/ct_bmuf.h"
 
+#include "core/ct_bmuf_codes.h"
 #include "core/ct_bmuf_pass.h"
 #include "core/ct_reduce.h"
 
@@ -35,6 +36,25 @@ use_shares(const reduction *r, const batch *s, ct_error *err)
 {
     return r->config == NULL ? ct_bmuf_copy_params(r->bmuf, s, true, err)
                              : ct_bmuf_move_model(r->bmuf, r->config, s, err);
+}
+
+/* Distances that travel as codes, all in one. */
+static ct_status
+reduce_coded(const reduction *r, ct_dtype dtype, ct_error *err)
+{
+    batch s = ct_bmuf_first_batch(r->list, dtype, 0);
+    ct_status status = CT_OK;
+    if (!ct_bmuf_next_batch(&s, r->bmuf->pieces)) {
+        return CT_OK;
+    }
+    status = ct_bmuf_reserve_shares(r->bmuf, &s, err);
+    if (status == CT_OK) {
+        status = give_shares(r, &s, err);
+    }
+    if (status == CT_OK) {
+        status = ct_bmuf_sum_coded(r->bmuf, r->config, r->comm, &s, err);
+    }
+    return status == CT_OK ? use_shares(r, &s, err) : status;
 }
 
 static ct_status
@@ -121,10 +141,12 @@ reduce_all(const reduction *r, const size_t *n, ct_error *err)
 {
     const bool streams =
         r->comm->ops->stream != NULL && r->comm->world_size <= MOST_STREAMED;
+    const bool is_coded = r->config != NULL && ct_bmuf_is_coded(r->config);
     ct_status status = ct_bmuf_reserve_operands(r->bmuf, r->list->n, err);
     for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
-        status = streams ? stream_all(r, (ct_dtype)d, n[d], err)
-                         : reduce_batches(r, (ct_dtype)d, err);
+        status = is_coded  ? reduce_coded(r, (ct_dtype)d, err)
+                 : streams ? stream_all(r, (ct_dtype)d, n[d], err)
+                           : reduce_batches(r, (ct_dtype)d, err);
     }
     return status;
 }

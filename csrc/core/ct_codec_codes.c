@@ -74,7 +74,8 @@ codes_start(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_work **w
     const ct_encoding encoding = {.values = parcel->flat,
                                   .residual = place_in(b, 0),
                                   .codes = place_in(b, l.sent + l.codes),
-                                  .scales = place_in(b, l.sent)};
+                                  .scales = place_in(b, l.sent),
+                                  .bits = 8};
     const ct_request gather = {
         .what = CT_ALL_GATHER,
         .in = {place_in(b, l.sent),     l.part,             CT_U8},
@@ -97,6 +98,7 @@ codes_finish(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_error *
         .parts = (size_t)comm->world_size,
         .part_bytes = l.part,
         .factor = 1.0f / (float)comm->world_size,
+        .bits = 8,
     };
     return self->device->decode(self->stream, &decoding, err);
 }

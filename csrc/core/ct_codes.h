@@ -1,5 +1,5 @@
-/* Values on their way to other ranks: codes of 8 bits, a scale for each block of them,
- * and what rounding left of every value, which is added to the next. */
+/* Values on their way to other ranks: codes of 8 or 4 bits, a scale for each block of
+ * them, and what rounding left of every value, which is added to the next. */
 #ifndef CT_CODES_H
 #define CT_CODES_H
 
@@ -10,8 +10,9 @@
 typedef struct ct_encoding {
     ct_span values;  /* of a float dtype; read */
     float *residual; /* n: added to the values, then what the codes miss of the sum */
-    int8_t *codes;   /* n */
+    int8_t *codes;   /* ct_codes_bytes(n, bits) */
     float *scales;   /* ct_codes_blocks(n) */
+    int bits;        /* of a code: 8 or 4 */
 } ct_encoding;
 
 /* What `parts` ranks have sent, each part_bytes behind the one before. */
@@ -21,6 +22,7 @@ typedef struct ct_decoding {
     const float *scales;
     size_t parts, part_bytes;
     float factor;
+    int bits;
 } ct_decoding;
 
 #endif

@@ -1,4 +1,4 @@
-/* Codes of 8 bits for other ranks, on the CPU. Mirrors cuda/codes.cu. */
+/* Codes of 8 or 4 bits for other ranks, on the CPU. Mirrors cuda/codes.cu. */
 #include "cpu/cuts.h"
 #include "cpu/kernels.h"
 

@@ -1,5 +1,7 @@
-/* Codes of 8 bits, evenly spaced: x is about code * scale, code a whole number from
- * -127 to 127, and scale the largest magnitude of a block over 127.
+/* Codes of 8 or 4 bits, evenly spaced: x is about code * scale, code a whole number
+ * from -127 to 127 or from -7 to 7, and scale the largest magnitude of a block over 127
+ * or 7. What a code misses is at most half a scale. Two codes of 4 bits share a byte,
+ * the first in its low half.
  *
  * Only comparisons and correctly rounded operations, so that every device writes the
  * same codes. Inf or NaN makes a block's scale NaN, and with it all that is decoded
@@ -16,9 +18,22 @@
 #include <math.h>
 
 enum {
-    CT_CODES_BLOCK = 256, /* values that share a scale */
-    CT_CODES_MOST = 127
+    CT_CODES_BLOCK = 256 /* values that share a scale */
 };
+
+/* The largest code. */
+CT_HD static inline float
+ct_codes_most(int bits)
+{
+    return bits == 4 ? 7.0f : 127.0f;
+}
+
+/* Bytes of n codes. */
+CT_HD static inline size_t
+ct_codes_bytes(size_t n, int bits)
+{
+    return bits == 4 ? n / 2 + n % 2 : n;
+}
 
 /* Blocks of n values. */
 CT_HD static inline size_t
@@ -29,18 +44,38 @@ ct_codes_blocks(size_t n)
 
 /* The scale of a block from its largest magnitude. */
 CT_HD static inline float
-ct_codes_scale(uint32_t magnitude)
+ct_codes_scale(uint32_t magnitude, float most)
 {
-    return ct_quant_absmax(magnitude) / (float)CT_CODES_MOST;
+    return ct_quant_absmax(magnitude) / most;
 }
 
 /* The code of x, to nearest even; inverse is ct_quant_scale(scale). */
 CT_HD static inline int8_t
-ct_codes_nearest(float x, float inverse)
+ct_codes_nearest(float x, float inverse, float most)
 {
-    const float most = (float)CT_CODES_MOST, unit = rintf(x * inverse);
-    const float low = unit > -most ? unit : -most; /* -127 for a NaN */
+    const float unit = rintf(x * inverse);
+    const float low = unit > -most ? unit : -most; /* -most for a NaN */
     return (int8_t)(low < most ? low : most);
+}
+
+/* Two codes of 4 bits in a byte, and out of it. */
+CT_HD static inline int8_t
+ct_codes_pair(int8_t first, int8_t second)
+{
+    return (int8_t)(((uint8_t)first & 0x0fu) | (uint8_t)((uint8_t)second << 4));
+}
+
+CT_HD static inline int8_t
+ct_codes_first(int8_t pair)
+{
+    const int low = pair & 0x0f;
+    return (int8_t)(low < 8 ? low : low - 16);
+}
+
+CT_HD static inline int8_t
+ct_codes_second(int8_t pair)
+{
+    return (int8_t)((pair - (pair & 0x0f)) / 16);
 }
 
 #endif

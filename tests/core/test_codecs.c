@@ -284,7 +284,7 @@ encode_with(const char *isa, float *residual, int8_t *codes, float *scales)
     float values[ROWS * COLS];
     const ct_encoding e = {
         {values, ROWS * COLS, CT_F32},
-        residual, codes, scales
+        residual, codes, scales, 8
     };
     for (size_t i = 0; i < ROWS * COLS; i++) {
         values[i] = spread(i) * (i < 256 ? 1e-39f : 3e38f);

@@ -6,10 +6,12 @@
 /* The arrays of one encoding on both sides. */
 struct codes_fixture {
     twin values, residual, codes, scales;
+    int bits;
 
-    codes_fixture(random_numbers *numbers, ct_dtype dtype, size_t n)
-        : values(dtype, n, 0), residual(CT_F32, n, 0), codes(CT_I8, n, 0),
-          scales(CT_F32, ct_codes_blocks(n), 0)
+    codes_fixture(random_numbers *numbers, ct_dtype dtype, size_t n, int bits_of_code)
+        : values(dtype, n, 0), residual(CT_F32, n, 0),
+          codes(CT_I8, ct_codes_bytes(n, bits_of_code), 0),
+          scales(CT_F32, ct_codes_blocks(n), 0), bits(bits_of_code)
     {
         values.fill(numbers, -3.0, 3.0);
         residual.fill(numbers, -0.01, 0.01);
@@ -31,21 +33,22 @@ struct codes_fixture {
             {at(values), values.n, values.dtype},
             (float *)(void *)at(residual),
             (int8_t *)at(codes),
-            (float *)(void *)at(scales)
+            (float *)(void *)at(scales),
+            bits
         };
     }
 
     ct_decoding decoding(bool on_host)
     {
         const ct_encoding e = encoding(on_host);
-        return ct_decoding{e.values, e.codes, e.scales, 1, 0, 0.25f};
+        return ct_decoding{e.values, e.codes, e.scales, 1, 0, 0.25f, bits};
     }
 };
 
 static void
-check_length(random_numbers *numbers, ct_dtype dtype, size_t n)
+check_length(random_numbers *numbers, ct_dtype dtype, size_t n, int bits)
 {
-    codes_fixture f(numbers, dtype, n);
+    codes_fixture f(numbers, dtype, n, bits);
     const ct_encoding host = f.encoding(true), device = f.encoding(false);
     const ct_decoding back = f.decoding(true), device_back = f.decoding(false);
     ct_error err;
@@ -67,7 +70,8 @@ main()
     for (size_t n :
          {(size_t)0, (size_t)1, (size_t)255, (size_t)256, (size_t)700, (size_t)2049}) {
         for (ct_dtype dtype : float_dtypes) {
-            check_length(&numbers, dtype, n);
+            check_length(&numbers, dtype, n, 8);
+            check_length(&numbers, dtype, n, 4);
         }
     }
     return 0;

@@ -92,6 +92,38 @@ class Block:
         self.smoothed = [np.zeros_like(p) for p in self.model]
     def sum(self, rows):  # shares in double, rounded once
         return np.sum([r.astype(np.float64) for r in rows], axis=0).astype(f)
+    def code(self, values, residual):  # of whole blocks: what arrives
+        x = values + residual
+        most = f({8: 127, 4: 7}[self.cfg.delta_bits])
+        out = np.empty_like(x)
+        for at in range(0, len(x), 256):
+            block = x[at:at + 256]
+            scale = np.max(np.abs(block)) / most
+            inverse = f(1) / scale if scale > 0 else f(0)
+            codes = np.clip(np.rint(block * inverse), -most, most)
+            out[at:at + 256] = codes * scale
+        residual[:] = x - out
+        return out
+    def sum_coded(self, rows):  # to the ranks that add up parts, and to all
+        if not hasattr(self, "residual"):
+            self.residual = [np.zeros_like(rows[0]) for _ in rows]
+        blocks = -(-len(rows[0]) // 256)
+        part = -(-blocks // self.world) * 256
+        out = np.empty_like(rows[0])
+        for owner in range(self.world):
+            own = slice(owner * part, (owner + 1) * part)
+            total = np.zeros_like(out[own])
+            for row, residual in zip(rows, self.residual):
+                total = total + self.code(row[own], residual[own])
+            out[own] = self.code(total, self.residual[owner][own])
+        return out
+    def deltas(self, rows):
+        w = f(self.world)
+        shares = [[(m - p) / w for m, p in zip(self.model, row)] for row in rows]
+        if self.cfg.delta_bits == 32:
+            return [self.sum(same) for same in zip(*shares)]
+        cuts = np.cumsum([p.size for p in self.model])[:-1]
+        return np.split(self.sum_coded([np.concatenate(s) for s in shares]), cuts)
     def step(self, update):
         for r, i in enumerate(self.inner):
             set_grads(i, update, r)
@@ -113,11 +145,12 @@ class Block:
         cfg, w = self.cfg, f(self.world)
         bm, blr, rate = f(cfg.block_momentum), f(cfg.block_lr), self.inner[0].get_lr()
         rows = [self.values(r) for r in range(self.world)]
+        averages = self.deltas(rows)
         for k in range(len(self.model)):
             if cfg.block_momentum == 0:
                 moved = self.sum([row[k] / w for row in rows])
             else:
-                g = self.sum([(self.model[k] - row[k]) / w for row in rows])
+                g = averages[k]
                 if self.look == "slowmo":
                     s = bm * self.smoothed[k] + f(1 / rate) * g
                     moved = self.model[k] - f(cfg.block_lr * rate) * s
@@ -133,9 +166,9 @@ class Block:
         for r in range(self.world):
             self.write(r, self.model)
 
-def compare(group, look, bm, nbm, average, warmup, every):
+def compare(group, look, bm, nbm, average, warmup, every, width=32):
     cfg = config(block_momentum=bm, block_lr=0.7, use_nbm=nbm, average_sync=average,
-                 warmup_iterations=warmup, global_sync_iter=every)
+                 warmup_iterations=warmup, global_sync_iter=every, delta_bits=width)
     mine = inner(params(group.rank if warmup else 0))
     bmuf = ctrainer.BMUF(cfg, mine, group, look=look)
     block = Block(cfg, group.world_size, look or "plain")
@@ -160,6 +193,44 @@ LONGEST[0] = 70_000  # several pieces of shared memory
 found["long"] = compare(group, "nesterov", 0.875, False, False, 2, 1)
 LONGEST[0] = 300
 told["oracle"] = found
+LONGEST[0] = 1500  # parts of whole blocks and a shorter one, or none
+told["coded"] = {
+    f"{width} {communicator.world_size} {look}":
+        compare(communicator, look, 0.5, False, False, warmup, 1, width)
+    for communicator in (group, three) if communicator is not None
+    for look, warmup in ((None, 2), ("nesterov", 0), ("slowmo", 0))
+    for width in (8, 4)
+}
+LONGEST[0] = 300
+
+def resume(width):
+    cfg = config(block_momentum=0.5, warmup_iterations=0, global_sync_iter=2,
+                 delta_bits=width)
+    def run(bmuf, mine, updates):
+        for update in updates:
+            set_grads(mine, update)
+            bmuf.step()
+    whole, again = inner(params()), inner(params())
+    first, second = (ctrainer.BMUF(cfg, i, group) for i in (whole, again))
+    run(first, whole, range(4))
+    state = first.state_dict()
+    for p, v in zip(again.param_groups[0]["params"], whole.param_groups[0]["params"]):
+        p[:] = v
+    second.load_state_dict(state)
+    remembered = any(np.any(r) for r in state["bmuf"]["residual"])
+    run(first, whole, range(4, 8))
+    run(second, again, range(4, 8))
+    same = bits_of(whole) == bits_of(again)
+    # another rank's residual is not taken over
+    other = {**state["bmuf"], "place": [rank + 1, 4]}
+    second.load_blocks_state_dict(other)
+    fresh = not any(np.any(r) for r in second.residual_state_dict()["residual"])
+    return [remembered, same, fresh]
+
+def bits_of(made):
+    return bits(made.param_groups[0]["params"])
+
+told["coded resume"] = [resume(8), resume(4)]
 """
 
 TROUBLE = """
@@ -284,6 +355,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 Told = list[dict[str, Any]]
+
+
+def test_codes_of_distances_are_the_formulas(told: Told) -> None:
+    """Bit for bit: codes, what they miss, and the sums of parts in float32."""
+    for rank, found in enumerate(r["coded"] for r in told):
+        assert len(found) == (12 if rank < 3 else 6)
+        assert [name for name, same in found.items() if not same] == []
+
+
+def test_what_codes_miss_is_saved(told: Told) -> None:
+    assert [r["coded resume"] for r in told] == [[[True] * 3] * 2] * 4
 
 
 def test_every_combination_on_3_and_4_ranks_is_the_formulas(told: Told) -> None:

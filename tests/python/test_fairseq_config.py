@@ -62,6 +62,9 @@ def option_lines(prefix: str, cls: type) -> Iterator[str]:
         yield line + (f" {alias}" if alias else "") + (f" ?{const}" if const else "")
 
 
+OWN = ["bmuf.delta_bits = 32: a whole number"]
+
+
 def test_options_are_fairseqs_in_name_order_type_default_and_alias() -> None:
     theirs = (Path(__file__).with_name("fairseq_options.txt")).read_text()
     theirs = theirs.splitlines()[1:]
@@ -72,7 +75,8 @@ def test_options_are_fairseqs_in_name_order_type_default_and_alias() -> None:
             cls = component_class(*title)
             ours += [line, *option_lines(f"{'.'.join(title)}.", cls)]
     assert len(ours) > 380
-    assert ours == theirs
+    assert [line for line in ours if line not in OWN] == theirs
+    assert set(OWN) < set(ours)
 
 
 def test_every_option_has_help_but_those_that_refer() -> None:

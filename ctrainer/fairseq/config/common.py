@@ -143,6 +143,11 @@ class FairseqBMUFConfig(FairseqDataclass):
     average_sync: bool = opt(
         False, "Average the optimizers' moments at each sync instead of resetting them."
     )
+    delta_bits: int = opt(
+        32,
+        "Bits in which a block's distances travel: 32, or codes of 8 or 4. Not an "
+        "option of fairseq's.",
+    )
     distributed_world_size: int = II("distributed_training.distributed_world_size")
 
 

@@ -22,6 +22,7 @@ HONOURED = {
     "bmuf.average_sync": _BLOCKS,
     "bmuf.block_lr": _BLOCKS,
     "bmuf.block_momentum": _BLOCKS,
+    "bmuf.delta_bits": _BLOCKS,
     "bmuf.distributed_world_size": _BLOCKS,
     "bmuf.global_sync_iter": _BLOCKS,
     "bmuf.use_nbm": _BLOCKS,
