@@ -52,9 +52,12 @@ class Synchronous:
         self.optimizer.step()
 
 
-def bmuf(every: int) -> Callable[[Any, ctrainer.Communicator], Any]:
+def bmuf(every: int, bits: int = 32) -> Callable[[Any, ctrainer.Communicator], Any]:
     cfg = SimpleNamespace(
-        global_sync_iter=every, warmup_iterations=20, block_momentum=0.5
+        global_sync_iter=every,
+        warmup_iterations=20,
+        block_momentum=0.5,
+        delta_bits=bits,
     )
     return lambda optimizer, group: ctrainer.BMUF(cfg, optimizer, group)
 
@@ -63,12 +66,15 @@ def diloco(every: int) -> Callable[[Any, ctrainer.Communicator], Any]:
     return lambda optimizer, group: ctrainer.BMUF.diloco(optimizer, group, every=every)
 
 
-WAYS: dict[str, tuple[int, Callable[[Any, ctrainer.Communicator], Any]]] = {
-    "one worker": (0, lambda optimizer, group: optimizer),
-    "synchronous": (1, Synchronous),
-    "BMUF, every 10": (10, bmuf(10)),
-    "DiLoCo, every 10": (10, diloco(10)),
-    "DiLoCo, every 50": (50, diloco(50)),
+# Updates between meetings, and the bits in which values travel then.
+WAYS: dict[str, tuple[int, int, Callable[[Any, ctrainer.Communicator], Any]]] = {
+    "one worker": (0, 32, lambda optimizer, group: optimizer),
+    "synchronous": (1, 32, Synchronous),
+    "BMUF, every 10": (10, 32, bmuf(10)),
+    "BMUF, every 10, 8 bits": (10, 8, bmuf(10, 8)),
+    "BMUF, every 10, 4 bits": (10, 4, bmuf(10, 4)),
+    "DiLoCo, every 10": (10, 32, diloco(10)),
+    "DiLoCo, every 50": (50, 32, diloco(50)),
 }
 
 
@@ -103,21 +109,23 @@ def held_out(
         return float(nn.functional.cross_entropy(mean(values), targets))
 
 
-def megabytes(every: int) -> float:
-    """What a worker of a ring sends in all updates."""
+def megabytes(every: int, bits: int) -> float:
+    """What a worker of a ring sends in all updates; of codes also their scales."""
+    each = 4 if bits == 32 else bits / 8 + 4 / 256
     n = sum(p.numel() for p in network().parameters())
     meetings = UPDATES // every if every else 0
-    return meetings * 2 * (RANKS - 1) / RANKS * n * 4 / 1e6
+    return meetings * 2 * (RANKS - 1) / RANKS * n * each / 1e6
 
 
 def be_rank(picture: str | None) -> None:
     torch.set_num_threads(1)
     group = from_environment(120.0)
-    found = {name: train(make, group) for name, (_, make) in WAYS.items()}
+    found = {name: train(make, group) for name, (_, _, make) in WAYS.items()}
     if group.rank > 0:
         return
-    for name, (every, _) in WAYS.items():
-        row = {"name": name, "loss": found[name][-1], "sent_mb": megabytes(every)}
+    for name, (every, bits, _) in WAYS.items():
+        row = {"name": name, "loss": found[name][-1],
+               "sent_mb": megabytes(every, bits)}  # fmt: skip
         print(json.dumps(row), flush=True)
     if picture:
         draw(found, picture)

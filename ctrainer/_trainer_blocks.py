@@ -74,7 +74,10 @@ class BlocksMixin(CheckpointMixin):
 
     def _own_parts(self) -> dict[str, Any]:
         """What differs between ranks that train apart."""
+        assert self._blocks is not None
         state = {name: part.state_dict() for name, part in self._stateful_parts()}
+        if self._blocks.delta_bits < 32:
+            state["missed"] = self._blocks.residual_state_dict()
         state["weights"] = self._adapter.checkpoints.trained_state(self.model)
         return state
 
@@ -89,6 +92,8 @@ class BlocksMixin(CheckpointMixin):
         self._adapter.checkpoints.load_trained_state(self.model, state["weights"])
         for name, part in self._stateful_parts():
             part.load_state_dict(state[name])
+        assert self._blocks is not None
+        self._blocks.load_residual_state_dict(state.get("missed", {}))
 
     def _stateful_parts(self) -> list[tuple[str, Any]]:
         parts = {

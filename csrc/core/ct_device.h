@@ -95,9 +95,9 @@ typedef struct ct_gemm {
 typedef ct_status
 ct_gemm_fn(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *err);
 
-/* Rounds values to codes of 8 or 4 bits, by math/ct_codes_math.h; and the sum of what ranks
- * have sent, part by part in float, back to values. A block with Inf or NaN on one rank
- * becomes NaN. */
+/* Rounds values to codes of 8 or 4 bits, by math/ct_codes_math.h; and the sum of what
+ * ranks have sent, part by part in float, back to values. A block with Inf or NaN on
+ * one rank becomes NaN. */
 typedef ct_status
 ct_encode_fn(void *stream, const ct_encoding *encoding, ct_error *err);
 typedef ct_status

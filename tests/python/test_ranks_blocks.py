@@ -53,7 +53,8 @@ def train(steps, where, resume=None, **blocks):
         f"{folder}/{where}", use_cpu=True, report_to="none", disable_tqdm=True,
         optim="sgd", learning_rate=0.05, lr_scheduler_type="constant", max_grad_norm=0,
         max_steps=steps, per_device_train_batch_size=2, ddp_timeout=60,
-        save_strategy="steps" if where == "saved" else "no", save_steps=4, **blocks,
+        save_strategy="steps" if where.startswith("saved") else "no", save_steps=4,
+        **blocks,
     )
     made = ctrainer.Trainer(Line(), args, train_dataset=rows)
     made.train(resume_from_checkpoint=resume)
@@ -73,6 +74,11 @@ half._communicator.barrier()
 path = f"{folder}/saved/checkpoint-4"
 found["files"] = "blocks.pt" in os.listdir(path)
 found["resumed"] = weights(train(6, "plain", resume=path, **BMUF))
+CODED = {**BMUF, "delta_bits": 4}
+train(4, "saved coded", **CODED)._communicator.barrier()
+path = f"{folder}/saved coded/checkpoint-4"
+found["coded"] = [weights(train(6, "plain", **CODED)),
+                  weights(train(6, "plain", resume=path, **CODED))]
 
 whole = make(f"{folder}/whole", **OF_BLOCKS)
 whole.train()
@@ -141,6 +147,14 @@ def test_a_run_that_is_resumed_at_the_end_of_a_block_goes_on(both: list[Any]) ->
         assert found["resumed"] == found["bmuf"]
 
 
+def test_distances_of_4_bits_are_resumed_with_what_they_missed(both: list[Any]) -> None:
+    for found in both:
+        whole, resumed = found["coded"]
+        assert whole == resumed
+        # A scale is 1/7 of the largest distance, which was below 2, and 3 blocks end
+        assert 0 < np.max(np.abs(np.subtract(whole, found["bmuf"]))) < 3 * 2 / 7
+
+
 def test_a_run_killed_within_a_block_goes_on_exactly_on_every_rank(
     both: list[Any],
 ) -> None:
@@ -157,6 +171,7 @@ def test_a_run_killed_within_a_block_goes_on_exactly_on_every_rank(
         ({"use_bmuf": True, "use_diloco": True}, "are both set; set one"),
         ({"block_momentum": 0.5}, "block_momentum is of blocks of updates, which need"),
         ({"average_sync": True}, "average_sync is of blocks"),
+        ({"delta_bits": 8}, "delta_bits is of blocks"),
         ({"use_diloco": True, "use_nbm": True}, "use_diloco has its own"),
     ],
 )
