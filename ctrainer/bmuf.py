@@ -19,6 +19,7 @@ _OPTIONS = {
     "warmup_iterations": 500,
     "average_sync": False,
     "delta_bits": 32,
+    "overlap_steps": 0,
 }
 
 
@@ -36,7 +37,8 @@ class BMUF(_C.BMUF):
     use_nbm=False, average_sync=False (average Adam's moments where workers meet, rather
     than start them anew at the end of the warm-up), delta_bits=32 (8 or 4: distances
     travel as codes, and what these miss goes with the next block's; block_momentum is
-    above 0), distributed_world_size. optimizer:
+    above 0), overlap_steps=0 (updates after the end of a block in which its average is
+    taken), distributed_world_size. optimizer:
     one of ctrainer.optim or torch.optim, or an object with fairseq's interface of an
     optimizer. communicator: who meets; by default the group of from_environment()
     where distributed_world_size is above 1. look: "nesterov" takes the outer step of
@@ -88,6 +90,7 @@ class BMUF(_C.BMUF):
         lr: float = 0.7,
         momentum: float = 0.9,
         delta_bits: int = 32,
+        overlap_steps: int = 0,
     ) -> Self:
         """DiLoCo: AdamW within, SGD with Nesterov momentum between blocks.
 
@@ -101,6 +104,7 @@ class BMUF(_C.BMUF):
             block_momentum=momentum,
             warmup_iterations=0,
             delta_bits=delta_bits,
+            overlap_steps=overlap_steps,
         )
         group = from_environment() if communicator is None else communicator
         return cls(cfg, optimizer, group, look="nesterov")
@@ -115,6 +119,7 @@ class BMUF(_C.BMUF):
         lr: float = 1.0,
         momentum: float = 0.5,
         delta_bits: int = 32,
+        overlap_steps: int = 0,
     ) -> Self:
         """SlowMo: the momentum is of the average distance over the optimizer's rate.
 
@@ -133,6 +138,7 @@ class BMUF(_C.BMUF):
             block_momentum=momentum,
             warmup_iterations=0,
             delta_bits=delta_bits,
+            overlap_steps=overlap_steps,
         )
         group = from_environment() if communicator is None else communicator
         return cls(cfg, optimizer, group, look="slowmo")
@@ -153,6 +159,9 @@ class BMUF(_C.BMUF):
             model, momentum = self._blanks(), self._blanks()
             self._save_blocks(model, momentum)
             state.update(model=model, momentum=momentum)
+        if self.is_away:
+            state["left"] = self._blanks()
+            self._save_left(state["left"])
         if self.delta_bits < 32:
             state.update(self.residual_state_dict())
         return state
@@ -178,6 +187,8 @@ class BMUF(_C.BMUF):
         if "model" in state_dict and self.block_momentum != 0:
             self._load_blocks(state_dict["model"], state_dict["momentum"])
             self.load_residual_state_dict(state_dict)
+        if "left" in state_dict and self.block_momentum != 0:
+            self._load_left(state_dict["left"])
 
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: Any = None

@@ -57,6 +57,7 @@ FLOORS = (
     | {"ct_power_sgd", "ct_reducer"}
     | {"ct_fsdp", "ct_fsdp_codes"}
     | {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_codes", "ct_bmuf_config"}
+    | {"ct_bmuf_flight"}
     | {"ct_bmuf_join", "ct_bmuf_meet", "ct_bmuf_pass"}
     | {"ct_step", "ct_probe"},
 )

@@ -32,6 +32,9 @@ static int
 BMUF_clear(PyObject *op)
 {
     BMUF *self = (BMUF *)op;
+    if (self->communicator != NULL) {
+        bmuf_land(self);
+    }
     Py_CLEAR(self->inner);
     Py_CLEAR(self->communicator);
     return 0;
@@ -72,35 +75,45 @@ parse_look(const char *name, ct_block_look *look, bool *slowmo)
 static int
 BMUF_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"optimizer",        "communicator",
-                            "global_sync_iter", "block_lr",
-                            "block_momentum",   "look",
-                            "average_sync",     "warmup_iterations",
-                            "delta_bits",       NULL};
+    static char *names[] = {"optimizer",
+                            "communicator",
+                            "global_sync_iter",
+                            "block_lr",
+                            "block_momentum",
+                            "look",
+                            "average_sync",
+                            "warmup_iterations",
+                            "delta_bits",
+                            "overlap_steps",
+                            NULL};
     BMUF *self = (BMUF *)op;
     PyObject *inner, *communicator;
     const char *look = "plain";
-    long long every = 50, warmup = 500;
+    long long every = 50, warmup = 500, overlap = 0;
     int average = 0;
     bool slowmo = false;
     ct_bmuf_config config = {
         .lr = 1.0, .momentum = 0.875, .reach = 1.0, .delta_bits = 32};
     ct_error err;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$LddspLi:BMUF", names, &inner,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$LddspLiL:BMUF", names, &inner,
                                      &communicator, &every, &config.lr,
                                      &config.momentum, &look, &average, &warmup,
-                                     &config.delta_bits) ||
+                                     &config.delta_bits, &overlap) ||
         parse_look(look, &config.look, &slowmo) < 0 ||
         ctpy_comm_borrow(ctpy_state_borrow(op), communicator) == NULL) {
         return -1;
     }
     config.sync_iter = every;
     config.warmup = warmup;
+    config.overlap = overlap;
     if (ct_bmuf_check(&config, &err) != CT_OK) {
         return ctpy_raise_int(&err);
     }
     if (self->inner != NULL && bmuf_check_idle(self, "__init__()") < 0) {
         return -1;
+    }
+    if (self->communicator != NULL) {
+        bmuf_land(self);
     }
     Py_XSETREF(self->inner, Py_NewRef(inner));
     Py_XSETREF(self->communicator, Py_NewRef(communicator));
@@ -226,6 +239,10 @@ static PyMemberDef BMUF_members[] = {
      "Momentum of blocks; 0: the models are averaged."},
     {"block_lr", T_DOUBLE, offsetof(BMUF, config.lr), READONLY,
      "Learning rate of blocks."},
+    {"overlap_steps", T_LONGLONG, offsetof(BMUF, config.overlap), READONLY,
+     "Updates after the end of a block in which its average is taken."},
+    {"is_away", T_BOOL, offsetof(BMUF, core.is_away), READONLY,
+     "Whether a block has ended whose average has not been taken yet."},
     {"delta_bits", T_INT, offsetof(BMUF, config.delta_bits), READONLY,
      "Bits in which distances travel: 32, or codes of 8 or 4."},
     {"average_sync", T_BOOL, offsetof(BMUF, average_sync), READONLY,
@@ -243,6 +260,9 @@ static PyMethodDef BMUF_methods[] = {
     {"_start",           BMUF_start,                             METH_NOARGS,                  BMUF_start_doc          },
     {"get_num_updates",  BMUF_get_num_updates,                   METH_NOARGS,                  get_num_updates_doc     },
     {"set_num_updates",  BMUF_set_num_updates,                   METH_O,                       set_num_updates_doc     },
+    {"finish",           BMUF_finish,                            METH_NOARGS,                  BMUF_finish_doc         },
+    {"_load_left",       BMUF_load_left,                         METH_O,                       BMUF_load_left_doc      },
+    {"_save_left",       BMUF_save_left,                         METH_O,                       BMUF_save_left_doc      },
     {"count_update",     BMUF_count_update,                      METH_NOARGS,                  count_update_doc        },
     {"step",             (PyCFunction)(void (*)(void))BMUF_step, METH_VARARGS | METH_KEYWORDS,
      step_doc                                                                                                          },
@@ -253,7 +273,7 @@ PyDoc_STRVAR(
     BMUF_doc,
     "BMUF(optimizer, communicator, *, global_sync_iter=50, block_lr=1.0,\n"
     "     block_momentum=0.875, look='plain', average_sync=False,\n"
-    "     warmup_iterations=500, delta_bits=32)\n--\n\n"
+    "     warmup_iterations=500, delta_bits=32, overlap_steps=0)\n--\n\n"
     "Blocks of updates over an optimizer; ctrainer.BMUF is its public face, which has\n"
     "the hooks _synced_tensors(), _moments(), average_params(), _reset_optimizer() "
     "and\n"

@@ -105,3 +105,42 @@ BMUF_load_residual(PyObject *op, PyObject *arg)
 {
     return copy_residual(op, arg, ct_bmuf_load);
 }
+
+const char BMUF_save_left_doc[] =
+    "_save_left($self, left, /)\n--\n\n"
+    "Copy the parameters as they were when the block ended whose average has not been\n"
+    "taken yet into tensors like those of _save_blocks().";
+
+PyObject *
+BMUF_save_left(PyObject *op, PyObject *arg)
+{
+    BMUF *self = (BMUF *)op;
+    if (check_started(self) < 0 ||
+        copy_one(self, &self->core.left, arg, ct_bmuf_save) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static ct_status
+load_left(ct_bmuf *bmuf, const ct_bmuf_flat *flat, const ct_bmuf_list *list,
+          ct_error *err)
+{
+    (void)flat;
+    return ct_bmuf_load_left(bmuf, list, err);
+}
+
+const char BMUF_load_left_doc[] =
+    "_load_left($self, left, /)\n--\n\n"
+    "Take what _save_left() gave, and that average later.";
+
+PyObject *
+BMUF_load_left(PyObject *op, PyObject *arg)
+{
+    BMUF *self = (BMUF *)op;
+    if (check_started(self) < 0 ||
+        copy_one(self, &self->core.left, arg, load_left) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}

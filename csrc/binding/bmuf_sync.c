@@ -16,10 +16,6 @@ bmuf_check_idle(const BMUF *self, const char *what)
     return 0;
 }
 
-/* What works on a list without the GIL. */
-typedef ct_status
-bmuf_pass(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err);
-
 /* ---- passes ------------------------------------------------------------------------
  */
 
@@ -46,8 +42,8 @@ run_over(BMUF *self, const bmuf_tensors *t, bmuf_pass *pass)
 }
 
 /* The hook gives a pair: tensors, and copies of theirs or None. */
-static int
-run(BMUF *self, PyObject *name, bmuf_pass *pass)
+int
+bmuf_run(BMUF *self, PyObject *name, bmuf_pass *pass)
 {
     PyObject *found = PyObject_CallMethodNoArgs((PyObject *)self, name);
     PyObject *sources, *copies;
@@ -114,7 +110,7 @@ BMUF_average_moments(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     ctpy_state *state = ctpy_state_borrow(op);
     return bmuf_check_idle((BMUF *)op, "_average_moments()") < 0 ||
-                   run((BMUF *)op, state->str__moments, pass_average) < 0
+                   bmuf_run((BMUF *)op, state->str__moments, pass_average) < 0
                ? NULL
                : Py_NewRef(Py_None);
 }
@@ -128,8 +124,11 @@ BMUF_start(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     BMUF *self = (BMUF *)op;
     ctpy_state *state = ctpy_state_borrow(op);
-    if (bmuf_check_idle(self, "_start()") < 0 ||
-        run(self, state->str__synced_tensors, pass_start) < 0) {
+    if (bmuf_check_idle(self, "_start()") < 0) {
+        return NULL;
+    }
+    bmuf_land(self);
+    if (bmuf_run(self, state->str__synced_tensors, pass_start) < 0) {
         return NULL;
     }
     self->started = true;
@@ -140,6 +139,18 @@ static ct_status
 pass_adopt(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
     return ct_bmuf_adopt(&self->core, &self->config, comm, self->root, list, err);
+}
+
+static int
+check_landed(const BMUF *self)
+{
+    if (self->core.is_away) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "regroup() before the average of the block that ended has been "
+                        "taken: call finish() first, on all ranks");
+        return -1;
+    }
+    return 0;
 }
 
 const char BMUF_adopt_doc[] =
@@ -156,13 +167,13 @@ BMUF_adopt(PyObject *op, PyObject *args)
     long long updates;
     int root;
     if (!PyArg_ParseTuple(args, "OiL:_adopt", &communicator, &root, &updates) ||
-        bmuf_check_idle(self, "regroup()") < 0 ||
+        bmuf_check_idle(self, "regroup()") < 0 || check_landed(self) < 0 ||
         ctpy_comm_borrow(state, communicator) == NULL) {
         return NULL;
     }
     Py_XSETREF(self->communicator, Py_NewRef(communicator));
     self->root = root;
-    if (run(self, state->str__synced_tensors, pass_adopt) < 0) {
+    if (bmuf_run(self, state->str__synced_tensors, pass_adopt) < 0) {
         return NULL;
     }
     self->started = true;
@@ -173,7 +184,7 @@ BMUF_adopt(PyObject *op, PyObject *args)
 static int
 end_warmup(BMUF *self, ctpy_state *state)
 {
-    if (run(self, state->str__synced_tensors, pass_take_over) < 0) {
+    if (bmuf_run(self, state->str__synced_tensors, pass_take_over) < 0) {
         return -1;
     }
     self->started = true;
@@ -184,8 +195,8 @@ end_warmup(BMUF *self, ctpy_state *state)
 }
 
 /* What this block is computed with: SlowMo divides by the optimizer's rate. */
-static int
-settle(BMUF *self, ctpy_state *state)
+int
+bmuf_settle(BMUF *self, ctpy_state *state)
 {
     self->meeting = self->config;
     if (!self->slowmo) {
@@ -211,15 +222,24 @@ settle(BMUF *self, ctpy_state *state)
     return 0;
 }
 
+int
+bmuf_after_block(BMUF *self, ctpy_state *state)
+{
+    return self->average_sync && call_hook(self, state->str_average_params) < 0
+               ? -1
+               : call_hook(self, state->str__after_sync);
+}
+
 static int
 end_block(BMUF *self, ctpy_state *state)
 {
-    if (settle(self, state) < 0 ||
-        run(self, state->str__synced_tensors, pass_meet) < 0 ||
-        (self->average_sync && call_hook(self, state->str_average_params) < 0)) {
-        return -1;
+    if (self->config.overlap > 0) {
+        return bmuf_depart(self, state);
     }
-    return call_hook(self, state->str__after_sync);
+    return bmuf_settle(self, state) < 0 ||
+                   bmuf_run(self, state->str__synced_tensors, pass_meet) < 0
+               ? -1
+               : bmuf_after_block(self, state);
 }
 
 int
@@ -232,6 +252,9 @@ bmuf_after_update(BMUF *self)
     }
     if (comm->world_size < 2) {
         return 0;
+    }
+    if (bmuf_is_due(self) && bmuf_arrive(self, state) < 0) {
+        return -1;
     }
     switch (ct_bmuf_after(&self->config, self->num_updates)) {
     case CT_BMUF_WARMUP_END:

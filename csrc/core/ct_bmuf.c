@@ -54,6 +54,8 @@ release_flats(ct_bmuf *b)
         b->device->scratch_release(&b->global.memory[d]);
         b->device->scratch_release(&b->momentum.memory[d]);
         b->device->scratch_release(&b->residual.memory[d]);
+        b->device->scratch_release(&b->left.memory[d]);
+        b->device->scratch_release(&b->sums.memory[d]);
         b->n[d] = 0;
     }
 }
@@ -192,6 +194,6 @@ ct_status
 ct_bmuf_load(ct_bmuf *b, const ct_bmuf_flat *flat, const ct_bmuf_list *from,
              ct_error *err)
 {
-    b->alike = false;
+    b->alike = b->alike && flat != &b->global;
     return copy_flats(b, flat, from, false, err);
 }

@@ -22,8 +22,10 @@ typedef struct ct_bmuf_config {
     ct_block_look look;
     double reach; /* what the momentum is multiplied by where it moves the model: 1, or
                      SlowMo's lr times the optimizer's, with 1 / that for lr */
-    int delta_bits; /* in which distances travel: 32: as they are; 8 or 4 with a
-                       momentum above 0 alone */
+    int64_t overlap; /* updates behind which a block's collective runs, < sync_iter;
+                        above 0 with 32 bits and a momentum above 0 alone */
+    int delta_bits;  /* in which distances travel: 32: as they are; 8 or 4 with a
+                        momentum above 0 alone */
 } ct_bmuf_config;
 
 /* CT_EINVAL names the field at fault. */
@@ -80,6 +82,10 @@ typedef struct ct_bmuf {
     ct_bmuf_flat residual;    /* what codes of distances have missed on this rank */
     size_t n[CT_BMUF_DTYPES]; /* elements in each of them */
     ct_scratch wire;          /* codes that are sent, and those that come */
+    ct_bmuf_flat left, sums; /* the parameters when the ranks met, and what is summed */
+    ct_work *work[CT_BMUF_DTYPES];
+    bool is_away;      /* a block has ended, and its average has not been taken yet */
+    bool is_under_way; /* and its collectives have begun */
     bool alike;        /* the global model is known to be the same on all ranks */
     ct_scratch shares; /* of a batch: what is reduced */
     struct ct_bmuf_piece *pieces; /* of a batch, with room for a list */
@@ -114,6 +120,26 @@ CT_NODISCARD ct_status ct_bmuf_adopt(ct_bmuf *bmuf, const ct_bmuf_config *config
 CT_NODISCARD ct_status ct_bmuf_meet(ct_bmuf *bmuf, const ct_bmuf_config *config,
                                     ct_comm *comm, const ct_bmuf_list *list,
                                     ct_error *err);
+
+/* The end of a block whose average is taken later: begins the collectives and returns.
+ * Until ct_bmuf_arrive the parameters may go on; other collectives may come between. */
+CT_NODISCARD ct_status ct_bmuf_depart(ct_bmuf *bmuf, ct_comm *comm,
+                                      const ct_bmuf_list *list, ct_error *err);
+
+/* Takes the average: the global model moves, and the parameters become it and what they
+ * have learnt since. */
+CT_NODISCARD ct_status ct_bmuf_arrive(ct_bmuf *bmuf, const ct_bmuf_config *config,
+                                      ct_comm *comm, const ct_bmuf_list *list,
+                                      ct_error *err);
+
+/* Waits for what is under way and forgets it; never fails. Comes before ct_bmuf_start
+ * and ct_bmuf_fini where something may be. */
+void ct_bmuf_land(ct_bmuf *bmuf, ct_comm *comm);
+
+/* Between the two: the parameters when the ranks met, from a list like theirs. Then
+ * ct_bmuf_arrive begins the collectives itself. */
+CT_NODISCARD ct_status ct_bmuf_load_left(ct_bmuf *bmuf, const ct_bmuf_list *from,
+                                         ct_error *err);
 
 /* Every tensor becomes its average over the ranks: shares, summed. */
 CT_NODISCARD ct_status ct_bmuf_average(ct_bmuf *bmuf, ct_comm *comm,

@@ -25,6 +25,19 @@ ct_bmuf_check(const ct_bmuf_config *config, ct_error *err)
                            numbers[i].value);
         }
     }
+    if (config->overlap < 0 || config->overlap >= config->sync_iter) {
+        return ct_fail(err, CT_EINVAL,
+                       "overlap_steps must be at least 0 and below global_sync_iter, "
+                       "which is %lld; got %lld",
+                       (long long)config->sync_iter, (long long)config->overlap);
+    }
+    if (config->overlap > 0 && (config->momentum == 0.0 || ct_bmuf_is_coded(config))) {
+        return ct_fail(err, CT_EINVAL,
+                       "overlap_steps is %lld, which needs block_momentum above 0 and "
+                       "delta_bits 32; got %g and %d",
+                       (long long)config->overlap, config->momentum,
+                       config->delta_bits);
+    }
     if (config->delta_bits != 32 && !ct_bmuf_is_coded(config)) {
         return ct_fail(err, CT_EINVAL, "delta_bits must be 32, 8 or 4, got %d",
                        config->delta_bits);

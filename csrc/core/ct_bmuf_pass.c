@@ -68,7 +68,9 @@ ct_bmuf_move_model(ct_bmuf *b, const ct_bmuf_config *config, const batch *s,
             .grad = share_at(s, piece),
             .param = piece->span.data,
             .state = {ct_bmuf_flat_at(&b->global, s->dtype, piece->at),
-                      ct_bmuf_flat_at(&b->momentum, s->dtype, piece->at)},
+                      ct_bmuf_flat_at(&b->momentum, s->dtype, piece->at),
+                      b->is_away ? ct_bmuf_flat_at(&b->left, s->dtype, piece->at)
+                                 : NULL},
             .copy = piece->copy.data,
             .dtype = piece->span.dtype,
             .grad_dtype = s->dtype,
@@ -76,7 +78,8 @@ ct_bmuf_move_model(ct_bmuf *b, const ct_bmuf_config *config, const batch *s,
             .copy_dtype = piece->copy.dtype,
         };
     }
-    return run_rule(b, CT_RULE_block_momentum, &coef, s, err);
+    return run_rule(b, b->is_away ? CT_RULE_block_rejoin : CT_RULE_block_momentum,
+                    &coef, s, err);
 }
 
 /* The parameters of the batch, to shares or from them; copies follow. */

@@ -19,7 +19,8 @@ ct_bmuf_shares(const ct_bmuf_batch *batch)
 CT_NODISCARD ct_status ct_bmuf_fill_shares(ct_bmuf *bmuf, ct_rule rule, int world_size,
                                            const ct_bmuf_batch *batch, ct_error *err);
 
-/* Momentum, global model and parameters by the average distance in the shares. */
+/* Momentum, global model and parameters by the average distance in the shares; of a
+ * block that is away the parameters keep what they have learnt since. */
 CT_NODISCARD ct_status ct_bmuf_move_model(ct_bmuf *bmuf, const ct_bmuf_config *config,
                                           const ct_bmuf_batch *batch, ct_error *err);
 

@@ -47,3 +47,14 @@ CT_REAL(ct_block_momentum_apply)(const CT_REAL(ct_block_momentum_coef) * c,
     state[0] = c->look == CT_BLOCK_NESTEROV ? nesterov : ahead;
     *param = state[0];
 }
+
+/* The same for a model that has gone on from state[2], which it was when the workers
+ * met, while their average was on its way: what it has learnt meanwhile stays. */
+CT_HD static inline void
+CT_REAL(ct_block_rejoin_apply)(const CT_REAL(ct_block_momentum_coef) * c, ct_real delta,
+                               ct_real *param, ct_real *state)
+{
+    const ct_real learnt = *param - state[2];
+    CT_REAL(ct_block_momentum_apply)(c, delta, param, state);
+    *param = state[0] + learnt;
+}

@@ -8,7 +8,9 @@
  * Low-Communication Training of Language Models", 2023. SlowMo (Wang et al., "SlowMo:
  * Improving Communication-Efficient Distributed SGD with Slow Momentum", 2020,
  * equations 2 and 3), with the optimizer's rate g and its own a, is lr = 1 / g, reach =
- * a * g. */
+ * a * g. A model that has gone on meanwhile rejoins as in CoCoD-SGD: Shen et al.,
+ * "Faster Distributed Deep Net Training: Computation and Communication Decoupled
+ * Stochastic Gradient Descent", 2019, with the momentum of blocks added. */
 #ifndef CT_BLOCK_MATH_H
 #define CT_BLOCK_MATH_H
 

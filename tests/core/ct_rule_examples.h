@@ -305,7 +305,7 @@ static inline ct_rule_coef
 ct_block_example(ct_rule rule, size_t variant)
 {
     ct_rule_coef coef;
-    if (rule == CT_RULE_block_momentum) {
+    if (rule == CT_RULE_block_momentum || rule == CT_RULE_block_rejoin) {
         coef.block_momentum.momentum = 0.9;
         coef.block_momentum.lr = 0.7;
         coef.block_momentum.reach = variant == 0 ? 0.3 : 1.0;
@@ -355,6 +355,7 @@ ct_rule_example(ct_rule rule, size_t variant)
         return ct_settled_example(rule, ct_adafactor_example(variant));
     case CT_RULE_block_delta:
     case CT_RULE_block_momentum:
+    case CT_RULE_block_rejoin:
     case CT_RULE_block_share:
         return ct_block_example(rule, variant);
     case CT_RULE_descend:

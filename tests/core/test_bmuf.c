@@ -138,12 +138,12 @@ train_blocks(ct_comm *comm, const ct_bmuf_config *config)
 }
 
 static const ct_bmuf_config configs[] = {
-    {1, 1, 0.9,  0.7, CT_BLOCK_PLAIN,    1.0, 32},
-    {1, 1, 0.5,  1.0, CT_BLOCK_NBM,      1.0, 32},
-    {1, 1, 0.9,  0.7, CT_BLOCK_NESTEROV, 1.0, 32},
-    {1, 1, 0.0,  1.0, CT_BLOCK_PLAIN,    1.0, 32},
-    {1, 1, 0.75, 0.0, CT_BLOCK_PLAIN,    1.0, 32},
-    {1, 1, 0.25, 8.0, CT_BLOCK_PLAIN,    0.1, 32},
+    {1, 1, 0.9,  0.7, CT_BLOCK_PLAIN,    1.0, 0, 32},
+    {1, 1, 0.5,  1.0, CT_BLOCK_NBM,      1.0, 0, 32},
+    {1, 1, 0.9,  0.7, CT_BLOCK_NESTEROV, 1.0, 0, 32},
+    {1, 1, 0.0,  1.0, CT_BLOCK_PLAIN,    1.0, 0, 32},
+    {1, 1, 0.75, 0.0, CT_BLOCK_PLAIN,    1.0, 0, 32},
+    {1, 1, 0.25, 8.0, CT_BLOCK_PLAIN,    0.1, 0, 32},
 };
 
 static void
@@ -173,7 +173,7 @@ test_blocks_are_those_of_the_formula_bit_for_bit(void)
 static void
 mix_dtypes(ct_comm *comm, void *arg)
 {
-    const ct_bmuf_config config = {1, 1, 0.5, 1.0, CT_BLOCK_PLAIN, 1.0, 32};
+    const ct_bmuf_config config = {1, 1, 0.5, 1.0, CT_BLOCK_PLAIN, 1.0, 0, 32};
     double f64 = 4.0 + comm->rank;
     float f32[2] = {1.0f + (float)comm->rank, 8.0f};
     uint16_t bf16 = 0, copy[2] = {0, 0};
@@ -219,7 +219,7 @@ test_every_dtype_and_copies_of_lower_precision(void)
 static void
 test_momentum_and_global_model_can_be_saved(void)
 {
-    const ct_bmuf_config config = {1, 1, 0.5, 1.0, CT_BLOCK_PLAIN, 1.0, 32};
+    const ct_bmuf_config config = {1, 1, 0.5, 1.0, CT_BLOCK_PLAIN, 1.0, 0, 32};
     float value = 3.0f, saved = 0.0f, other = 7.0f;
     const ct_bmuf_tensor tensor = {
         .span = {&value, 1, CT_F32}
@@ -312,19 +312,23 @@ static void
 test_bad_options_are_named(void)
 {
     CHECK(ct_bmuf_check(&configs[0], NULL) == CT_OK);
-    check_named((ct_bmuf_config){0, 1, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0, 32},
+    check_named((ct_bmuf_config){0, 1, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0, 0, 32},
                 "global_sync_iter");
-    check_named((ct_bmuf_config){1, -1, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0, 32},
+    check_named((ct_bmuf_config){1, -1, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0, 0, 32},
                 "warmup_iterations");
-    check_named((ct_bmuf_config){1, 1, NAN, 1.0, CT_BLOCK_PLAIN, 1.0, 32},
+    check_named((ct_bmuf_config){1, 1, NAN, 1.0, CT_BLOCK_PLAIN, 1.0, 0, 32},
                 "block_momentum");
-    check_named((ct_bmuf_config){1, 1, -0.1, 1.0, CT_BLOCK_PLAIN, 1.0, 32},
+    check_named((ct_bmuf_config){1, 1, -0.1, 1.0, CT_BLOCK_PLAIN, 1.0, 0, 32},
                 "block_momentum");
-    check_named((ct_bmuf_config){1, 1, 0.9, INFINITY, CT_BLOCK_PLAIN, 1.0, 32},
+    check_named((ct_bmuf_config){1, 1, 0.9, INFINITY, CT_BLOCK_PLAIN, 1.0, 0, 32},
                 "block_lr");
-    check_named((ct_bmuf_config){1, 1, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0, 16},
+    check_named((ct_bmuf_config){1, 1, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0, 0, 16},
                 "delta_bits must be 32, 8 or 4, got 16");
-    check_named((ct_bmuf_config){1, 1, 0.0, 1.0, CT_BLOCK_PLAIN, 1.0, 8},
+    check_named((ct_bmuf_config){2, 1, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0, 2, 32},
+                "overlap_steps must be at least 0 and below global_sync_iter");
+    check_named((ct_bmuf_config){2, 1, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0, 1, 4},
+                "overlap_steps is 1, which needs block_momentum above 0 and");
+    check_named((ct_bmuf_config){1, 1, 0.0, 1.0, CT_BLOCK_PLAIN, 1.0, 0, 8},
                 "delta_bits is 8 with block_momentum 0");
 }
 

@@ -84,6 +84,7 @@ class Block:
         self.inner = [inner(params(s)) for s in seeds]
         self.start = [i.state_dict() for i in self.inner]
         self.n = 0
+        self.left = None  # of all ranks, while an average is on its way
         self.begin()
     def values(self, r):
         return self.inner[r].param_groups[0]["params"]
@@ -130,6 +131,9 @@ class Block:
             i.step()
         self.n += 1
         cfg = self.cfg
+        since = self.n % cfg.global_sync_iter
+        if self.left is not None and (since == 0 or since >= cfg.overlap_steps):
+            self.meet(self.left)
         if self.n == cfg.warmup_iterations:
             for r, i in enumerate(self.inner):
                 self.write(r, [p.copy() for p in self.values(0)])
@@ -137,14 +141,17 @@ class Block:
                     i.load_state_dict(self.start[r])
             self.begin()
         elif self.n > cfg.warmup_iterations and self.n % cfg.global_sync_iter == 0:
-            self.meet()
+            rows = [[p.copy() for p in self.values(r)] for r in range(self.world)]
+            if cfg.overlap_steps:
+                self.left = rows
+            else:
+                self.meet(rows)
     def write(self, r, values):
         for p, v in zip(self.values(r), values):
             p[:] = v
-    def meet(self):
+    def meet(self, rows):
         cfg, w = self.cfg, f(self.world)
         bm, blr, rate = f(cfg.block_momentum), f(cfg.block_lr), self.inner[0].get_lr()
-        rows = [self.values(r) for r in range(self.world)]
         averages = self.deltas(rows)
         for k in range(len(self.model)):
             if cfg.block_momentum == 0:
@@ -164,15 +171,19 @@ class Block:
                 self.smoothed[k] = s
             self.model[k] = moved
         for r in range(self.world):
-            self.write(r, self.model)
+            self.write(r, self.model if self.left is None else [
+                m + (p - l) for m, p, l in zip(self.model, self.values(r), rows[r])])
+        self.left = None
 
-def compare(group, look, bm, nbm, average, warmup, every, width=32):
+def compare(group, look, bm, nbm, average, warmup, every, width=32,
+            overlap=0, updates=4):
     cfg = config(block_momentum=bm, block_lr=0.7, use_nbm=nbm, average_sync=average,
-                 warmup_iterations=warmup, global_sync_iter=every, delta_bits=width)
+                 warmup_iterations=warmup, global_sync_iter=every, delta_bits=width,
+                 overlap_steps=overlap)
     mine = inner(params(group.rank if warmup else 0))
     bmuf = ctrainer.BMUF(cfg, mine, group, look=look)
     block = Block(cfg, group.world_size, look or "plain")
-    for update in range(4):
+    for update in range(updates):
         set_grads(mine, update, group.rank)
         bmuf.step()
         block.step(update)
@@ -201,7 +212,45 @@ told["coded"] = {
     for look, warmup in ((None, 2), ("nesterov", 0), ("slowmo", 0))
     for width in (8, 4)
 }
+told["overlapped"] = {
+    f"{overlap} {communicator.world_size} {look}":
+        compare(communicator, look, 0.5, False, False, warmup, 3, 32, overlap, 11)
+    for communicator in (group, three) if communicator is not None
+    for look, warmup in ((None, 2), ("nesterov", 0), ("slowmo", 0))
+    for overlap in (1, 2)
+}
 LONGEST[0] = 300
+
+def resume_within(overlap):
+    '''A state of an average on its way; and what finish() does.'''
+    cfg = config(block_momentum=0.5, warmup_iterations=0, global_sync_iter=4,
+                 overlap_steps=overlap)
+    def run(bmuf, mine, updates):
+        for update in updates:
+            set_grads(mine, update)
+            bmuf.step()
+    whole, again = inner(params()), inner(params())
+    first, second = (ctrainer.BMUF(cfg, i, group) for i in (whole, again))
+    run(first, whole, range(5))
+    state, away = first.state_dict(), first.is_away
+    for p, v in zip(again.param_groups[0]["params"], whole.param_groups[0]["params"]):
+        p[:] = v
+    second.load_state_dict(state)
+    try:
+        second.regroup(group)
+    except RuntimeError as error:
+        refused = "finish() first" in str(error)
+    run(first, whole, range(5, 10))
+    run(second, again, range(5, 10))
+    same = bits_of(whole) == bits_of(again)
+    found = [away, refused, same, first.is_away]
+    second.load_state_dict(first.state_dict())  # what is on its way is waited for
+    group.barrier()
+    first.finish()
+    second.finish()
+    first.finish()  # nothing is left to do
+    model = first.state_dict()["bmuf"]
+    return [*found, first.is_away, bits_of(whole) == bits_of(again), "left" in model]
 
 def resume(width):
     cfg = config(block_momentum=0.5, warmup_iterations=0, global_sync_iter=2,
@@ -231,6 +280,7 @@ def bits_of(made):
     return bits(made.param_groups[0]["params"])
 
 told["coded resume"] = [resume(8), resume(4)]
+told["overlapped resume"] = resume_within(3)
 """
 
 TROUBLE = """
@@ -362,6 +412,19 @@ def test_codes_of_distances_are_the_formulas(told: Told) -> None:
     for rank, found in enumerate(r["coded"] for r in told):
         assert len(found) == (12 if rank < 3 else 6)
         assert [name for name, same in found.items() if not same] == []
+
+
+def test_an_average_that_is_taken_later_is_the_formulas(told: Told) -> None:
+    """Bit for bit: the new global model, and what was learnt since the ranks met."""
+    for rank, found in enumerate(r["overlapped"] for r in told):
+        assert len(found) == (12 if rank < 3 else 6)
+        assert [name for name, same in found.items() if not same] == []
+
+
+def test_an_average_on_its_way_is_saved_and_can_be_finished(told: Told) -> None:
+    away, refused, same, away_again = True, True, True, True
+    expected = [away, refused, same, away_again, False, True, False]
+    assert [r["overlapped resume"] for r in told] == [expected] * 4
 
 
 def test_what_codes_miss_is_saved(told: Told) -> None:
