@@ -76,6 +76,7 @@ encode(const ct_fsdp_coder *coder, const room *r, const ct_span *values,
         .residual = residual != NULL ? residual : r->blank,
         .codes = (int8_t *)to + lay_out(values->n, coder->bits).codes,
         .scales = to,
+        .bits = coder->bits,
     };
     if (residual == NULL) {
         const ct_span blank = {r->blank, values->n, CT_F32};
@@ -100,6 +101,7 @@ decode(const ct_fsdp_coder *coder, const ct_span *values, const void *from,
         .parts = parts,
         .part_bytes = l.bytes,
         .factor = factor,
+        .bits = coder->bits,
     };
     return coder->device->decode(NULL, &decoding, err);
 }
