@@ -15,6 +15,8 @@ small.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -25,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 WORLD, BATCH, LENGTH, VOCABULARY = 2, 4, 128, 8192
-WAYS = ("ours", "ddp", "fsdp1", "fsdp2")
-PEERS = {"ddp": "torch's DDP", "fsdp1": "torch's FSDP1", "fsdp2": "torch's FSDP2"}
+WAYS = ("ours", "ddp", "fsdp1", "fsdp2", "fairscale")
+PEERS = {"ddp": "torch's DDP", "fsdp1": "torch's FSDP1", "fsdp2": "torch's FSDP2",
+         "fairscale": "fairscale's FSDP"}  # fmt: skip
+PACKAGES = {"fairscale": "fairscale"}  # of ways that need one
 MIB = 2**20
 
 
@@ -103,6 +107,8 @@ def wrapped(way: str, width: int, blocks: int, rank: int, folder: str) -> Any:
         model = make_gpt(width, blocks, lambda m: m)
         model = torch.nn.parallel.DistributedDataParallel(model)
         return model, lambda most: clip_grad_norm_(model.parameters(), most)
+    if way == "fairscale":
+        return sharded_by_fairscale(width, blocks)
     if way == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
@@ -116,6 +122,46 @@ def wrapped(way: str, width: int, blocks: int, rank: int, folder: str) -> Any:
     mesh = init_device_mesh("cpu", (WORLD,))
     model = make_gpt(width, blocks, lambda m: fully_shard(m, mesh=mesh))
     return model, lambda most: clip_grad_norm_(model.parameters(), most)
+
+
+class Idle:
+    """A stream of a device that does its work at once."""
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+
+def sharded_by_fairscale(width: int, blocks: int) -> Any:
+    """fairscale asks for CUDA's streams even where there is no GPU: they become things
+    that wait for nothing."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    os.environ["ENABLE_NCCL_BASE_COLLECTIVES"] = "0"  # gloo refuses their shapes
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    idle = Idle()
+    cuda.current_stream, cuda.stream = lambda *unused: idle, contextlib.nullcontext
+    cuda.synchronize = tensor.record_stream = lambda *unused: None
+    from fairscale.nn import FullyShardedDataParallel
+
+    class OnCPU(FullyShardedDataParallel):  # type: ignore[misc]
+        def _setup_streams(self) -> None:
+            super()._setup_streams()
+            names = ("fp32_to_fp16", "all_gather", "post_backward")
+            self._streams.update(dict.fromkeys(names, idle))
+
+    def clip(most: float) -> None:  # its own brings the norm to a GPU
+        parameters = list(model.parameters())
+        norm = get_total_norm(p.grad for p in parameters if p.grad is not None)
+        total = norm.square()
+        dist.all_reduce(total)
+        clip_grads_with_norm_(parameters, most, total.sqrt())
+
+    cpu = torch.device("cpu")
+    model = make_gpt(width, blocks, lambda m: OnCPU(m, compute_device=cpu))
+    return model, clip
 
 
 def status(name: str) -> float:
@@ -218,6 +264,18 @@ def compare(name: str, unit: str, ours: float, peer: str, theirs: float,
     print(json.dumps({**row, "ratio": theirs / ours, "goal": goal}), flush=True)
 
 
+def there(ways: list[str]) -> list[str]:
+    """Those whose packages are installed."""
+    missing = [
+        way
+        for way in ways
+        if way in PACKAGES and importlib.util.find_spec(PACKAGES[way]) is None
+    ]
+    for way in missing:
+        print(f"without {PEERS[way]}: {PACKAGES[way]} is not installed", flush=True)
+    return [way for way in ways if way not in missing]
+
+
 def parsed() -> Any:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=6)
@@ -229,7 +287,7 @@ def parsed() -> Any:
 
 def main() -> None:
     options = parsed()
-    found = {way: measure(way, options) for way in options.only}
+    found = {way: measure(way, options) for way in there(options.only)}
     for way, told in found.items():
         print(json.dumps({"way": way, **told}), flush=True)
     ours = found.pop("ours", None)

@@ -278,6 +278,15 @@ def scenario_oss_clips_by_the_norm_of_all_and_tells_what_is_wrong(group: Any) ->
     assert bool(optimizer._all_states) == (group.rank == 1)
 
 
+def scenario_buffers_become_those_of_rank_0_when_asked(group: Any) -> None:
+    model = nn.BatchNorm1d(3)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, group, lr=1.0)
+    ddp = ShardedDataParallel(model, optimizer, group, broadcast_buffers=False)
+    model.running_mean.fill_(float(group.rank + 1))
+    ddp.sync_buffers()
+    assert model.running_mean.tolist() == [1.0] * 3
+
+
 def scenario_one_ranks_overflow_skips_everybodys_update(group: Any) -> None:
     model = FullyShardedDataParallel(tree(), group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

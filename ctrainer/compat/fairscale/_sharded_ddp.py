@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ctrainer import _C
+from ctrainer.adapters import parallel
 from ctrainer.comm.data_parallel import DataParallel
 from ctrainer.compat.fairscale._groups import communicator_of
 from ctrainer.compat.fairscale._oss import OSS
@@ -19,8 +21,8 @@ class ShardedDataParallel(DataParallel):
     sync_models_at_startup: parameters and buffers become those of rank 0.
     Every rank gets the averages of all gradients, where fairscale sends each to the
     rank that updates the parameter. auto_refresh_trainable and
-    warn_on_trainable_params_changed are no choices: call refresh_trainable() after
-    changing requires_grad.
+    warn_on_trainable_params_changed are no choices: wrap the module anew after changing
+    requires_grad.
 
     Raises ValueError for reduce_fp16=True, and where the OSS has other ranks.
     """
@@ -64,3 +66,8 @@ class ShardedDataParallel(DataParallel):
             init_sync=sync_models_at_startup,
         )
         self._sharded_optimizers = optimizers
+
+    def sync_buffers(self, blocking: bool = False) -> None:
+        """Make the buffers those of rank 0. Collective; blocking is no choice."""
+        buffers = parallel.shared_buffers(self.module)
+        _C.broadcast_tensors(self.communicator, buffers)
