@@ -1,0 +1,112 @@
+"""The original's errors, word for word, where a user may meet them in one process.
+
+Those of groups, states, gradients and files are in test_fsdp, fsdp_scenarios and
+test_fsdp_checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ctrainer import _C
+from ctrainer.fsdp import (
+    FlatParameter,
+    FlattenParamsWrapper,
+    _layout,
+)
+from ctrainer.fsdp import FullyShardedDataParallel as FSDP
+from ctrainer.fsdp.flatten import replace_by_prefix
+
+
+def wrap(module: nn.Module, **options: Any) -> FSDP:
+    return FSDP(module, process_group=_C.Communicator(), on_neuron=False, **options)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 2)
+
+
+def shared_by_two_flat_parameters() -> object:
+    module = linear()
+    lists = [[module.weight, module.bias], [module.bias]]
+    return FlattenParamsWrapper(module, lists)
+
+
+def of_two_dtypes() -> object:
+    module = linear()
+    module.bias.data = module.bias.data.double()
+    return FlattenParamsWrapper(module)
+
+
+ERRORS: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    (
+        RuntimeError,
+        "Cannot wrap a module that is already wrapped with FSDP. For nested FSDP, "
+        "first wrap the inner child modules before wrapping the outer parent module.",
+        lambda: wrap(wrap(linear())),
+    ),
+    (
+        RuntimeError,
+        "The module wrapped by FSDP *must define a `forward` method and call it during "
+        "the module's forward pass for FSDP to work correctly.*",
+        lambda: wrap(nn.ModuleList([linear()])),
+    ),
+    (
+        AssertionError,
+        "there are parameters in params_to_shard not belonging to this module.",
+        lambda: _layout.entries_of(linear(), linear().parameters()),
+    ),
+    (AssertionError, "expects all parameters to have same dtype: ", of_two_dtypes),
+    (
+        ValueError,
+        "An non-empty list or tuple argument is needed",
+        lambda: FlatParameter([]),
+    ),
+    (
+        ValueError,
+        "List items need to be Parameter types",
+        lambda: FlatParameter([1.0]),  # type: ignore[list-item]
+    ),
+    (
+        ValueError,
+        "Nesting FlatParameter is not supported",
+        lambda: FlatParameter([FlatParameter([linear().weight])]),
+    ),
+    (
+        ValueError,
+        "Incorrect numel of supplied data: got 3 but expected 4",
+        lambda: list(FlatParameter([linear().weight]).get_param_views(torch.ones(3))),
+    ),
+    (
+        ValueError,
+        "Names and number of param lists must be equal",
+        lambda: FlattenParamsWrapper(linear(), flat_param_names=["a", "b"]),
+    ),
+    (ValueError, "Incorrect param groups 3 vs 2", shared_by_two_flat_parameters),
+    (
+        ValueError,
+        "old_prefix and new_prefix must be distinct",
+        lambda: replace_by_prefix({}, "a.", "a."),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "call"), ERRORS, ids=lambda v: str(v)[:30])
+def test_errors_are_the_originals(
+    kind: type[Exception], text: str, call: Callable[[], object]
+) -> None:
+    with pytest.raises(kind, match="^" + re.escape(text)):
+        call()
+
+
+def test_flat_parameters_need_names_of_their_own() -> None:
+    module = linear()
+    lists = [[module.weight], [module.bias]]
+    with pytest.raises(ValueError, match=r"^Each flat param must be given a unique"):
+        FlattenParamsWrapper(module, lists, flat_param_names=["a", "a"])
