@@ -9,17 +9,16 @@ import argparse
 import importlib.util
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 
@@ -124,6 +123,17 @@ def compare(
         tell(f"{what} of {size}{kind}, 2 processes{where}", name, medians, goal)
 
 
+def gather_in_place(group: ctrainer.Communicator, peer: Peer, repeat: int) -> None:
+    """all_gather of 16 MB whose result has this rank's part in its place already."""
+    whole, _ = tensors(group, SIZES["16 MB"], torch.float32, True)
+    result, _ = tensors(group, SIZES["16 MB"], torch.float32, False)
+    ours, theirs = (t.view(RANKS, -1)[group.rank] for t in (whole, result))
+    medians = turns(group, lambda: group.all_gather(whole, ours),
+                    lambda: peer["all_gather"](result, theirs), repeat)  # fmt: skip
+    name = "all_gather of 16 MB, 2 processes, in memory(), own part in place"
+    tell(name, "gloo", medians, None)
+
+
 def collectives(group: ctrainer.Communicator, quick: bool) -> None:
     for size, n_bytes in SIZES.items():
         repeat = 5 if quick or n_bytes > 1 << 25 else 21 if n_bytes > 1 << 20 else 101
@@ -131,6 +141,7 @@ def collectives(group: ctrainer.Communicator, quick: bool) -> None:
     repeat = 5 if quick else 21
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         compare(group, "16 MB", "gloo", gloo(), repeat, dtype, True)
+    gather_in_place(group, gloo(), repeat)
     other = mpi()
     if other is not None:
         compare(group, "16 MB", "MPICH", other, repeat, is_shared=True)
@@ -189,13 +200,6 @@ def be_rank(quick: bool) -> None:
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few turns")
@@ -205,20 +209,11 @@ def main() -> None:
     if "RANK" in os.environ:
         be_rank(options.quick)
         return
-    job = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-           "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-           "CTRAINER_NUM_THREADS": "1"}  # fmt: skip
-    command = [sys.executable, "-W", "ignore", *sys.argv]
     mpiexec = Path(sys.executable).with_name("mpiexec")  # of the mpich wheel
     if mpiexec.exists() and importlib.util.find_spec("mpi4py") is not None:
-        command = [str(mpiexec), "-n", str(RANKS), *command]
-        sys.exit(subprocess.run(command, env={**os.environ, **job}).returncode)
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **job, "RANK": str(rank)})
-        for rank in range(RANKS)
-    ]
-    sys.exit(max(rank.wait() for rank in ranks))
+        command = [str(mpiexec), "-n", str(RANKS), *ranks.COMMAND]
+        sys.exit(subprocess.run(command, env=ranks.job(RANKS)).returncode)
+    sys.exit(ranks.start(RANKS))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -151,13 +149,6 @@ def be_rank(n: int) -> None:
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few turns")
@@ -165,16 +156,7 @@ def main() -> None:
     if "RANK" in os.environ:
         be_rank(3 if options.quick else 11)
         return
-    job = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-           "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "OMP_NUM_THREADS": "1",
-           "CTRAINER_NUM_THREADS": "1"}  # fmt: skip
-    ranks = [
-        subprocess.Popen([sys.executable, "-W", "ignore", *sys.argv],
-                         env={**os.environ, **job, "RANK": str(rank)})
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    sys.exit(max(rank.wait() for rank in ranks))
+    sys.exit(ranks.start(RANKS, OMP_NUM_THREADS="1"))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ and for the picture matplotlib.
 import argparse
 import json
 import os
-import subprocess
 import sys
-import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import ranks
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -150,16 +149,7 @@ def main() -> None:
     if "RANK" in os.environ:
         be_rank(options.picture)
         return
-    job = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-           "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-           "CTRAINER_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *sys.argv], env={**os.environ, **job, "RANK": str(rank)}
-        )
-        for rank in range(RANKS)
-    ]
-    sys.exit(max(rank.wait() for rank in ranks))
+    sys.exit(ranks.start(RANKS, OMP_NUM_THREADS="1"))
 
 
 if __name__ == "__main__":
