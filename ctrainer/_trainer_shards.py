@@ -57,7 +57,7 @@ class ShardsMixin(CheckpointMixin):
             group = self._communicator
             self.model = _trained.shard(self.model, self._sharding, self.args, group)
             self.model_wrapped = self.model
-            self._shard_group = group
+            self._shard_group = self.model.communicator
         if checkpoint is not None and _has_shards(checkpoint):
             _trainer_files.load_model(self.model, checkpoint)
 
@@ -100,7 +100,10 @@ class ShardsMixin(CheckpointMixin):
         if self._shard_group is None or state_dict is None:
             super()._save_weights(sink, state_dict)
         elif state_dict:  # straight to the disk: a copy would be of the whole model
-            super()._save_weights(Sink(sink.folder, None), state_dict)
+            from ctrainer.fsdp import _trained
+
+            with _trained.without_wrappers(self.model):
+                super()._save_weights(Sink(sink.folder, None), state_dict)
         else:
             self._adapter.checkpoints.save_configuration(sink, self.model)
 
@@ -121,6 +124,8 @@ class ShardsMixin(CheckpointMixin):
         def save(to: str) -> None:
             _trainer_files.save(to, self.model, self.optimizer)
 
+        if not _trainer_files.is_first_replica(self.model, self._communicator):
+            return
         if os.path.isdir(folder) and not self.args.save_on_each_node:
             save(folder)
         else:

@@ -8,11 +8,14 @@ from typing import Any
 import tiny
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 import ctrainer
 
-UPDATES = 20
+
+def updates(name: str) -> int:
+    return 20 if name in ("gpt2", "bert") else 6
 
 
 def bert() -> nn.Module:
@@ -49,6 +52,10 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "foreign": (*GPT2, {"parts": {"optimizer_cls_and_kwargs": FOREIGN}},
                 {"fsdp": ["full_shard"],
                  "fsdp_transformer_layer_cls_to_wrap": "GPT2MLP"}),
+    "each": (*GPT2, {"gradient_accumulation_steps": 2}, {
+        "fsdp": True, "accelerator_config": {
+            "gradient_accumulation_kwargs": {"sync_each_batch": True}}}),
+    "hybrid": (*GPT2, {}, {"fsdp": "hybrid_shard"}),
     "bf16": (*GPT2, {"bf16": True}, {"fsdp": True}),
     "fp16": (*GPT2, {"fp16": True}, {
         "fsdp": True, "fsdp_config": {"xla": True, "xla_fsdp_settings": {
@@ -61,8 +68,9 @@ def trainer(folder: str, name: str, sharded: bool = True, **options: Any) -> Any
     given = {**both, **(own if sharded else {}), **options}
     parts = {"eval_dataset": data[:7], **given.pop("parts", {})}
     defaults = {
-        "max_steps": UPDATES, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
-        "ddp_timeout": 60, "train_sampling_strategy": "sequential",
+        "max_steps": updates(name), "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2, "ddp_timeout": 60,
+        "train_sampling_strategy": "sequential",
     }  # fmt: skip
     return tiny.make(
         ctrainer.Trainer, make(), data, parts=parts, output_dir=folder,
@@ -86,6 +94,7 @@ def told(made: Any) -> dict[str, Any]:
         "rates": made.get_learning_rates(),
         "names": [name for name, _ in made.model.named_parameters()],
         "units": _units(made.model),
+        "world": getattr(made.model, "world_size", 0),
         "generated": _generated(made.model),
     }
 
@@ -144,6 +153,41 @@ def saved(folder: str) -> dict[str, Any]:
         "best step": first.state.best_global_step,
         "of plain": told(moved)["losses"][-10:],
     }
+
+
+def of_other_units(folder: str) -> list[float]:
+    """A run that goes on from the shards of `saved` with other units."""
+    config = {"transformer_layer_cls_to_wrap": "GPT2Attention,GPT2MLP"}
+    made = trainer(f"{folder}/other", "gpt2", fsdp=True, fsdp_config=config)
+    made.train(resume_from_checkpoint=f"{folder}/saved/checkpoint-10")
+    return told(made)["losses"][-10:]
+
+
+def adapted(folder: str) -> Any:
+    """Losses with adapters, and how far those that were saved differ."""
+    import peft
+
+    losses, weights = [], []
+    for sharded in (False, True):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        model = peft.get_peft_model(tiny.gpt2(), config)
+        own = f"{folder}/adapted-{sharded}"
+        made = tiny.make(
+            ctrainer.Trainer, model, tiny.tokens(32), output_dir=own, max_steps=3,
+            per_device_train_batch_size=2, learning_rate=1e-2, ddp_timeout=60,
+            **({"fsdp": True} if sharded else {}),
+        )  # fmt: skip
+        made.train()
+        made.save_model(f"{own}/saved")
+        losses.append([log["loss"] for log in made.state.log_history if "loss" in log])
+    ctrainer.comm.world().barrier()
+    for sharded in (False, True):
+        path = f"{folder}/adapted-{sharded}/saved/adapter_model.safetensors"
+        weights.append(load_file(path))
+    assert weights[0].keys() == weights[1].keys()
+    differ = [(weights[0][n] - weights[1][n]).abs().max().item() for n in weights[0]]
+    return [*losses, len(differ), max(differ)]
 
 
 def plain(folder: str) -> list[float]:

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from ctrainer import _C
 from ctrainer.fsdp._stored import Stored, read_safetensors_index
 from ctrainer.fsdp._torch_archive import read_archive
 
@@ -64,6 +65,15 @@ def _check(path: str, model: Any, metadata: Any) -> None:
     for key in needed:
         if not isinstance(metadata, dict) or key not in metadata:
             raise ValueError(f"{path}: its shard_metadata has no {key!r}")
+
+
+def described(path: str) -> tuple[list[str], Metadata]:
+    """The names of the tensors of a rank's model in its safetensors file, and the
+    metadata; the data is not read."""
+    metadata, _ = _C.safetensors_index(path)
+    content = json.loads(metadata[METADATA_KEY])
+    names = [name.removeprefix(MODEL) for name in content["names"]]
+    return names, content["shard_metadata"]
 
 
 def _read_safetensors(path: str) -> dict[str, Any]:

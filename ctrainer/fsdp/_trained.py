@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from torch import nn
 
 from ctrainer import _C
 from ctrainer.comm.data_parallel import synchronize
+from ctrainer.comm.machines import ranks_a_machine
 from ctrainer.fsdp import _units
+from ctrainer.fsdp._groups import hybrid_groups
 from ctrainer.fsdp._sharded import ShardedModule
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.module import FullyShardedDataParallel
@@ -71,6 +74,38 @@ def _unwrapped(module: Any) -> Any:
     return module
 
 
+@contextlib.contextmanager
+def without_wrappers(model: TrainedModel) -> Iterator[None]:
+    """Within it the wrapped module looks as it did before: its tree has no wrappers,
+    and its tables shards for parameters. For what reads names and dtypes of modules.
+    """
+    wrapped = [
+        (module, name, child)
+        for module in model.modules()
+        if not isinstance(module, ShardedModule | FlattenParamsWrapper)
+        for name, child in module._modules.items()
+        if isinstance(child, ShardedModule)
+    ]
+    places = [
+        (place, shard)
+        for unit in model.units()
+        for group, shard in zip(unit._groups, unit.sharded_params, strict=True)
+        for entry in group.entries
+        for place in entry.places
+    ]
+    for module, name, child in wrapped:
+        module._modules[name] = _unwrapped(child)
+    for place, shard in places:
+        place.module._parameters[place.name] = shard
+    try:
+        yield
+    finally:
+        for place, _ in places:
+            del place.module._parameters[place.name]
+        for module, name, child in wrapped:
+            module._modules[name] = child
+
+
 def shard(
     model: nn.Module, sharding: Sharding, args: Any, group: _C.Communicator
 ) -> TrainedModel:
@@ -82,6 +117,7 @@ def shard(
     Raises ValueError for a model that cannot be sharded as it is, and for names of
     layers that it has not.
     """
+    groups = _groups(sharding, group)
     _ready_dtype(model, args)
     if sharding.synchronizes:
         synchronize(model, group)
@@ -89,7 +125,7 @@ def shard(
     if sharding.recomputes:
         _units.recompute(model, chosen)
     order = [name for name, _ in model.named_parameters()]
-    options = _options(sharding, args, group)
+    options = _options(sharding, args) | {"process_group": groups}
 
     def wrap(module: nn.Module) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(
@@ -106,7 +142,23 @@ def shard(
     return made
 
 
-def _options(sharding: Sharding, args: Any, group: _C.Communicator) -> dict[str, Any]:
+def _groups(sharding: Sharding, group: _C.Communicator) -> Any:
+    """Who shares: all, or the ranks of a machine, with the others' as replicas.
+
+    Raises ValueError where machines have not equally many ranks side by side.
+    """
+    if not sharding.hybrid:
+        return group
+    each = ranks_a_machine(group)
+    if each is None:
+        raise ValueError(
+            "fsdp: hybrid_shard needs as many ranks on every machine, numbered one "
+            "machine after the other; start them so, or use full_shard"
+        )
+    return group if each == group.world_size else hybrid_groups(each, group)
+
+
+def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
     """Gradients are reduced, and buffers kept, in float32 whatever computes."""
     compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     return {
@@ -115,7 +167,6 @@ def _options(sharding: Sharding, args: Any, group: _C.Communicator) -> dict[str,
         "fp32_reduce_scatter": True,
         "reshard_after_forward": sharding.reshard_after_forward,
         "on_neuron": False,
-        "process_group": group,
         **sharding.xla_options,
     }
 

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from ctrainer import _C
 from ctrainer.fsdp import _full
 from ctrainer.fsdp._optimizer_state import consolidate_optimizers
-from ctrainer.fsdp._shards import Shard, find_shards, read_shard
+from ctrainer.fsdp._shards import Shard, described, find_shards, read_shard
 from ctrainer.fsdp.consolidate import (
     consolidate_sharded_model_checkpoints,
     one_shard,
 )
-from ctrainer.fsdp.shard_files import load_shard, save_shard, tensors_of
+from ctrainer.fsdp.optim_state import rekeyed, shard_full_optim_state_dict
+from ctrainer.fsdp.shard_files import save_shard, tensors_of
 
 PREFIX, SUFFIX = "shard-", "[0-9]*-of-*.safetensors"
 State = dict[str, Any]
@@ -27,6 +29,11 @@ def file_name(rank: int, world_size: int) -> str:
 
 
 # ---- saving
+
+
+def is_first_replica(model: Any, world: _C.Communicator) -> bool:
+    """Is the rank one of those that save its shards for all that have the same?"""
+    return bool(world.rank < model.world_size)
 
 
 def save(folder: str, model: Any, optimizer: Any) -> None:
@@ -106,8 +113,14 @@ class _Scratch:
 
 
 def load_model(model: Any, folder: str) -> None:
-    """Load this rank's shards, of a checkpoint of any number of ranks."""
-    model.load_state_dict(_own(model, folder)["model"])
+    """Load this rank's shards, of a checkpoint of any number of ranks and any units.
+
+    Raises RuntimeError where the names or shapes of parameters differ.
+    """
+    if _same_units(model, folder):
+        model.load_state_dict(_own(model, folder, "model"))
+    else:
+        model.load_full_state_dict(_whole_weights(folder))
 
 
 def load_into_whole(model: torch.nn.Module, folder: str) -> None:
@@ -115,20 +128,23 @@ def load_into_whole(model: torch.nn.Module, folder: str) -> None:
 
     Raises RuntimeError where names or shapes differ.
     """
-    place = os.path.join(glob.escape(folder), PREFIX)
-    state, _ = consolidate_sharded_model_checkpoints(place, SUFFIX, save_model=False)
-    model.load_state_dict(state)
+    model.load_state_dict(_whole_weights(folder))
 
 
 def optimizer_state(model: Any, optimizer: Any, folder: str) -> State | None:
     """What the optimizer's load_state_dict() takes, out of a checkpoint's shards; None
     where they have none. Of a sharded model this rank's part; of None all of it.
 
-    Raises ValueError where the groups are not those that were saved.
+    Raises ValueError where the optimizer has parameters that were not saved.
     """
-    state = _whole(folder) if model is None else _own(model, folder).get("optimizer")
-    if state is None or model is None:
-        return state
+    if model is None:
+        return _numbered(_whole_optimizer(folder))
+    if not _same_units(model, folder):
+        full = _whole_optimizer(folder)
+        return full and shard_full_optim_state_dict(full, model, optim=optimizer)
+    state: State | None = _own(model, folder, "optimizer")
+    if state is None:
+        return None
     mine, saved = _named(model, optimizer)["param_groups"], state["param_groups"]
     sizes = [[len(group["params"]) for group in groups] for groups in (mine, saved)]
     names = [[group.pop("param_names") for group in groups] for groups in (mine, saved)]
@@ -141,61 +157,64 @@ def optimizer_state(model: Any, optimizer: Any, folder: str) -> State | None:
     return state
 
 
-def _whole(folder: str) -> State | None:
-    """The optimizer's state of whole parameters, which it counts as torch does."""
-    shards = _shards(folder)
-    if shards[0].optimizer is None:
-        return None
-    state = tensors_of(consolidate_optimizers(shards))
-    groups = state["param_groups"]
-    numbers: dict[str, int] = {}
-    for group in groups:
-        for name in group["params"]:
-            numbers[name] = len(numbers)
-        group["params"] = [numbers[name] for name in group["params"]]
-    values = {numbers[name]: value for name, value in state["state"].items()}
-    return {"state": values, "param_groups": groups}
-
-
 def part_of_whole(model: Any, optimizer: Any, state: State | None) -> State | None:
     """This rank's part of the state of an optimizer of whole parameters, which come in
     the same order."""
     if state is None:
         return None
+    names = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {number: names[id(p)] for number, p in enumerate(params)}
+    return shard_full_optim_state_dict(rekeyed(state, own), model, optim=optimizer)
 
-    def cut(param: Any, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape != param._orig_size:
-            return value
-        part = torch.zeros(param.shape, dtype=value.dtype)
-        begin = model.rank * param.numel()
-        values = value.reshape(-1)[begin : begin + param.numel()]
-        part.view(-1)[: values.numel()] = values
-        return part
 
-    own = {
-        number: {name: cut(params[number], v) for name, v in values.items()}
-        for number, values in state["state"].items()
-    }
-    return state | {"state": own}
+def _numbered(full: State | None) -> State | None:
+    """A full state as torch has it, whose parameters are numbers."""
+    if full is None:
+        return None
+    names = [name for group in full["param_groups"] for name in group["params"]]
+    return rekeyed(full, {name: number for number, name in enumerate(names)})
+
+
+def _whole_optimizer(folder: str) -> State | None:
+    shards = _shards(folder)
+    if shards[0].optimizer is None:
+        return None
+    return tensors_of(consolidate_optimizers(shards))
+
+
+def _whole_weights(folder: str) -> State:
+    place = os.path.join(glob.escape(folder), PREFIX)
+    return consolidate_sharded_model_checkpoints(place, SUFFIX, save_model=False)[0]
 
 
 def _shards(folder: str) -> list[Shard]:
     return find_shards(os.path.join(glob.escape(folder), PREFIX), SUFFIX)
 
 
-def _own(model: Any, folder: str) -> State:
-    """What this rank would have saved, with tensors in memory."""
+def _own(model: Any, folder: str, part: str) -> Any:
+    """What this rank would have saved under "model" or "optimizer", in memory."""
     path = os.path.join(folder, file_name(model.rank, model.world_size))
     if os.path.isfile(path) and _cut_alike(model, path):
-        return load_shard(path)
-    return tensors_of(one_shard(_shards(folder), model.rank, model.world_size))
+        shard = read_shard(path)
+        content = {"model": shard.model, "optimizer": shard.optimizer}
+    else:
+        content = one_shard(_shards(folder), model.rank, model.world_size)
+    return tensors_of({part: content.get(part)})[part]
 
 
 def _cut_alike(model: Any, path: str) -> bool:
     """Were the shards cut as the model's are?"""
-    saved, own = read_shard(path).metadata, model.get_shard_metadata()
+    _, saved = described(path)
+    own = model.get_shard_metadata()
     return all(
         saved.get(key) == own[key]
         for key in ("world_size", "shard_param_on_dim_0", "shard_size_multiple")
     )
+
+
+def _same_units(model: Any, folder: str) -> bool:
+    """Have the shards the names that the model's have?"""
+    place = os.path.join(glob.escape(folder), f"{PREFIX}{SUFFIX}")
+    names, _ = described(sorted(glob.glob(place))[0])
+    return names == list(model.state_dict())

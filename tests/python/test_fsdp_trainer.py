@@ -15,9 +15,15 @@ from ctrainer.fsdp import consolidate_sharded_model_checkpoints
 
 BODY = """
 import sharded_trainings as runs
+from ctrainer.comm import machines, world
+
+assert world(60).world_size == 2
+machines._this_machine = lambda: f"machine {rank}"  # as for hybrid sharding
 results = {name: runs.both(folder, name) for name in runs.CASES}
 results["plain"] = runs.plain(folder)
 results["saved"] = runs.saved(folder)
+results["other"] = runs.of_other_units(folder)
+results["adapted"] = runs.adapted(folder)
 results["spoiled"] = runs.spoiled(folder)
 tell(results)
 """
@@ -33,7 +39,10 @@ def told(folder: Path) -> list[Any]:
     return ranks.told(ranks.run_ranks(folder, BODY))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "recomputed", "foreign"])
+ALIKE = ["gpt2", "bert", "recomputed", "foreign", "each", "hybrid"]
+
+
+@pytest.mark.parametrize("name", ALIKE)
 def test_a_sharded_model_trains_as_the_whole_one(told: list[Any], name: str) -> None:
     for rank in told:
         whole, sharded, differ = rank[name]
@@ -46,9 +55,13 @@ def test_a_sharded_model_trains_as_the_whole_one(told: list[Any], name: str) -> 
         for key in ("flos", "parameters", "rates", "names", "generated"):
             assert sharded[key] == whole[key], key
         assert sharded["eval"] == pytest.approx(whole["eval"], rel=1e-6)
-        assert sharded["predicted"] == pytest.approx(whole["predicted"], rel=1e-5)
-        assert differ < 1e-6
-        assert len(whole["losses"]) == runs.UPDATES
+        # The sums of each micro-batch over ranks are added in another order than the
+        # sums of ranks over micro-batches; where they cancel out, Adam makes steps of
+        # what rounding leaves, of at most its rate.
+        bound = 1e-4 if name == "each" else 1e-6
+        assert sharded["predicted"] == pytest.approx(whole["predicted"], abs=bound)
+        assert differ < bound
+        assert len(whole["losses"]) == runs.updates(name)
     assert told[0][name][0]["layers"] or name != "bert"
 
 
@@ -84,6 +97,26 @@ def test_the_best_weights_are_loaded_at_the_end(told: list[Any]) -> None:
     # The state of the average is the best one's too, which evaluates.
     for rank in told:
         assert rank["saved"]["evals"][0] == pytest.approx(rank["saved"]["best"])
+
+
+def test_a_run_goes_on_from_shards_of_other_units(told: list[Any]) -> None:
+    for rank in told:
+        assert rank["other"] == pytest.approx(rank["saved"]["losses"][0], rel=1e-6)
+
+
+def test_adapters_are_trained_and_saved_alone(told: list[Any]) -> None:
+    for rank in told:
+        whole, sharded, count, differ = rank["adapted"]
+        assert sharded == pytest.approx(whole, rel=1e-6)
+        assert count == 4
+        assert differ < 1e-6
+
+
+def test_hybrid_sharding_keeps_whole_models_on_machines_of_one_rank(
+    told: list[Any],
+) -> None:
+    assert told[0]["hybrid"][1]["world"] == 1
+    assert told[0]["gpt2"][1]["world"] == 2
 
 
 def test_a_sharded_run_goes_on_from_a_checkpoint_of_whole_models(
