@@ -189,7 +189,7 @@ check_bits(const char *name, int bits)
     if (bits == 0 || ct_fsdp_codes_known(bits)) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "%s is %d; expected 8, or 0 for whole elements",
+    PyErr_Format(PyExc_ValueError, "%s is %d; expected 8 or 4, or 0 for whole elements",
                  name, bits);
     return -1;
 }

@@ -22,14 +22,14 @@ enum {
 bool
 ct_fsdp_codes_known(int bits)
 {
-    return bits == 8;
+    return bits == 8 || bits == 4;
 }
 
 static layout
 lay_out(size_t n, int bits)
 {
     layout l = {.codes = ct_codes_blocks(n) * sizeof(float)};
-    l.bytes = (l.codes + n * (size_t)bits / 8 + ALIGN - 1) / ALIGN * ALIGN;
+    l.bytes = (l.codes + (n * (size_t)bits + 7) / 8 + ALIGN - 1) / ALIGN * ALIGN;
     return l;
 }
 

@@ -17,10 +17,10 @@
 typedef struct ct_fsdp_coder {
     const ct_device *device;
     ct_comm *comm;
-    int bits; /* of a code: 8 */
+    int bits; /* of a code: 8 or 4 */
 } ct_fsdp_coder;
 
-/* Whether codes of so many bits are known: 8. */
+/* Whether codes of so many bits are known: 8 and 4. */
 bool ct_fsdp_codes_known(int bits);
 
 /* Bytes that a rank sends of n elements to one other. */

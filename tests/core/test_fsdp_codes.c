@@ -11,7 +11,12 @@ enum {
     MOST = 4 * SHARE
 };
 
-static const double HALF_STEP = 0.5 / 127.0; /* of a block whose largest value is 1 */
+/* Of a block whose largest value is 1. */
+static double
+half_step(int bits)
+{
+    return 0.5 / (bits == 4 ? 7.0 : 127.0);
+}
 
 /* In [-1, 1], both ends in every block. */
 static float
@@ -24,10 +29,9 @@ value_of(size_t i, int rank)
 static void
 gathers_within_half_a_step(ct_comm *comm, void *arg)
 {
-    const ct_fsdp_coder coder = {&ct_device_cpu, comm, 8};
+    const ct_fsdp_coder coder = {&ct_device_cpu, comm, *(const int *)arg};
     const size_t n = SHARE * (size_t)comm->world_size;
     float shard[SHARE], full[MOST];
-    (void)arg;
     for (size_t i = 0; i < SHARE; i++) {
         shard[i] = value_of(i, comm->rank);
     }
@@ -35,19 +39,18 @@ gathers_within_half_a_step(ct_comm *comm, void *arg)
     CHECK(ct_fsdp_gather_codes(&coder, &to, &from, NULL) == CT_OK);
     for (size_t i = 0; i < n; i++) {
         const double exact = value_of(i % SHARE, (int)(i / SHARE));
-        CHECK(fabs((double)full[i] - exact) <= HALF_STEP * (1.0 + 1e-6));
+        CHECK(fabs((double)full[i] - exact) <= half_step(coder.bits) * (1.0 + 1e-6));
     }
 }
 
 static void
 sums_and_remembers(ct_comm *comm, void *arg)
 {
-    const ct_fsdp_coder coder = {&ct_device_cpu, comm, 8};
+    const ct_fsdp_coder coder = {&ct_device_cpu, comm, *(const int *)arg};
     const size_t n = SHARE * (size_t)comm->world_size;
     float whole[MOST], residual[MOST] = {0}, part[SHARE];
     double total[SHARE] = {0.0};
     const int rounds = 8;
-    (void)arg;
     for (size_t i = 0; i < n; i++) {
         whole[i] = value_of(i % SHARE, comm->rank);
     }
@@ -66,17 +69,17 @@ sums_and_remembers(ct_comm *comm, void *arg)
         }
         /* What is outstanding is of the last round alone, whose largest value is 1 and
          * half a step of the round before. */
-        CHECK(fabs(total[i] - exact) <= HALF_STEP * 1.01);
+        CHECK(fabs(total[i] - exact) <=
+              half_step(coder.bits) * (1.0 + 2.0 * half_step(coder.bits)));
     }
 }
 
 static void
 forgets_without_a_residual(ct_comm *comm, void *arg)
 {
-    const ct_fsdp_coder coder = {&ct_device_cpu, comm, 8};
+    const ct_fsdp_coder coder = {&ct_device_cpu, comm, *(const int *)arg};
     const size_t n = SHARE * (size_t)comm->world_size;
     float whole[MOST], first[SHARE], second[SHARE];
-    (void)arg;
     for (size_t i = 0; i < n; i++) {
         whole[i] = value_of(i % SHARE, comm->rank);
     }
@@ -90,10 +93,9 @@ forgets_without_a_residual(ct_comm *comm, void *arg)
 static void
 fails_without_memory(ct_comm *comm, void *arg)
 {
-    const ct_fsdp_coder coder = {&ct_device_cpu, comm, 8};
+    const ct_fsdp_coder coder = {&ct_device_cpu, comm, *(const int *)arg};
     float values[SHARE] = {0}, result[SHARE];
     const ct_span in = {values, SHARE, CT_F32}, out = {result, SHARE, CT_F32};
-    (void)arg;
     ct_alloc_fail_after(1);
     CHECK(ct_fsdp_gather_codes(&coder, &out, &in, NULL) == CT_ENOMEM);
     ct_alloc_fail_after(1);
@@ -104,13 +106,17 @@ fails_without_memory(ct_comm *comm, void *arg)
 int
 main(void)
 {
-    for (int world_size = 1; world_size <= 4; world_size++) {
-        run_ranks(world_size, 30.0, gathers_within_half_a_step, NULL);
-        run_ranks(world_size, 30.0, sums_and_remembers, NULL);
-        run_ranks(world_size, 30.0, forgets_without_a_residual, NULL);
+    for (int bits = 4; bits <= 8; bits += 4) {
+        for (int world_size = 1; world_size <= 4; world_size++) {
+            run_ranks(world_size, 30.0, gathers_within_half_a_step, &bits);
+            run_ranks(world_size, 30.0, sums_and_remembers, &bits);
+            run_ranks(world_size, 30.0, forgets_without_a_residual, &bits);
+        }
+        run_ranks(1, 30.0, fails_without_memory, &bits);
+        CHECK(ct_fsdp_codes_known(bits));
     }
-    run_ranks(1, 30.0, fails_without_memory, NULL);
-    CHECK(ct_fsdp_codes_known(8) && !ct_fsdp_codes_known(5));
+    CHECK(!ct_fsdp_codes_known(5));
     CHECK(ct_fsdp_codes_bytes(256, 8) == 264 && ct_fsdp_codes_bytes(257, 8) == 272);
+    CHECK(ct_fsdp_codes_bytes(256, 4) == 136 && ct_fsdp_codes_bytes(257, 4) == 144);
     return 0;
 }
