@@ -33,6 +33,7 @@ def way_of(args: Any) -> str | None:
     given = [n for n in _DEFAULTS["use_bmuf"] if getattr(args, n, None) is not None]
     given += [n for n in ("use_nbm", "average_sync") if getattr(args, n, False)]
     given += ["delta_bits"] if getattr(args, "delta_bits", 32) != 32 else []
+    given += ["overlap_steps"] if getattr(args, "overlap_steps", 0) != 0 else []
     if given and not asked:
         raise ValueError(
             f"{given[0]} is of blocks of updates, which need use_bmuf or use_diloco"
@@ -48,5 +49,5 @@ def options_of(args: Any, way: str) -> dict[str, Any]:
         name: default if getattr(args, name) is None else getattr(args, name)
         for name, default in _DEFAULTS[way].items()
     }
-    own = ("use_nbm", "average_sync", "delta_bits")
+    own = ("use_nbm", "average_sync", "delta_bits", "overlap_steps")
     return {**options, **{name: getattr(args, name) for name in own}}

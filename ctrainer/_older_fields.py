@@ -358,6 +358,12 @@ class OwnFields(OlderFields):
         "what they miss goes with the next block's.",
         kw_only=True,
     )
+    overlap_steps: int = arg(
+        0,
+        "Updates after the end of a block in which its average is taken; meanwhile it "
+        "is on its way.",
+        kw_only=True,
+    )
     malloc_tuning: bool = arg(
         True,
         "On the CPU, have glibc keep large blocks instead of mapping them anew each "

@@ -65,9 +65,15 @@ class BlocksMixin(CheckpointMixin):
         if state is None:
             logger.warning("%s has no %s: a block begins with its weights",
                            checkpoint, FILE)  # fmt: skip
-        self._blocks.load_blocks_state_dict(state or {})
-        if self.args.process_index > 0 and self._resumes_ranks:
-            self._load_own_parts(checkpoint)
+        own = self._read_own_parts(checkpoint)
+        self._blocks.load_blocks_state_dict({**(state or {}), **own.get("blocks", {})})
+        if own:
+            self._load_own_parts(own)
+
+    def _end_blocks(self) -> None:
+        """Take the average that is still on its way after the last update."""
+        if self._blocks is not None:
+            self._blocks.finish()
 
     def _own_file(self) -> str:
         return f"blocks_{self.args.process_index}.pt"
@@ -76,24 +82,26 @@ class BlocksMixin(CheckpointMixin):
         """What differs between ranks that train apart."""
         assert self._blocks is not None
         state = {name: part.state_dict() for name, part in self._stateful_parts()}
-        if self._blocks.delta_bits < 32:
-            state["missed"] = self._blocks.residual_state_dict()
+        state["blocks"] = self._blocks.own_state_dict()
         state["weights"] = self._adapter.checkpoints.trained_state(self.model)
         return state
 
-    def _load_own_parts(self, checkpoint: str) -> None:
+    def _read_own_parts(self, checkpoint: str) -> dict[str, Any]:
+        """What _own_parts() gave this rank; {} where that is not in the checkpoint."""
+        if self.args.process_index == 0 or not self._resumes_ranks:
+            return {}
         state = self._adapter.checkpoints.load_object(checkpoint, self._own_file())
         if state is None:
             logger.warning(
                 "%s has no %s: rank %d goes on with the first rank's weights and "
                 "optimizer", checkpoint, self._own_file(), self.args.process_index,
             )  # fmt: skip
-            return
+        return state or {}
+
+    def _load_own_parts(self, state: dict[str, Any]) -> None:
         self._adapter.checkpoints.load_trained_state(self.model, state["weights"])
         for name, part in self._stateful_parts():
             part.load_state_dict(state[name])
-        assert self._blocks is not None
-        self._blocks.load_residual_state_dict(state.get("missed", {}))
 
     def _stateful_parts(self) -> list[tuple[str, Any]]:
         parts = {

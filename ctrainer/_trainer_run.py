@@ -314,7 +314,8 @@ class RunMixin(
     def _finalize_training(
         self, trial: Any, num_train_samples: int, start_time: float
     ) -> TrainOutput:
-        """Metrics of the run, the best model, on_train_end."""
+        """The last block, metrics of the run, the best model, on_train_end."""
+        self._end_blocks()
         loss = self._training_loss()
         metrics = speed_metrics(
             "train", start_time, num_samples=num_train_samples,

@@ -159,34 +159,35 @@ class BMUF(_C.BMUF):
             model, momentum = self._blanks(), self._blanks()
             self._save_blocks(model, momentum)
             state.update(model=model, momentum=momentum)
+        return {**state, **self.own_state_dict()}
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """What of blocks_state_dict() differs between ranks.
+
+        "left": the parameters when a block ended whose average is on its way;
+        "residual" and "place": with delta_bits 8 or 4, what codes have missed, and of
+        which rank.
+        """
+        state: dict[str, Any] = {}
         if self.is_away:
             state["left"] = self._blanks()
             self._save_left(state["left"])
         if self.delta_bits < 32:
-            state.update(self.residual_state_dict())
+            state["residual"], state["place"] = self._blanks(), self._place()
+            self._save_residual(state["residual"])
         return state
-
-    def residual_state_dict(self) -> dict[str, Any]:
-        """With delta_bits 8 or 4: what this rank's codes have missed, and its place."""
-        residual = self._blanks()
-        self._save_residual(residual)
-        return {"residual": residual, "place": self._place()}
-
-    def load_residual_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what residual_state_dict() gave on this rank. Of another rank, or
-        of a group of another size, nothing is taken over: what it missed is its own."""
-        if self.delta_bits < 32 and list(state_dict.get("place", ())) == self._place():
-            self._load_residual(state_dict["residual"])
 
     def load_blocks_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what blocks_state_dict() gave; from an empty one a block begins
-        with the parameters as they are."""
+        with the parameters as they are. What another rank's codes have missed, or those
+        of a group of another size, is not taken over: it is its own."""
         self._start()
         updates = state_dict.get("num_updates", self.get_num_updates())
         self.set_num_updates(updates)
         if "model" in state_dict and self.block_momentum != 0:
             self._load_blocks(state_dict["model"], state_dict["momentum"])
-            self.load_residual_state_dict(state_dict)
+            if self.delta_bits < 32 and self._is_own(state_dict):
+                self._load_residual(state_dict["residual"])
         if "left" in state_dict and self.block_momentum != 0:
             self._load_left(state_dict["left"])
 
@@ -253,6 +254,9 @@ class BMUF(_C.BMUF):
         sync = getattr(self._optimizer, "_sync_fp32_params_to_fp16", None)
         if sync is not None and _is_foreign(self._optimizer):
             sync()
+
+    def _is_own(self, state_dict: dict[str, Any]) -> bool:
+        return list(state_dict.get("place", ())) == self._place()
 
     def _place(self) -> list[int]:
         return [self.communicator.rank, self.world_size]

@@ -273,7 +273,7 @@ def resume(width):
     # another rank's residual is not taken over
     other = {**state["bmuf"], "place": [rank + 1, 4]}
     second.load_blocks_state_dict(other)
-    fresh = not any(np.any(r) for r in second.residual_state_dict()["residual"])
+    fresh = not any(np.any(r) for r in second.own_state_dict()["residual"])
     return [remembered, same, fresh]
 
 def bits_of(made):

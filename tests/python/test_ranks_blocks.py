@@ -80,6 +80,14 @@ path = f"{folder}/saved coded/checkpoint-4"
 found["coded"] = [weights(train(6, "plain", **CODED)),
                   weights(train(6, "plain", resume=path, **CODED))]
 
+# The block that ends at update 4 is on its way in the checkpoint, and at the end.
+AWAY = {**BMUF, "global_sync_iter": 4, "overlap_steps": 2}
+train(4, "saved away", **AWAY)._communicator.barrier()
+path = f"{folder}/saved away/checkpoint-4"
+found["away"] = [weights(train(6, "plain", **AWAY)),
+                 weights(train(6, "plain", resume=path, **AWAY))]
+found["ended away"] = weights(train(5, "plain", **AWAY))
+
 whole = make(f"{folder}/whole", **OF_BLOCKS)
 whole.train()
 again = make(f"{folder}/again", **OF_BLOCKS)
@@ -155,6 +163,31 @@ def test_distances_of_4_bits_are_resumed_with_what_they_missed(both: list[Any]) 
         assert 0 < np.max(np.abs(np.subtract(whole, found["bmuf"]))) < 3 * 2 / 7
 
 
+def test_a_block_that_is_on_its_way_arrives_after_a_resume_and_at_the_end(
+    both: list[Any],
+) -> None:
+    def train_by_hand(updates: int) -> Any:
+        """Warm-up 1; the block of update 4 moves the model 2 updates later."""
+        x = np.array([0.5, 1.0, -0.25])
+        rows = np.array([[1.0, -2.0, 3.0]] * 2)
+        for update in range(1, updates + 1):
+            for rank in range(2):
+                rows[rank] -= 0.05 * 2 * (x @ rows[rank] - rank) * x
+            if update == 1:
+                rows[1] = model = rows[0].copy()
+            if update == 4:
+                left = rows.copy()
+        return model - 0.7 * (model - left.mean(axis=0)) + rows - left
+
+    for rank, found in enumerate(both):
+        whole, resumed = found["away"]
+        assert whole == resumed
+        np.testing.assert_allclose(whole, train_by_hand(6)[rank], atol=2e-6)
+        np.testing.assert_allclose(found["ended away"], train_by_hand(5)[rank],
+                                   atol=2e-6)  # fmt: skip
+    assert both[0]["away"] != both[1]["away"]
+
+
 def test_a_run_killed_within_a_block_goes_on_exactly_on_every_rank(
     both: list[Any],
 ) -> None:
@@ -172,6 +205,7 @@ def test_a_run_killed_within_a_block_goes_on_exactly_on_every_rank(
         ({"block_momentum": 0.5}, "block_momentum is of blocks of updates, which need"),
         ({"average_sync": True}, "average_sync is of blocks"),
         ({"delta_bits": 8}, "delta_bits is of blocks"),
+        ({"overlap_steps": 1}, "overlap_steps is of blocks"),
         ({"use_diloco": True, "use_nbm": True}, "use_diloco has its own"),
     ],
 )
