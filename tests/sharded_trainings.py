@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,9 @@ def of_other_units(folder: str) -> list[float]:
 
 
 def adapted(folder: str) -> Any:
-    """Losses with adapters, and how far those that were saved differ."""
+    """Losses with adapters, and how far those that were saved differ; None: no peft."""
+    if importlib.util.find_spec("peft") is None:
+        return None
     import peft
 
     losses, weights = [], []

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ctrainer
 from ctrainer import _C
 from ctrainer.comm import nccl
 
@@ -139,6 +140,7 @@ def test_without_a_plugin_or_a_gpu_it_is_said_what_is_missing(
 ) -> None:
     group = _C.Communicator()
     monkeypatch.setitem(sys.modules, "ctrainer._cuda", None)
+    monkeypatch.delattr(ctrainer, "_cuda", raising=False)
     with pytest.raises(RuntimeError, match="needs ctrainer's CUDA plugin"):
         nccl.communicator(group)
 
