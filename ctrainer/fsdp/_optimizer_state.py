@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ctrainer.fsdp._files import item_of, tensor_of
-from ctrainer.fsdp._shard_layout import Cut, Part, parts_of, readable, sharded_keys
+from ctrainer.fsdp._shard_checks import check_optimizer
+from ctrainer.fsdp._shard_layout import Cut, Part, readable, sharded_keys
 from ctrainer.fsdp._shards import Shard
 from ctrainer.fsdp._stored import Item, Stored, joined
 
@@ -49,7 +51,7 @@ def consolidate_optimizers(shards: list[Shard]) -> State:
     """
     _check_there(shards)
     parts: dict[str, list[Part]] = {}
-    for part in parts_of(shards[0].model, shards[0].metadata):
+    for part in shards[0].parts():
         known = parts.setdefault(part.key, [])
         if part.begin not in [p.begin for p in known]:  # not another name of one
             known.append(part)
@@ -87,6 +89,8 @@ def _check_there(shards: list[Shard]) -> None:
     without = [shard.path for shard in shards if shard.optimizer is None]
     if without:
         raise ValueError(f"{without[0]}: holds no optimizer's state")
+    for shard in shards:
+        check_optimizer(shard.path, shard.optimizer)
     groups = [
         [group["params"] for group in shard.optimizer["param_groups"]]
         for shard in shards
@@ -109,8 +113,40 @@ def _groups(shard: Shard, names: Mapping[int, list[str]]) -> list[State]:
     ]
 
 
+def check_same_update(shards: list[Shard]) -> None:
+    """Shards of one model that were saved at different times fit each other in all but
+    their values: raise ValueError where the optimizers count other steps for a
+    parameter. Without optimizers, or steps, there is nothing to tell them by."""
+    first: dict[int, tuple[Any, Shard]] = {}
+    for shard in shards:
+        for index, step in _steps(shard):
+            other, where = first.setdefault(index, (step, shard))
+            if step != other:
+                raise ValueError(
+                    f"{shard.path}: its optimizer has made {step!r} steps, that of "
+                    f"{where.path} {other!r}; take the files of one save"
+                )
+
+
+def _steps(shard: Shard) -> Iterator[tuple[int, Any]]:
+    if shard.optimizer is None:
+        return
+    check_optimizer(shard.path, shard.optimizer)
+    for index, values in shard.optimizer["state"].items():
+        step = values.get("step")
+        if step is not None and not (isinstance(step, Stored) and step.numel > 1):
+            yield index, _plain_value(step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A value of a parameter's state that was sharded with it: each rank's part."""
+
+    stored: list[Stored]
+
+
 # A value of a parameter's state: the parts of all ranks, or what is the same on each.
-Found = list[Stored] | Any
+Found = _Parts | Any
 
 
 def _states(shards: list[Shard]) -> list[tuple[int, dict[str, Found]]]:
@@ -123,6 +159,12 @@ def _states(shards: list[Shard]) -> list[tuple[int, dict[str, Found]]]:
                 f"{shard.path}: its optimizer has states of other parameters than that "
                 f"of {shards[0].path}"
             )
+    unknown = sorted(states[0].keys() - keys.keys())
+    if unknown:
+        raise ValueError(
+            f"{shards[0].path}: its optimizer has a state of parameter {unknown[0]}, "
+            "which is in none of its groups"
+        )
     return [
         (index, _values(shards, [state[index] for state in states], keys[index]))
         for index in states[0]
@@ -141,7 +183,7 @@ def _values(shards: list[Shard], states: list[State], key: str) -> dict[str, Fou
     return found
 
 
-def _of_each_rank(shards: list[Shard], values: list[Any], where: str) -> list[Stored]:
+def _of_each_rank(shards: list[Shard], values: list[Any], where: str) -> _Parts:
     first = values[0]
     for shard, value in zip(shards, values, strict=True):
         if not isinstance(value, Stored) or (value.tag, value.shape) != (
@@ -152,7 +194,7 @@ def _of_each_rank(shards: list[Shard], values: list[Any], where: str) -> list[St
                 f"{shard.path}: the optimizer's state of {where} is not like that of "
                 f"{shards[0].path}, {first.tag} of shape {first.shape}"
             )
-    return values
+    return _Parts(values)
 
 
 def _same(shards: list[Shard], values: list[Any], where: str) -> Any:
@@ -178,14 +220,15 @@ def _plain_value(value: Any) -> Any:
 
 
 def _whole(found: Found, part: Part) -> Any:
-    if not isinstance(found, list):
+    if not isinstance(found, _Parts):
         return found
     assert part.begin is not None
-    return Item(found[0].tag, part.shape, joined(found, part.begin, part.numel))
+    excerpts = joined(found.stored, part.begin, part.numel)
+    return Item(found.stored[0].tag, part.shape, excerpts)
 
 
 def _cut(found: Found, cut: Cut) -> Any:
-    if not isinstance(found, list):
+    if not isinstance(found, _Parts):
         return found
-    excerpts = joined(found, cut.begin, cut.numel, cut.total)
-    return Item(found[0].tag, cut.shape, excerpts)
+    excerpts = joined(found.stored, cut.begin, cut.numel, cut.total)
+    return Item(found.stored[0].tag, cut.shape, excerpts)

@@ -1,14 +1,14 @@
-"""Shard files, of the original and ours: one of each rank, read as one set."""
+"""Shard files, of the original and ours: what one rank saved."""
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from ctrainer import _C
+from ctrainer.fsdp._shard_checks import check_metadata, check_optimizer, is_list_of
+from ctrainer.fsdp._shard_layout import Part, parts_of
 from ctrainer.fsdp._stored import Stored, read_safetensors_index
 from ctrainer.fsdp._torch_archive import read_archive
 
@@ -35,6 +35,16 @@ class Shard:
     def world_size(self) -> int:
         return int(self.metadata["world_size"])
 
+    def parts(self) -> list[Part]:
+        """Every tensor of the unsharded module.
+
+        Raises ValueError, which names the file, where metadata and tensors do not fit.
+        """
+        try:
+            return parts_of(self.model, self.metadata)
+        except ValueError as problem:
+            raise ValueError(f"{self.path}: {problem}") from None
+
 
 def read_shard(path: str) -> Shard:
     """Read one shard file; its data is checked and stays in the file.
@@ -52,19 +62,11 @@ def read_shard(path: str) -> Shard:
             "module.state_dict(), 'shard_metadata': module.get_shard_metadata()}"
         )
     model, metadata = content.get("model"), content["shard_metadata"]
-    _check(path, model, metadata)
-    assert model is not None
-    tensors = {name: t for name, t in model.items() if isinstance(t, Stored)}
-    return Shard(path, tensors, metadata, content.get("optimizer"))
-
-
-def _check(path: str, model: Any, metadata: Any) -> None:
     if not isinstance(model, dict):
         raise ValueError(f"{path}: holds no 'model', which must be a state_dict")
-    needed = ("shard_info", "flatten_info", "buffer_info", "world_size", "rank")
-    for key in needed:
-        if not isinstance(metadata, dict) or key not in metadata:
-            raise ValueError(f"{path}: its shard_metadata has no {key!r}")
+    check_metadata(path, metadata)
+    tensors = {name: t for name, t in model.items() if isinstance(t, Stored)}
+    return Shard(path, tensors, metadata, content.get("optimizer"))
 
 
 def described(path: str) -> tuple[list[str], Metadata]:
@@ -76,11 +78,27 @@ def described(path: str) -> tuple[list[str], Metadata]:
     return names, content["shard_metadata"]
 
 
+def _described(path: str, text: str) -> dict[str, Any]:
+    """What the metadata of a safetensors file says of the shards in it."""
+    try:
+        content = json.loads(text)
+    except ValueError as problem:
+        raise ValueError(
+            f"{path}: its {METADATA_KEY!r} is no JSON: {problem}"
+        ) from None
+    if not isinstance(content, dict) or not is_list_of(str, content.get("names")):
+        raise ValueError(
+            f"{path}: its {METADATA_KEY!r} has no list of 'names'; it is not of a "
+            "rank's shards, which ctrainer.fsdp.save_shard writes"
+        )
+    return content
+
+
 def _read_safetensors(path: str) -> dict[str, Any]:
     metadata, tensors = read_safetensors_index(path)
     if METADATA_KEY not in metadata:
         return {}
-    content: dict[str, Any] = json.loads(metadata[METADATA_KEY])
+    content = _described(path, metadata[METADATA_KEY])
     content["model"] = {
         name.removeprefix(MODEL): tensor
         for name in content.pop("names")
@@ -88,6 +106,7 @@ def _read_safetensors(path: str) -> dict[str, Any]:
     }
     optimizer = content.get("optimizer")
     if optimizer is not None:
+        check_optimizer(path, optimizer)
         optimizer["state"] = {
             int(index): {
                 name: tensors.get(f"{OPTIMIZER}{index}.{name}", value)
@@ -96,73 +115,3 @@ def _read_safetensors(path: str) -> dict[str, Any]:
             for index, state in optimizer["state"].items()
         }
     return content
-
-
-def find_shards(ckpt_prefix: str, ckpt_suffix: str, leave_out: str = "") -> list[Shard]:
-    """The shards of the files prefix + suffix (a glob pattern), by rank, all there and
-    of one save.
-
-    Raises:
-        AssertionError: there are none, or not one of each rank.
-        ValueError: a file is damaged, or of another save; the text names it.
-    """
-    pattern = ckpt_prefix + ckpt_suffix
-    paths = [p for p in sorted(glob.glob(pattern)) if not _is_result(p, leave_out)]
-    if not paths:
-        raise AssertionError(f"Cannot find any files matching {pattern}.")
-    shards = sorted(map(read_shard, paths), key=lambda shard: shard.rank)
-    _check_ranks(shards, pattern)
-    for shard in shards[1:]:
-        _check_same_save(shards[0], shard)
-    return shards
-
-
-def _is_result(path: str, leave_out: str) -> bool:
-    """Was it written by an earlier call?"""
-    return os.path.splitext(path)[0].endswith("_consolidated") or bool(
-        leave_out and os.path.abspath(path) == os.path.abspath(leave_out)
-    )
-
-
-def _check_ranks(shards: list[Shard], pattern: str) -> None:
-    found = [shard.rank for shard in shards]
-    for rank, shard in enumerate(shards):
-        if shard.world_size != len(shards):
-            missing = sorted(set(range(shard.world_size)) - set(found))
-            raise AssertionError(
-                f"Expecting {shard.world_size} files (based on metadata in "
-                f"{shard.path}) but got {len(shards)} files. Matching {pattern} are "
-                f"ranks {found}; missing are {missing}."
-            )
-        if shard.rank != rank:
-            twice = [s.path for s in shards if found.count(s.rank) > 1]
-            raise AssertionError(
-                f"Expecting rank {shard.rank} for {shard.path} but it is ranked {rank} "
-                f"of {len(shards)} files. Of the same rank are {twice}."
-            )
-
-
-_OF_THE_SAVE = ("shard_info", "flatten_info", "buffer_info", "shared_info")
-
-
-def _check_same_save(first: Shard, other: Shard) -> None:
-    for key in _OF_THE_SAVE:
-        a, b = first.metadata.get(key, {}), other.metadata.get(key, {})
-        if a != b:
-            names = sorted(set(a) ^ set(b)) or [n for n in a if a[n] != b[n]]
-            raise ValueError(
-                f"{other.path}: its {key} is not that of {first.path}, see "
-                f"{names[0]!r}; they are of different models or saves"
-            )
-    if first.model.keys() != other.model.keys():
-        name = sorted(first.model.keys() ^ other.model.keys())[0]
-        raise ValueError(
-            f"{other.path} and {first.path}: only one of them has the tensor {name!r}"
-        )
-    for name, mine in first.model.items():
-        theirs = other.model[name]
-        if (mine.tag, mine.shape) != (theirs.tag, theirs.shape):
-            raise ValueError(
-                f"{other.path}: tensor {name!r} is {theirs.tag} of shape "
-                f"{theirs.shape}, in {first.path} {mine.tag} of shape {mine.shape}"
-            )

@@ -12,7 +12,8 @@ import torch
 from ctrainer import _C
 from ctrainer.fsdp import _full
 from ctrainer.fsdp._optimizer_state import consolidate_optimizers
-from ctrainer.fsdp._shards import Shard, described, find_shards, read_shard
+from ctrainer.fsdp._shard_set import find_shards
+from ctrainer.fsdp._shards import Shard, described, read_shard
 from ctrainer.fsdp.consolidate import (
     consolidate_sharded_model_checkpoints,
     one_shard,

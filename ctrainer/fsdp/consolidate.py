@@ -17,9 +17,14 @@ from typing import Any
 import torch
 
 from ctrainer.fsdp import _files
-from ctrainer.fsdp._optimizer_state import consolidate_optimizers, reshard_optimizers
+from ctrainer.fsdp._optimizer_state import (
+    check_same_update,
+    consolidate_optimizers,
+    reshard_optimizers,
+)
 from ctrainer.fsdp._shard_layout import Part, division_of, parts_of, sharded_keys
-from ctrainer.fsdp._shards import Shard, find_shards
+from ctrainer.fsdp._shard_set import check_none_is_replaced, find_shards
+from ctrainer.fsdp._shards import Shard
 from ctrainer.fsdp._stored import Item, joined
 
 logger = logging.getLogger("ctrainer.fsdp")
@@ -108,15 +113,22 @@ def consolidate_sharded_model_checkpoints(
 
     Raises:
         AssertionError: no files, or not one of each rank.
-        ValueError: a file is damaged, of another save or none of shards; named.
+        ValueError: a file is damaged, of another save or none of shards, or would be
+            replaced by the result; named.
         OSError: of the disk; what was at save_path is still there then.
     """
     path = save_path or f"{ckpt_prefix}_consolidated.pth"
-    shards = find_shards(ckpt_prefix, ckpt_suffix, path)
+    results = [path, _files.optimizer_path(path)]
+    shards = find_shards(ckpt_prefix, ckpt_suffix, results)
+    check_none_is_replaced(shards, results)
     items = _full_items(shards)
+    optimizer = None
+    if save_optimizer:
+        optimizer = consolidate_optimizers(shards)
+    else:
+        check_same_update(shards)
     if not save_model:
         return OrderedDict((n, _files.tensor_of(i)) for n, i in items.items()), path
-    optimizer = consolidate_optimizers(shards) if save_optimizer else None
     _files.write_full(path, items, optimizer)
     logger.info("%d shards are consolidated in %s", len(shards), path)
     return _files.open_full(path), path
@@ -126,7 +138,7 @@ def _full_items(shards: list[Shard]) -> dict[str, Item]:
     first = shards[0]
     made: dict[tuple[str, int | None], Item] = {}
     full: dict[str, Item] = OrderedDict()
-    for part in parts_of(first.model, first.metadata):
+    for part in first.parts():
         place = part.key, part.begin
         if place not in made:
             made[place] = _full_item(shards, part)
@@ -170,17 +182,20 @@ def reshard_checkpoints(
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
     shards = find_shards(ckpt_prefix, ckpt_suffix)
     ending = os.path.splitext(shards[0].path)[1]
-    paths = []
-    for rank in range(world_size):
-        path = f"{save_prefix}-rank-{rank}-of-{world_size}{ending}"
+    paths = [
+        f"{save_prefix}-rank-{rank}-of-{world_size}{ending}"
+        for rank in range(world_size)
+    ]
+    check_none_is_replaced(shards, paths)
+    for rank, path in enumerate(paths):
         _files.write_shard(path, one_shard(shards, rank, world_size))
-        paths.append(path)
     return paths
 
 
 def one_shard(shards: list[Shard], rank: int, world_size: int) -> dict[str, Any]:
     """What one rank of `world_size` would have saved, with Items for tensors."""
     first = shards[0]
+    first.parts()  # they fit the metadata, or an error says where not
     keys = sharded_keys(first.model)
     shapes = {key: first.model[key].shape for key in keys}
     division = division_of(shapes, first.metadata)
