@@ -3,6 +3,7 @@ as fairscale_scenarios, whose modules these are."""
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -113,6 +114,23 @@ def scenario_units_beside_each_other_share_a_parameter(group: Any) -> None:
         with model.summon_full_params():
             names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
             assert names == set(state)
+
+
+def scenario_a_copy_shares_a_parameter_of_its_own(group: Any) -> None:
+    for order in ((0, 2), (2, 0)):
+        plain, inner = Siblings(), Siblings(group, order)
+        model = FullyShardedDataParallel(inner, group)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.5), group)
+        train(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
+        before = model.state_dict()
+        made = copy.deepcopy(model)
+        train(made, torch.optim.SGD(made.parameters(), lr=0.5), group)
+        train(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
+        assert_close(made.state_dict(), plain.state_dict())
+        assert_close(model.state_dict(), before)
+        alone = copy.deepcopy(inner.layers[order[1]])
+        with pytest.raises(RuntimeError, match="weight is borrowed from a unit that "):
+            alone(torch.ones(1, WIDTH))
 
 
 def scenario_parameters_that_cannot_be_shared_are_named(group: Any) -> None:

@@ -17,8 +17,8 @@ M = TypeVar("M")
 @contextlib.contextmanager
 def _without_memory(unit: Any) -> Iterator[None]:
     """Within it full parameters have their shapes, and one element for all places."""
-    entries = [entry for group in unit._groups for entry in group.entries]
-    homes = [(entry.param, entry.param.data) for entry in entries]
+    own = [entry.param for group in unit._groups for entry in group.entries]
+    homes = [(p, p.data) for p in [*own, *(p for _, p in unit.borrowed)]]
     for param, home in homes:
         param.data = torch.zeros((), dtype=home.dtype).expand(home.shape)
     try:
@@ -26,6 +26,10 @@ def _without_memory(unit: Any) -> Iterator[None]:
     finally:
         for param, home in homes:
             param.data = home
+
+
+# Attributes that a copy makes anew: its engine, and those that it borrows from.
+_OF_THE_ENGINE = {"_unit", "_lenders"}
 
 
 def deep_copy(unit: M, memo: dict[int, Any]) -> M:
@@ -39,9 +43,11 @@ def deep_copy(unit: M, memo: dict[int, Any]) -> M:
     memo[id(source)] = made
     for group in (source.communicator, source.replicas):
         memo[id(group)] = group
+    if "_lenders" in source.__dict__:
+        made.__dict__["_lenders"] = None
     with _without_memory(source):
         for name, value in source.__dict__.items():
-            if name != "_unit":
+            if name not in _OF_THE_ENGINE:
                 made.__dict__[name] = copy.deepcopy(value, memo)
     _settle(made, source)
     return made  # type: ignore[no-any-return]

@@ -178,8 +178,11 @@ def test_shards_have_the_names_and_attributes_of_the_original() -> None:
         [torch.Size([2, 3]), torch.Size([2])],
         [6, 2],
     )
-    names = [n for n, _ in model.get_original_names_and_sharded_parameters()]
-    assert names == ["1.weight", "1.bias", "0.flat_param_0"]
+    names, params = zip(*model.get_original_names_and_sharded_parameters(), strict=True)
+    assert names == ("1.weight", "1.bias", "0.flat_param_0")
+    assert [*map(id, params)] == [
+        *map(id, model.sharded_params + model[0].sharded_params)
+    ]
     info = model.get_shard_metadata()
     assert list(info["shard_info"]) == ["", "_fsdp_wrapped_module.0"]
     assert info["shard_info"]["_fsdp_wrapped_module.0"] == {

@@ -20,6 +20,24 @@ from ctrainer.fsdp._shard_layout import parts_of
 from ctrainer.fsdp._tensors import cast_floats
 
 
+def _lenders_of(borrowed: list[tuple[_layout.Place, Any]]) -> list[Any]:
+    """The engines of the units that parameters are borrowed from.
+
+    Raises RuntimeError where there is none, as in a copy of the borrower alone.
+    """
+    found: list[Any] = []
+    for place, param in borrowed:
+        lender = getattr(param, "_unit", lambda: None)()
+        if lender is None:
+            raise RuntimeError(
+                f"{place.path} is borrowed from a unit that is not there, as in a copy "
+                "of this one alone: copy a module around both"
+            )
+        if lender not in found:
+            found.append(lender)
+    return found
+
+
 class FullyShardedDataParallel(Engine):
     """ctrainer.fsdp.FullyShardedDataParallel under fairscale's arguments and habits.
 
@@ -105,17 +123,15 @@ class FullyShardedDataParallel(Engine):
     def _borrow(self, module: nn.Module) -> list[tuple[_layout.Place, Any]]:
         found = _layout.of_other_units(module)
         below = {id(m._unit) for m in module.modules() if isinstance(m, Engine)}
-        self._lenders: list[Any] = []
         for place, param in found:
-            lender = param._unit()
-            if id(lender) in below:
+            if id(param._unit()) in below:
                 raise ValueError(
                     f"{place.path} is a parameter of a unit below, too: wrap both in "
                     "one unit"
                 )
-            if lender not in self._lenders:
-                self._lenders.append(lender)
             _layout.hide(place, param)
+        # None in a copy, whose lenders may be made after it.
+        self._lenders: list[Any] | None = _lenders_of(found)
         return found
 
     def append_shared_param(self, p: nn.Parameter) -> None:
@@ -155,7 +171,10 @@ class FullyShardedDataParallel(Engine):
     # ---- forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._lenders:
+        if self._lenders is None:
+            self._lenders = _lenders_of(self.borrowed)
+        lenders = self._lenders
+        if lenders:
             self._lazy_init()
             if self._is_root:
                 raise RuntimeError(
@@ -163,7 +182,7 @@ class FullyShardedDataParallel(Engine):
                     "inside of a unit around both"
                 )
         run = self._forward
-        for lender in self._lenders:
+        for lender in lenders:
             run = functools.partial(_run_in, lender, run)
         return run(*args, **kwargs)
 
