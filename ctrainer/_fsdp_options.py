@@ -16,6 +16,7 @@ _STRATEGIES = (
     "hybrid_shard_zero2",
 )
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_PREFETCHES = ("NO_PREFETCH", "BACKWARD_PRE", "BACKWARD_POST")
 _STATE_DICTS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "")
 
@@ -41,6 +42,8 @@ class Sharding:
     saves_full: bool = True
     recomputes: bool = False
     synchronizes: bool = True
+    forward_prefetch: bool = False
+    backward_prefetch: str | None = None
     xla_options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -48,11 +51,9 @@ class Sharding:
 NO_EFFECT = {
     "version": "both versions' options are read alike",
     "cpu_offload": "parameters are in host memory",
-    "limit_all_gathers": "no more than two units are gathered at a time",
+    "limit_all_gathers": "no more than one unit is gathered ahead",
     "use_orig_params": "parameters are always sharded each by itself",
     "cpu_ram_efficient_loading": "the model is there when the trainer gets it",
-    "forward_prefetch": "a hint, and gathering is synchronous",
-    "backward_prefetch": "a hint, and gathering is synchronous",
 }
 HONOURED = (
     "reshard_after_forward",
@@ -62,6 +63,8 @@ HONOURED = (
     "state_dict_type",
     "activation_checkpointing",
     "sync_module_states",
+    "forward_prefetch",
+    "backward_prefetch",
     "xla",
     "xla_fsdp_settings",
     "xla_fsdp_grad_ckpt",
@@ -197,6 +200,8 @@ def _read(config: dict[str, Any]) -> Sharding:
         saves_full=_word(config, "state_dict_type", _STATE_DICTS) == _STATE_DICTS[0],
         recomputes=recomputes or xla_recomputes,
         synchronizes=_flag(config, "sync_module_states", True),
+        forward_prefetch=_flag(config, "forward_prefetch", False),
+        backward_prefetch=_backward_prefetch(config),
         xla_options=_xla_options(settings),
     )
 
@@ -248,6 +253,17 @@ def _units(config: dict[str, Any]) -> dict[str, Any]:
     if policy == "SIZE_BASED_WRAP":
         return {"min_num_params": least}
     return {"wraps": policy != "NO_WRAP", "layers": layers}
+
+
+def _backward_prefetch(config: dict[str, Any]) -> str | None:
+    """Also a member of torch's enum, or its number."""
+    given = config.get("backward_prefetch")
+    word = str(getattr(given, "name", given))
+    if word in ("1", "2"):
+        return _PREFETCHES[int(word)]
+    config = {"backward_prefetch": given and word}
+    word = _word(config, "backward_prefetch", _PREFETCHES)
+    return None if word == _PREFETCHES[0] else word
 
 
 def _count(config: dict[str, Any]) -> int:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 
 WIDTH = 6
+EVERYWHERE: dict[str, Any] = {}  # options of all units that do not say otherwise
 
 
 def tree(seed: int = 0) -> nn.Sequential:
@@ -68,6 +69,7 @@ def wrap(group: Any, module: nn.Module, **options: Any) -> FSDP:
             "watch_released": True,
             "execute_sharding_on_init": False,
             "flatten_parameters": True,
+            **EVERYWHERE,
             **options,
         },
     )

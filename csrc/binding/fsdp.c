@@ -39,7 +39,11 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
     f((self)->shards);                                                                 \
     f((self)->grad_owners);                                                            \
     f((self)->root);                                                                   \
-    f((self)->units)
+    f((self)->units);                                                                  \
+    f((self)->forwards.before);                                                        \
+    f((self)->forwards.now);                                                           \
+    f((self)->backwards.before);                                                       \
+    f((self)->backwards.now)
 
 static int
 FSDPUnit_traverse(PyObject *op, visitproc visit, void *arg)
@@ -59,6 +63,8 @@ FSDPUnit_clear(PyObject *op)
     Py_CLEAR(self->grad_owners);
     Py_CLEAR(self->root);
     Py_CLEAR(self->units);
+    fsdp_order_forget(&self->forwards);
+    fsdp_order_forget(&self->backwards);
     return 0;
 }
 
@@ -68,6 +74,7 @@ FSDPUnit_dealloc(PyObject *op)
     FSDPUnit *self = (FSDPUnit *)op;
     PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
+    fsdp_drop_prefetch(self);
     ct_fsdp_fini(&self->core);
     EACH_OBJECT(Py_CLEAR, self);
     ct_spares_close(&self->ledger.spares);
@@ -312,27 +319,6 @@ fsdp_expect(FSDPUnit *self, unsigned states)
     return -1;
 }
 
-static PyMemberDef FSDPUnit_members[] = {
-    {"communicator", T_OBJECT, offsetof(FSDPUnit, communicator), READONLY,
-     "The group of ranks that share."},
-    {"residual", T_OBJECT, offsetof(FSDPUnit, residual), READONLY,
-     "What codes have missed of the gradients, float32 in a MappedMemory, or None."},
-    {"replicas", T_OBJECT, offsetof(FSDPUnit, replicas), READONLY,
-     "The group of ranks that have the same shards, or None."},
-    {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
-     "The memory of the gathered parameters."},
-    {"require_sync", T_BOOL, offsetof(FSDPUnit, require_sync), 0,
-     "Whether gradients are reduced, or kept for a later backward."},
-    {"reshard_after_forward", T_BOOL, offsetof(FSDPUnit, reshard_after_forward), 0,
-     "Whether the parameters are released after the forward."},
-    {"return_memory", T_BOOL, offsetof(FSDPUnit, return_memory), 0,
-     "Of a root: whether memory that is free goes back to the system before most of it "
-     "is needed: when the last inner unit has run, and when the backward begins."},
-    {"state", T_INT, offsetof(FSDPUnit, state), 0,
-     "Where it is: a value of TrainingState."},
-    {NULL, 0, 0, 0, NULL},
-};
-
 #define METHOD(name, flags)                                                            \
     {#name, (PyCFunction)(void (*)(void))FSDPUnit_##name, flags, FSDPUnit_##name##_doc}
 
@@ -379,7 +365,7 @@ static PyType_Slot FSDPUnit_slots[] = {
     {Py_tp_clear,    FSDPUnit_clear      },
     {Py_tp_dealloc,  FSDPUnit_dealloc    },
     {Py_tp_methods,  FSDPUnit_methods    },
-    {Py_tp_members,  FSDPUnit_members    },
+    {Py_tp_members,  fsdp_members        },
     {Py_tp_getset,   fsdp_getset         },
     {0,              NULL                },
 };

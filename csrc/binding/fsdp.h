@@ -19,6 +19,11 @@ typedef struct fsdp_leaf {
     bool seen;   /* it has arrived since the unit was last complete */
 } fsdp_leaf;
 
+/* Units in the order in which a pass came to them: lists, NULL before the first one. */
+typedef struct fsdp_order {
+    PyObject *before, *now; /* in the pass before, and so far in this one */
+} fsdp_order;
+
 typedef struct FSDPUnit {
     PyObject_HEAD
     ct_fsdp core;
@@ -34,6 +39,7 @@ typedef struct FSDPUnit {
     /* Of a root: the unit whose forward ended last, in this forward and in the one
      * before. They are only compared. */
     const void *last_inner, *last_before;
+    fsdp_order forwards, backwards; /* of a root */
     size_t resident; /* of a root: what the process had when the backward began */
     fsdp_leaf *leaves;
     size_t n_leaves, leaves_room, n_seen;
@@ -42,6 +48,9 @@ typedef struct FSDPUnit {
     size_t inputs_hooked, inputs_seen;
     int state; /* fsdp_state */
     char reshard_after_forward, require_sync, return_memory;
+    /* Whether the gather of the unit that comes next begins when this one is there, in
+     * forward and backward, and when its backward has ended. */
+    char forward_prefetch, backward_pre, backward_post;
     bool counts_are_old; /* the next forward counts its inputs anew */
     bool entered;        /* a pre-backward hook has run in this backward */
     bool complete;       /* no gradient is missing in this backward */
@@ -55,9 +64,11 @@ ctpy_state *fsdp_state_borrow(FSDPUnit *self);
 FSDPUnit *fsdp_root_borrow(FSDPUnit *self); /* itself where that is not known */
 
 /* fsdp_attributes.c */
+extern PyMemberDef fsdp_members[];
 extern PyGetSetDef fsdp_getset[];
 
 /* fsdp_memory.c */
+int fsdp_begin_gather(FSDPUnit *self);
 int fsdp_gather(FSDPUnit *self);
 int fsdp_reduce(FSDPUnit *self);
 void fsdp_release(FSDPUnit *self);
@@ -80,6 +91,19 @@ void fsdp_return_replicas(FSDPUnit *self);
 /* fsdp_order.c: compares with the other ranks which unit does what, if that is wished
  * for. Collective then; 0, or -1 with the ValueError of _check_order. */
 int fsdp_check_order(FSDPUnit *self, const char *what);
+
+/* fsdp_prefetch.c */
+void fsdp_order_begin(fsdp_order *order); /* of a pass */
+void fsdp_order_forget(fsdp_order *order);
+/* Notes that this unit's turn has come. What was begun for another one is dropped. */
+int fsdp_order_reach(FSDPUnit *self, fsdp_order *order);
+/* Begins the gather of the unit whose turn was next in the pass before, where that has
+ * gone the same way and nothing else is begun: one unit more than are needed. A
+ * collective, to be called where all ranks do. 0, or -1 with nothing begun. */
+int fsdp_prefetch(FSDPUnit *self, const fsdp_order *order);
+int fsdp_end_prefetch(FSDPUnit *self);   /* gathered, or -1 with an exception */
+void fsdp_drop_prefetch(FSDPUnit *self); /* keeps the exception */
+void fsdp_drop_prefetches(FSDPUnit *root);
 
 /* fsdp_forward.c */
 PyObject *FSDPUnit_forward(PyObject *op, PyObject *args);

@@ -148,3 +148,30 @@ PyGetSetDef fsdp_getset[] = {
      "A parameter for each group: this rank's part of it.",                                                     NULL},
     {NULL,             NULL,                     NULL,                     NULL,                                NULL},
 };
+
+PyMemberDef fsdp_members[] = {
+    {"communicator", T_OBJECT, offsetof(FSDPUnit, communicator), READONLY,
+     "The group of ranks that share."},
+    {"residual", T_OBJECT, offsetof(FSDPUnit, residual), READONLY,
+     "What codes have missed of the gradients, float32 in a MappedMemory, or None."},
+    {"replicas", T_OBJECT, offsetof(FSDPUnit, replicas), READONLY,
+     "The group of ranks that have the same shards, or None."},
+    {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
+     "The memory of the gathered parameters."},
+    {"require_sync", T_BOOL, offsetof(FSDPUnit, require_sync), 0,
+     "Whether gradients are reduced, or kept for a later backward."},
+    {"reshard_after_forward", T_BOOL, offsetof(FSDPUnit, reshard_after_forward), 0,
+     "Whether the parameters are released after the forward."},
+    {"forward_prefetch", T_BOOL, offsetof(FSDPUnit, forward_prefetch), 0,
+     "Whether the gather of the next unit begins before this one's forward."},
+    {"backward_pre", T_BOOL, offsetof(FSDPUnit, backward_pre), 0,
+     "Whether the gather of the next unit begins before this one's backward."},
+    {"backward_post", T_BOOL, offsetof(FSDPUnit, backward_post), 0,
+     "Whether the gather of the next unit begins after this one's backward."},
+    {"return_memory", T_BOOL, offsetof(FSDPUnit, return_memory), 0,
+     "Of a root: whether memory that is free goes back to the system before most of it "
+     "is needed: when the last inner unit has run, and when the backward begins."},
+    {"state", T_INT, offsetof(FSDPUnit, state), 0,
+     "Where it is: a value of TrainingState."},
+    {NULL, 0, 0, 0, NULL},
+};

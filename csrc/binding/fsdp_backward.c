@@ -24,6 +24,7 @@ queue_finish(FSDPUnit *root)
     Py_XDECREF(done);
     root->queued = done != NULL;
     if (root->queued) {
+        fsdp_order_begin(&root->backwards);
         fsdp_return_memory(root);
     }
     return done == NULL ? -1 : 0;
@@ -37,7 +38,11 @@ PyObject *
 FSDPUnit_enter_backward(PyObject *op, PyObject *Py_UNUSED(grad))
 {
     FSDPUnit *self = (FSDPUnit *)op;
-    if (queue_finish(fsdp_root_borrow(self)) < 0 || fsdp_gather(self) < 0) {
+    fsdp_order *order = &fsdp_root_borrow(self)->backwards;
+    if (queue_finish(fsdp_root_borrow(self)) < 0 ||
+        (!self->entered && fsdp_order_reach(self, order) < 0) ||
+        fsdp_gather(self) < 0 ||
+        (!self->entered && self->backward_pre && fsdp_prefetch(self, order) < 0)) {
         return NULL;
     }
     if (!self->entered) {
@@ -55,16 +60,28 @@ FSDPUnit_enter_backward(PyObject *op, PyObject *Py_UNUSED(grad))
 /* ---- the gradients -----------------------------------------------------------------
  */
 
+/* Without a reduction to come ranks need not reach this in the same order, nor all of
+ * them: nothing collective may begin then. */
+static int
+prefetch_after(FSDPUnit *self)
+{
+    return self->require_sync && self->backward_post
+               ? fsdp_prefetch(self, &fsdp_root_borrow(self)->backwards)
+               : 0;
+}
+
 /* Nobody needs the parameters any more when every gradient of a parameter and of an
  * input has come: a frozen weight, or one used detached, is read up to then. */
-static void
+static int
 release_if_done(FSDPUnit *self)
 {
     const bool done = self->complete || self->n_leaves == 0;
-    if (done && self->inputs_seen == self->inputs_hooked &&
-        (self->require_sync || self->reshard_after_forward)) {
-        fsdp_release(self);
+    if (!done || self->inputs_seen != self->inputs_hooked || !self->core.gathered ||
+        !(self->require_sync || self->reshard_after_forward)) {
+        return 0;
     }
+    fsdp_release(self);
+    return prefetch_after(self);
 }
 
 const char FSDPUnit_input_done_doc[] =
@@ -76,8 +93,7 @@ FSDPUnit_input_done(PyObject *op, PyObject *Py_UNUSED(grad))
 {
     FSDPUnit *self = (FSDPUnit *)op;
     self->inputs_seen++;
-    release_if_done(self);
-    Py_RETURN_NONE;
+    return release_if_done(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static int
@@ -88,8 +104,10 @@ complete(FSDPUnit *self)
     }
     self->n_seen = 0;
     self->complete = true;
-    release_if_done(self);
-    const int result = self->require_sync ? fsdp_reduce(self) : 0;
+    int result = release_if_done(self);
+    if (result == 0 && self->require_sync) {
+        result = fsdp_reduce(self);
+    }
     fsdp_return_growth(fsdp_root_borrow(self));
     return result;
 }
@@ -225,6 +243,7 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
     PyObject *units = Py_XNewRef(root->units);
     int result = 0;
     const Py_ssize_t n = units == NULL ? 0 : PyList_GET_SIZE(units);
+    fsdp_drop_prefetches(root); /* shards may change from here on */
     for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
         result = finish_unit((FSDPUnit *)PyList_GET_ITEM(units, i));
     }

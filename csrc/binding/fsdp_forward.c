@@ -53,6 +53,9 @@ PyObject *
 FSDPUnit_forget_root(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     FSDPUnit *self = (FSDPUnit *)op;
+    fsdp_drop_prefetches(self);
+    fsdp_order_forget(&self->forwards);
+    fsdp_order_forget(&self->backwards);
     take_root(self, self);
     Py_CLEAR(self->units);
     Py_RETURN_NONE;
@@ -183,6 +186,22 @@ note_end(const FSDPUnit *self, FSDPUnit *root)
     }
 }
 
+/* Gathers the parameters, and begins with those of the next unit. Outside of a root's
+ * forward or backward nobody would say when that is over. */
+static int
+take_turn(FSDPUnit *self, FSDPUnit *root, int in_backward)
+{
+    fsdp_order *order = in_backward ? &root->backwards : &root->forwards;
+    const bool ahead = in_backward ? self->backward_pre : self->forward_prefetch;
+    if (!in_backward && root->state != FSDP_FORWARD) {
+        return fsdp_gather(self);
+    }
+    if (fsdp_order_reach(self, order) < 0 || fsdp_gather(self) < 0) {
+        return -1;
+    }
+    return ahead ? fsdp_prefetch(self, order) : 0;
+}
+
 /* Runs the module with the parameters there. Within a backward, that is when an
  * activation checkpoint computes anew, they are needed right afterwards. */
 static PyObject *
@@ -191,7 +210,7 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
 {
     PyObject *out = NULL;
     const int grads = grad_enabled(self);
-    if (grads >= 0 && fsdp_gather(self) == 0 &&
+    if (grads >= 0 && take_turn(self, root, in_backward) == 0 &&
         (!grads || in_backward || hook_inputs(self, args, kwargs) == 0)) {
         out = PyObject_Call(fn, args, kwargs);
     }
@@ -231,11 +250,15 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
         if (!in_backward && root == op) {
             release_old(self);
             self->last_before = self->last_inner;
+            fsdp_order_begin(&self->forwards);
         }
         const int before = in_backward ? self->state : FSDP_IDLE;
         self->state = FSDP_FORWARD;
         out = run(self, (FSDPUnit *)root, fn, inputs, kwargs, in_backward);
         self->state = before;
+        if (!in_backward && root == op) {
+            fsdp_drop_prefetches(self);
+        }
     }
     Py_DECREF(root);
     return out;

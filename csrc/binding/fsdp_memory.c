@@ -22,36 +22,32 @@ read_shards(FSDPUnit *self, ct_span *spans)
     return 0;
 }
 
+typedef ct_status
+gather_fn(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err);
+
 static int
-gather_from(FSDPUnit *self, const ct_span *spans)
+gather_from(FSDPUnit *self, const ct_span *spans, gather_fn *gather)
 {
-    PyObject *communicator = Py_NewRef(self->communicator);
+    Communicator *communicator = (Communicator *)Py_NewRef(self->communicator);
     PyObject *shards = Py_NewRef(self->shards); /* whose memory is read */
-    ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), communicator);
+    ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), (PyObject *)communicator);
     ct_status status = CT_OK;
     ct_error err;
     if (comm != NULL) {
-        ((Communicator *)communicator)->busy++;
+        communicator->busy++;
         Py_BEGIN_ALLOW_THREADS
-        status = ct_fsdp_gather(&self->core, comm, spans, &err);
-        Py_END_ALLOW_THREADS((Communicator *)communicator)
-        ->busy--;
+        status = gather(&self->core, comm, spans, &err);
+        Py_END_ALLOW_THREADS
+        communicator->busy -= !self->core.begun; /* else it is under way */
     }
     Py_DECREF(shards);
-    Py_DECREF(communicator);
+    Py_DECREF((PyObject *)communicator);
     return comm == NULL ? -1 : status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-int
-fsdp_gather(FSDPUnit *self)
+static int
+gather_by(FSDPUnit *self, gather_fn *gather)
 {
-    if (self->core.gathered || self->core.n_groups == 0) {
-        return 0;
-    }
-    if (self->shards == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the unit has no shards: set shards first");
-        return -1;
-    }
     if (fsdp_check_order(self, "gathers") < 0) {
         return -1;
     }
@@ -60,14 +56,38 @@ fsdp_gather(FSDPUnit *self)
         PyErr_NoMemory();
         return -1;
     }
-    const int result = read_shards(self, spans) < 0 ? -1 : gather_from(self, spans);
+    const int result =
+        read_shards(self, spans) < 0 ? -1 : gather_from(self, spans, gather);
     PyMem_Free(spans);
     return result;
+}
+
+int
+fsdp_begin_gather(FSDPUnit *self)
+{
+    return gather_by(self, ct_fsdp_begin_gather);
+}
+
+int
+fsdp_gather(FSDPUnit *self)
+{
+    if (self->core.gathered || self->core.n_groups == 0) {
+        return 0;
+    }
+    if (self->core.begun) {
+        return fsdp_end_prefetch(self);
+    }
+    if (self->shards == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the unit has no shards: set shards first");
+        return -1;
+    }
+    return gather_by(self, ct_fsdp_gather);
 }
 
 void
 fsdp_release(FSDPUnit *self)
 {
+    fsdp_drop_prefetch(self);
     ct_fsdp_release(&self->core);
 }
 

@@ -2,6 +2,7 @@
 
 #include "core/ct_alloc.h"
 #include "core/ct_fsdp_codes.h"
+#include "core/ct_fsdp_prefetch.h"
 #include "core/ct_reduce.h"
 
 #include <math.h>
@@ -40,11 +41,12 @@ ct_fsdp_init(ct_fsdp *unit, const ct_device *device, const size_t *sizes,
     }
     size_t at = 0, grad_at = 0;
     for (size_t i = 0; i < n_groups; i++) {
-        groups[i] = (ct_fsdp_group){sizes[i], at, grad_at, trainable[i]};
+        groups[i] = (ct_fsdp_group){sizes[i], at, grad_at, trainable[i], NULL};
         at += padded(sizes[i]);
         grad_at += trainable[i] ? padded(sizes[i]) : 0;
     }
-    groups[n_groups] = (ct_fsdp_group){0, at, grad_at, false}; /* where the last end */
+    groups[n_groups] =
+        (ct_fsdp_group){0, at, grad_at, false, NULL}; /* where the last end */
     unit->groups = groups;
     unit->n_groups = n_groups;
     return CT_OK;
@@ -81,7 +83,7 @@ grad_live(const ct_fsdp *unit)
 static size_t
 live(const ct_fsdp *unit)
 {
-    return (unit->gathered ? unit->full->bytes : 0) +
+    return (unit->gathered || unit->begun ? unit->full->bytes : 0) +
            (unit->holds_grads ? grad_live(unit) : 0);
 }
 
@@ -99,7 +101,9 @@ ct_fsdp_move_account(ct_fsdp *unit, ct_fsdp_ledger *ledger)
 {
     const size_t bytes = live(unit);
     unit->ledger->live -= bytes;
+    unit->ledger->begun -= unit->begun;
     unit->ledger = ledger;
+    unit->ledger->begun += unit->begun;
     enter(ledger, bytes);
 }
 
@@ -121,9 +125,10 @@ full_of(const ct_fsdp *unit, const ct_fsdp_group *g)
     return part_of(all, g->at, g->n);
 }
 
-/* This rank's part is put in its place, then the others' come around it. */
+/* This rank's part is put in its place, then the others' come around it: that begins
+ * only, where the unit's gather does. */
 static ct_status
-gather_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g, const ct_span *shard,
+gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shard,
              ct_error *err)
 {
     const size_t n = g->n / (size_t)comm->world_size;
@@ -139,23 +144,36 @@ gather_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g, const ct_span
         const ct_fsdp_coder coder = {unit->device, comm, unit->config.gather_bits};
         return ct_fsdp_gather_codes(&coder, &full, shard, err);
     }
+    const ct_request request = {.what = CT_ALL_GATHER, .in = own, .out = full};
     ct_status status = unit->device->copy(NULL, &own, shard, 1, err);
-    return status != CT_OK || unit->config.lone_gather
-               ? status
-               : comm->ops->all_gather(comm, &full, &own, err);
+    if (status != CT_OK || unit->config.lone_gather) {
+        return status;
+    }
+    return unit->begun ? ct_comm_start(comm, &request, &g->work, err)
+                       : ct_comm_run(comm, &request, err);
+}
+
+static ct_status
+gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
+{
+    ct_status status = CT_OK;
+    ct_mapping_obtain(unit->full, &unit->ledger->spares);
+    for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
+        status = gather_group(unit, comm, &unit->groups[i], &shards[i], err);
+    }
+    return status;
 }
 
 ct_status
 ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
 {
-    ct_status status = CT_OK;
     if (unit->gathered) {
         return CT_OK;
     }
-    ct_mapping_obtain(unit->full, &unit->ledger->spares);
-    for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
-        status = gather_group(unit, comm, &unit->groups[i], &shards[i], err);
+    if (unit->begun) {
+        return ct_fsdp_end_gather(unit, comm, err);
     }
+    const ct_status status = gather_groups(unit, comm, shards, err);
     if (status != CT_OK) {
         ct_mapping_release(unit->full, &unit->ledger->spares);
         return status;
@@ -163,6 +181,28 @@ ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *er
     unit->gathered = true;
     enter(unit->ledger, unit->full->bytes);
     return CT_OK;
+}
+
+ct_status
+ct_fsdp_begin_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
+{
+    if (unit->gathered || unit->begun) {
+        return CT_OK;
+    }
+    if (unit->config.gather_bits != 0) {
+        return ct_fail(err, CT_EINVAL,
+                       "a unit whose parameters travel as codes of %d bits cannot be "
+                       "gathered ahead; gather it when it is needed",
+                       unit->config.gather_bits);
+    }
+    unit->begun = true;
+    unit->ledger->begun++;
+    enter(unit->ledger, unit->full->bytes);
+    const ct_status status = gather_groups(unit, comm, shards, err);
+    if (status != CT_OK) {
+        ct_fsdp_cancel_gather(unit, comm);
+    }
+    return status;
 }
 
 void

@@ -26,6 +26,7 @@ extern "C" {
  * memory that the next unit takes over from the one before. */
 typedef struct ct_fsdp_ledger {
     size_t live, peak;
+    size_t begun; /* units whose gather has begun and not ended */
     ct_spares spares;
 } ct_fsdp_ledger;
 
@@ -34,6 +35,7 @@ typedef struct ct_fsdp_group {
     size_t at;      /* where it begins in full, in elements */
     size_t grad_at; /* and in grads, if it is trainable */
     bool trainable;
+    ct_work *work; /* its gather, where the unit's has begun; NULL: none, or ended */
 } ct_fsdp_group;
 
 typedef struct ct_fsdp_config {
@@ -57,6 +59,7 @@ typedef struct ct_fsdp {
     float
         *residual; /* what codes have missed of grads, as long; the caller's, or NULL */
     bool gathered;
+    bool begun; /* not gathered, but full is the communicator's until that has ended */
     bool holds_grads;
     ct_dtype grad_dtype; /* of what grads holds now */
 } ct_fsdp;
@@ -74,11 +77,24 @@ size_t ct_fsdp_full_bytes(const ct_fsdp *unit, ct_dtype compute);
 size_t ct_fsdp_grad_bytes(const ct_fsdp *unit);
 
 /* Brings every group together from shards[i], n / world_size elements of F32 each.
- * Nothing where that is done already. Collective. On failure nothing is gathered. */
+ * Nothing where that is done already; one that has begun is ended, and shards are not
+ * read. Collective. On failure nothing is gathered. */
 CT_NODISCARD ct_status ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm,
                                       const ct_span *shards, ct_error *err);
 
-/* Lets go of what was gathered; elements read as 0 from then on. */
+/* Begins it, so that it goes on while something else is computed. The shards are read
+ * now, and full counts as taken. Nothing where it is gathered or has begun. Whole
+ * elements only: codes are made and read in one go. A collective like the others,
+ * CT_EINVAL for a unit with gather_bits. On failure nothing has begun. */
+CT_NODISCARD ct_status ct_fsdp_begin_gather(ct_fsdp *unit, ct_comm *comm,
+                                            const ct_span *shards, ct_error *err);
+
+/* Waits for what has begun and lets go of it; what went wrong with it concerns nobody.
+ * Nothing where nothing has. */
+void ct_fsdp_cancel_gather(ct_fsdp *unit, ct_comm *comm);
+
+/* Lets go of what was gathered, not of what has begun; elements read as 0 from then on.
+ */
 void ct_fsdp_release(ct_fsdp *unit);
 
 /* Takes the gradient of elements [at, at + grad->n) of a group, in any float dtype: in

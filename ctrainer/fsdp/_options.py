@@ -55,6 +55,17 @@ def float_dtype(name: str, dtype: Any, default: torch.dtype) -> torch.dtype:
     return dtype  # type: ignore[no-any-return]
 
 
+def backward_prefetch(given: Any) -> str | None:
+    """The word BACKWARD_PRE or BACKWARD_POST, also of torch's enum; or None."""
+    name = getattr(given, "name", given)
+    if name not in (None, "BACKWARD_PRE", "BACKWARD_POST"):
+        raise ValueError(
+            "backward_prefetch must be BACKWARD_PRE, BACKWARD_POST or None, not "
+            f"{given!r}"
+        )
+    return name  # type: ignore[no-any-return]
+
+
 def wrap_children(module: nn.Module, policy: Any, wrap: Any) -> None:
     """Wrap the modules below this one that a policy chooses, the inner ones first.
 

@@ -67,6 +67,8 @@ class ShardedModule(nn.Module):
         gather_bits: int | None = None,
         reduce_bits: int | None = None,
         error_feedback: bool = True,
+        forward_prefetch: bool = False,
+        backward_prefetch: Any = None,
         watch_released: bool = False,
         return_memory: bool = True,
     ) -> None:
@@ -88,6 +90,8 @@ class ShardedModule(nn.Module):
         self.fp32_reduce_scatter = fp32_reduce_scatter
         self.gather_bits, self.reduce_bits = gather_bits, reduce_bits
         self.error_feedback = error_feedback
+        self.forward_prefetch = forward_prefetch
+        self.backward_prefetch = _options.backward_prefetch(backward_prefetch)
         self.sharding_groups = sharding_groups
         self.on_neuron = on_neuron
         self._debug_dummy_forward_pass = _debug_dummy_forward_pass
@@ -193,6 +197,9 @@ class ShardedModule(nn.Module):
             error_feedback=self.error_feedback,
         )
         unit.owner = weakref.ref(self)
+        unit.forward_prefetch = self.forward_prefetch
+        unit.backward_pre = self.backward_prefetch == "BACKWARD_PRE"
+        unit.backward_post = self.backward_prefetch == "BACKWARD_POST"
         factor = _options.predivide_factor(self.world_size)
         unit.divide_factors = (factor, self.world_size / factor)
         return unit
@@ -221,6 +228,8 @@ class ShardedModule(nn.Module):
             gather_bits=self.gather_bits,
             reduce_bits=self.reduce_bits,
             error_feedback=self.error_feedback,
+            forward_prefetch=self.forward_prefetch,
+            backward_prefetch=self.backward_prefetch,
             execute_sharding_on_init=False,
             compute_dtype=self.compute_dtype,
             buffer_dtype=self.buffer_dtype,

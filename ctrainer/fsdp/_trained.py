@@ -167,6 +167,8 @@ def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
         "fp32_reduce_scatter": True,
         "reshard_after_forward": sharding.reshard_after_forward,
         "on_neuron": False,
+        "forward_prefetch": sharding.forward_prefetch,
+        "backward_prefetch": sharding.backward_prefetch,
         **sharding.xla_options,
     }
 

@@ -53,6 +53,12 @@ class FullyShardedDataParallel(ShardedModule):
     gradient is added to the next one; that takes a float32 for every trainable element
     of the whole module on each rank.
 
+    forward_prefetch: while a unit's forward computes, the parameters of the one that
+    came next in the last forward are on their way. backward_prefetch: in the backward,
+    from before a unit's own begins ("BACKWARD_PRE") or after its end, with less memory
+    ("BACKWARD_POST"); torch's BackwardPrefetch or a word. One unit more is gathered at
+    most. Nothing with gather_bits.
+
     auto_wrap_policy: called with each module below (module, recurse, nonwrapped_numel),
     the inner ones first; where it says so they become units with these options, or what
     auto_wrapper_callable makes of them. param_init_fn: called with each module that has

@@ -82,6 +82,90 @@ gathers_and_releases(ct_comm *comm, void *arg)
     close_unit(&f);
 }
 
+/* Begun once, on the account from then on; the shards may change meanwhile. */
+static void
+begins_to_gather(ct_comm *comm, void *arg)
+{
+    fixture f;
+    const size_t n = SHARE * (size_t)comm->world_size;
+    (void)arg;
+    open_unit(&f, comm, CT_F32, CT_F32);
+    CHECK(ct_fsdp_begin_gather(&f.unit, comm, f.spans, NULL) == CT_OK);
+    CHECK(ct_fsdp_begin_gather(&f.unit, comm, f.spans, NULL) == CT_OK);
+    CHECK(f.ledger.begun == 1 && f.ledger.live == f.full.bytes && !f.unit.gathered);
+    memset(f.shards, 0, sizeof f.shards);
+    ct_fsdp_ledger other = {.live = 0};
+    ct_fsdp_move_account(&f.unit, &other);
+    CHECK(f.ledger.begun == 0 && other.begun == 1 && other.live == f.full.bytes);
+    CHECK(ct_fsdp_gather(&f.unit, comm, NULL, NULL) == CT_OK);
+    const float *full = f.full.data;
+    for (size_t g = 0; g < GROUPS; g++) {
+        for (size_t i = 0; i < n; i++) {
+            CHECK(full[f.unit.groups[g].at + i] == value_of(g, i));
+        }
+    }
+    CHECK(other.begun == 0 && other.peak == f.full.bytes && f.unit.gathered);
+    ct_fsdp_release(&f.unit);
+    CHECK(other.live == 0);
+    ct_spares_close(&other.spares);
+    close_unit(&f);
+}
+
+static void
+drops_what_has_begun(ct_comm *comm, void *arg)
+{
+    fixture f;
+    (void)arg;
+    open_unit(&f, comm, CT_F32, CT_F32);
+    ct_fsdp_cancel_gather(&f.unit, comm); /* nothing to do */
+    CHECK(ct_fsdp_begin_gather(&f.unit, comm, f.spans, NULL) == CT_OK);
+    ct_fsdp_cancel_gather(&f.unit, comm);
+    CHECK(f.ledger.begun == 0 && f.ledger.live == 0 && !f.unit.begun);
+    CHECK(((const float *)f.full.data)[1] == 0.0F);
+    CHECK(ct_fsdp_gather(&f.unit, comm, f.spans, NULL) == CT_OK); /* in step again */
+    CHECK(((const float *)f.full.data)[1] == value_of(0, 1));
+    ct_fsdp_release(&f.unit);
+    close_unit(&f);
+}
+
+/* The second group cannot be begun: the first is waited for and let go. */
+static void
+begins_all_groups_or_none(ct_comm *comm, void *arg)
+{
+    fixture f;
+    ct_error err;
+    (void)arg;
+    open_unit(&f, comm, CT_F32, CT_F32);
+    f.spans[1].n = SHARE - 1;
+    CHECK(ct_fsdp_begin_gather(&f.unit, comm, f.spans, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "a shard has 95 elements") != NULL);
+    CHECK(f.ledger.begun == 0 && f.ledger.live == 0 && !f.unit.begun);
+    f.spans[1].n = SHARE;
+    f.unit.config.gather_bits = 8;
+    CHECK(ct_fsdp_begin_gather(&f.unit, comm, f.spans, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "codes of 8 bits") != NULL);
+    close_unit(&f);
+}
+
+/* Rank 0 is alone, and has nothing then; where that shows first is the group's own. */
+static void
+ends_in_an_error_without_the_others(ct_comm *comm, void *arg)
+{
+    fixture f;
+    ct_error err;
+    (void)arg;
+    if (comm->rank != 0) {
+        return;
+    }
+    open_unit(&f, comm, CT_F32, CT_F32);
+    ct_status status = ct_fsdp_begin_gather(&f.unit, comm, f.spans, &err);
+    status = status == CT_OK ? ct_fsdp_gather(&f.unit, comm, NULL, &err) : status;
+    CHECK(status == CT_ECOMM);
+    CHECK(!f.unit.begun && !f.unit.gathered);
+    CHECK(f.ledger.begun == 0 && f.ledger.live == 0);
+    close_unit(&f);
+}
+
 /* Each rank gives rank + 1 for every element, twice where `adds`. */
 static void
 give_gradients(fixture *f, const ct_comm *comm, bool wide, bool adds)
@@ -240,8 +324,12 @@ int
 main(void)
 {
     static const ct_dtype dtypes[] = {CT_F32, CT_BF16, CT_F16};
+    run_ranks(2, 0.2, ends_in_an_error_without_the_others, NULL);
     for (int ranks = 1; ranks <= 4; ranks++) {
         run_ranks(ranks, 30.0, gathers_and_releases, NULL);
+        run_ranks(ranks, 30.0, begins_to_gather, NULL);
+        run_ranks(ranks, 30.0, drops_what_has_begun, NULL);
+        run_ranks(ranks, 30.0, begins_all_groups_or_none, NULL);
         for (size_t d = 0; d < 3; d++) {
             ct_dtype dtype = dtypes[d];
             run_ranks(ranks, 30.0, averages_gradients, &dtype);

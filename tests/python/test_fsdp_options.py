@@ -62,6 +62,7 @@ def test_every_spelling_means_the_same(
         ("full_shard no_shard", {}, "several strategies, full_shard, no_shard"),
         (True, {"wrap": 1}, r"unknown keys \['wrap'\]; known are reshard"),
         (True, {"auto_wrap_policy": "ALL"}, "must be one of TRANSFORMER_BASED_WRAP"),
+        (True, {"backward_prefetch": "ALWAYS"}, "one of NO_PREFETCH, BACKWARD_PRE"),
         (True, {"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type must be one"),
         (True, {"min_num_params": "many"}, "a number from 0 on, not 'many'"),
         (True, {"min_num_params": 9, "transformer_layer_cls_to_wrap": "A"}, "give one"),
@@ -79,6 +80,21 @@ def test_what_is_unknown_or_contradicts_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         read(fsdp, **config)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("backward_pre", "BACKWARD_PRE"),
+        ("BACKWARD_POST", "BACKWARD_POST"),
+        ("2", "BACKWARD_POST"),
+        ("NO_PREFETCH", None),
+        (None, None),
+    ],
+)
+def test_prefetching_is_read(given: str | None, expected: str | None) -> None:
+    found = read(True, fsdp_forward_prefetch="true", backward_prefetch=given)
+    assert found == Sharding(forward_prefetch=True, backward_prefetch=expected)
 
 
 def test_the_config_may_be_a_file(tmp_path: Path) -> None:
