@@ -21,6 +21,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {},
     {"flatten_parameters": False, "shard_param_on_dim_0": True},
     {"reshard_after_forward": False},
+    {"forward_prefetch": True, "backward_prefetch": "BACKWARD_POST"},
 ]
 
 
