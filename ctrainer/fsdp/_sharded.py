@@ -16,7 +16,7 @@ from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.state import TrainingState
 from ctrainer.fsdp.unit import Unit
 
-_KEPT_BYTES = 2 << 20  # longer blocks would leave holes as long, which few others fit
+_KEPT_BYTES = 1 << 20  # longer blocks would leave holes as long, which few others fit
 
 
 class ShardedModule(nn.Module):

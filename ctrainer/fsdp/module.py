@@ -71,7 +71,7 @@ class FullyShardedDataParallel(ShardedModule):
     parameters are gone in any case. _debug_dummy_all_gather_op and its like leave the
     other ranks out. watch_released ends the process where a parameter is used that is
     not gathered, rather than reading zeros. return_memory: malloc gives
-    freed blocks above 2 MiB back to the system, in the whole process, and shorter ones
+    freed blocks above 1 MiB back to the system, in the whole process, and shorter ones
     before memory is shortest; else what the activations of one step leave behind
     stays, and sharding saves little on the CPU.
 
