@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -40,6 +41,12 @@ def leave() -> None:
     """Leave the default group; nothing where there is none."""
     if is_initialized():
         dist.destroy_process_group()
+
+
+def leave_at_exit() -> None:
+    """Leave the default group while Python still runs: gloo's threads may end the
+    process with an abort where they outlive it."""
+    atexit.register(leave)
 
 
 def wait_for_all() -> None:

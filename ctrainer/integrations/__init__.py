@@ -116,10 +116,16 @@ def partial_state(args: Any, cpu: bool | None = None) -> Any:
     """
     from accelerate import PartialState
 
+    from ctrainer.comm import processes
+
     meet_on_this_machine(os.environ)
     cpu = args.device.type == "cpu" if cpu is None else cpu
     backend = args.ddp_backend or ("gloo" if cpu else "nccl")
-    return PartialState(cpu=cpu, backend=backend, timeout=args.ddp_timeout_delta)
+    joined = processes.is_initialized()
+    state = PartialState(cpu=cpu, backend=backend, timeout=args.ddp_timeout_delta)
+    if not joined:
+        processes.leave_at_exit()
+    return state
 
 
 def model_card(trainer: Any, **facts: Any) -> str:

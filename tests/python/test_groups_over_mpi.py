@@ -35,9 +35,12 @@ def run(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProce
 
 
 OVER_MPI = """
-import sys, time
+import os, sys, time
 import numpy as np
 from ctrainer.comm.mpi import communicator
+
+def say(text):
+    os.write(1, f"{text}\\n".encode())  # whole, between those of the other rank
 
 group = communicator(timeout_seconds=60.0)
 rank, world = group.rank, group.world_size
@@ -76,7 +79,7 @@ if rank == 0:
     try:
         late.all_reduce(part)
     except RuntimeError as error:
-        print(error, flush=True)
+        say(error)
     assert time.monotonic() - began < 30
     group.barrier()
 else:
@@ -84,7 +87,7 @@ else:
     late.all_reduce(part)
 group.barrier()
 assert "torch" not in sys.modules
-print("done", rank, flush=True)
+say(f"done {rank}")
 """
 
 
