@@ -214,6 +214,7 @@ dist.barrier()
 again = tiny.trainer(other_model(), **BMUF)
 again.load_checkpoint(f"{folder}/bmuf.pt")
 _, found["bmuf resumed"] = train(mine(alike)[4:], trainer=again)
+_, found["bmuf coded"] = train(mine(alike), **BMUF, bmuf__delta_bits=8)
 
 # SlowMo: the average of both after every second update, logs of both in each
 LOCAL = {**TWO, "distributed_training__ddp_backend": "slowmo",

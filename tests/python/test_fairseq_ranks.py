@@ -360,6 +360,15 @@ def test_bmuf_is_resumed_where_it_was(both: list[Any]) -> None:
     assert both[0]["bmuf whole"]["weights"] != both[0]["bmuf"]["weights"]
 
 
+def test_bmuf_s_distances_may_travel_as_codes(both: list[Any]) -> None:
+    whole = np.array(both[0]["bmuf whole"]["weights"])
+    for found in both:
+        assert found["bmuf coded"]["weights"] == both[0]["bmuf coded"]["weights"]
+        missed = np.abs(whole - found["bmuf coded"]["weights"]).max()
+        # a scale is 1/127 of the largest distance of its 256, and 3 blocks end
+        assert 0 < missed < 3 * np.abs(whole).max() / 127
+
+
 def test_a_rank_that_dies_makes_the_other_raise_in_time(both: list[Any]) -> None:
     dead, alive = both[1]["last"], both[0]["last"]
     assert "out of memory" in dead[1]
