@@ -111,18 +111,10 @@ ct_fsdp_move_account(ct_fsdp *unit, ct_fsdp_ledger *ledger)
  */
 
 static ct_span
-part_of(ct_span whole, size_t at, size_t n)
-{
-    whole.data = (char *)whole.data + at * ct_dtype_size(whole.dtype);
-    whole.n = n;
-    return whole;
-}
-
-static ct_span
 full_of(const ct_fsdp *unit, const ct_fsdp_group *g)
 {
     const ct_span all = {unit->full->data, 0, unit->config.compute};
-    return part_of(all, g->at, g->n);
+    return ct_span_part(all, g->at, g->n);
 }
 
 /* This rank's part is put in its place, then the others' come around it: that begins
@@ -133,7 +125,7 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
 {
     const size_t n = g->n / (size_t)comm->world_size;
     const ct_span full = full_of(unit, g);
-    const ct_span own = part_of(full, (size_t)comm->rank * n, n);
+    const ct_span own = ct_span_part(full, (size_t)comm->rank * n, n);
     if (shard->n != n || shard->dtype != CT_F32) {
         return ct_fail(err, CT_EINVAL,
                        "a shard has %zu elements of %s; expected %zu of float32: it "
@@ -222,7 +214,7 @@ static ct_span
 grads_of(const ct_fsdp *unit, const ct_fsdp_group *g)
 {
     const ct_span all = {unit->grads->data, 0, unit->grad_dtype};
-    return part_of(all, g->grad_at, g->n);
+    return ct_span_part(all, g->grad_at, g->n);
 }
 
 static size_t
@@ -240,9 +232,9 @@ accumulate(const ct_device *device, const ct_span *to, const ct_span *from,
     ct_status status = CT_OK;
     for (size_t at = 0; status == CT_OK && at < to->n; at += TILE) {
         const size_t n = smaller(to->n - at, TILE);
-        const ct_span source = part_of(*from, at, n);
+        const ct_span source = ct_span_part(*from, at, n);
         const ct_span converted = {tile, n, to->dtype};
-        const ct_span sum = part_of(*to, at, n);
+        const ct_span sum = ct_span_part(*to, at, n);
         const void *const rows[2] = {sum.data, tile};
         status = device->copy(NULL, &converted, &source, 1, err);
         if (status == CT_OK && factor != 1.0) {
@@ -290,7 +282,7 @@ ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at, const ct_span *grad, b
                        grad->n, at, g->n);
     }
     hold_grads(unit, wide ? CT_F32 : unit->config.reduce);
-    const ct_span place = part_of(grads_of(unit, g), at, grad->n);
+    const ct_span place = ct_span_part(grads_of(unit, g), at, grad->n);
     return add ? add_grad(unit->device, &place, grad, err)
                : unit->device->copy(NULL, &place, grad, 1, err);
 }
@@ -362,7 +354,7 @@ ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
     }
     hold_grads(unit, unit->config.reduce);
     const ct_span whole = grads_of(unit, g);
-    ct_span part = part_of(whole, (size_t)comm->rank * n, n);
+    ct_span part = ct_span_part(whole, (size_t)comm->rank * n, n);
     if (!average && unit->config.predivide != 1.0) {
         status = unit->device->scale(NULL, 1.0 / unit->config.predivide,
                                      (double)INFINITY, &whole, 1, err);
@@ -385,7 +377,7 @@ void
 ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at, size_t n)
 {
     hold_grads(unit, unit->config.reduce);
-    const ct_span gap = part_of(grads_of(unit, &unit->groups[group]), at, n);
+    const ct_span gap = ct_span_part(grads_of(unit, &unit->groups[group]), at, n);
     memset(gap.data, 0, n * ct_dtype_size(gap.dtype));
 }
 

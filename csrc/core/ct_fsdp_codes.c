@@ -58,14 +58,6 @@ room_open(room *r, const ct_device *device, size_t sent, size_t received, size_t
     return status;
 }
 
-static ct_span
-part_of(ct_span whole, size_t at, size_t n)
-{
-    whole.data = (char *)whole.data + at * ct_dtype_size(whole.dtype);
-    whole.n = n;
-    return whole;
-}
-
 /* residual NULL: nothing is added, and what is missed is forgotten. */
 static ct_status
 encode(const ct_fsdp_coder *coder, const room *r, const ct_span *values,
@@ -125,7 +117,7 @@ ct_fsdp_gather_codes(const ct_fsdp_coder *coder, const ct_span *full,
         status = comm->ops->all_gather(comm, &out, &in, err);
     }
     for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
-        const ct_span part = part_of(*full, rank * shard->n, shard->n);
+        const ct_span part = ct_span_part(*full, rank * shard->n, shard->n);
         status = decode(coder, &part, r.received + rank * bytes, 1, 1.0F, err);
     }
     coder->device->scratch_release(&r.memory);
@@ -143,7 +135,7 @@ ct_fsdp_reduce_codes(const ct_fsdp_coder *coder, const ct_span *part,
     ct_status status = room_open(&r, coder->device, bytes * ranks, bytes * ranks,
                                  residual == NULL ? n : 0, err);
     for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
-        const ct_span values = part_of(*whole, rank * n, n);
+        const ct_span values = ct_span_part(*whole, rank * n, n);
         float *missed = residual == NULL ? NULL : residual + rank * n;
         status = encode(coder, &r, &values, missed, r.sent + rank * bytes, err);
     }

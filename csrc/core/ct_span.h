@@ -16,4 +16,15 @@ typedef struct ct_span {
     ct_dtype dtype;
 } ct_span;
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Elements [at, at + n) of a span, which has them. */
+ct_span ct_span_part(ct_span whole, size_t at, size_t n);
+
+#ifdef __cplusplus
+}
+#endif
+
 #endif

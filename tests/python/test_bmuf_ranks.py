@@ -221,20 +221,27 @@ told["overlapped"] = {
 }
 LONGEST[0] = 300
 
+def twins(cfg):
+    whole, again = inner(params()), inner(params())
+    return whole, again, *(ctrainer.BMUF(cfg, i, group) for i in (whole, again))
+
+def run(bmuf, mine, updates):
+    for update in updates:
+        set_grads(mine, update)
+        bmuf.step()
+
+def copy(whole, again):
+    for p, v in zip(again.param_groups[0]["params"], whole.param_groups[0]["params"]):
+        p[:] = v
+
 def resume_within(overlap):
     '''A state of an average on its way; and what finish() does.'''
     cfg = config(block_momentum=0.5, warmup_iterations=0, global_sync_iter=4,
                  overlap_steps=overlap)
-    def run(bmuf, mine, updates):
-        for update in updates:
-            set_grads(mine, update)
-            bmuf.step()
-    whole, again = inner(params()), inner(params())
-    first, second = (ctrainer.BMUF(cfg, i, group) for i in (whole, again))
+    whole, again, first, second = twins(cfg)
     run(first, whole, range(5))
     state, away = first.state_dict(), first.is_away
-    for p, v in zip(again.param_groups[0]["params"], whole.param_groups[0]["params"]):
-        p[:] = v
+    copy(whole, again)
     second.load_state_dict(state)
     try:
         second.regroup(group)
@@ -255,16 +262,10 @@ def resume_within(overlap):
 def resume(width):
     cfg = config(block_momentum=0.5, warmup_iterations=0, global_sync_iter=2,
                  delta_bits=width)
-    def run(bmuf, mine, updates):
-        for update in updates:
-            set_grads(mine, update)
-            bmuf.step()
-    whole, again = inner(params()), inner(params())
-    first, second = (ctrainer.BMUF(cfg, i, group) for i in (whole, again))
+    whole, again, first, second = twins(cfg)
     run(first, whole, range(4))
     state = first.state_dict()
-    for p, v in zip(again.param_groups[0]["params"], whole.param_groups[0]["params"]):
-        p[:] = v
+    copy(whole, again)
     second.load_state_dict(state)
     remembered = any(np.any(r) for r in state["bmuf"]["residual"])
     run(first, whole, range(4, 8))
