@@ -184,16 +184,11 @@ GreedyLR_step(PyObject *op, PyObject *args, PyObject *kwargs)
 
 static PyMethodDef GreedyLR_methods[] = {
     SCHEDULER_METHOD("step", GreedyLR_step, METH_VARARGS | METH_KEYWORDS, step_doc),
-    SCHEDULER_METHOD("get_last_lr", MetricScheduler_get_last_lr, METH_NOARGS,
-                     MetricScheduler_get_last_lr_doc),
+    METRIC_SCHEDULER_METHODS,
     SCHEDULER_METHOD("state_dict", GreedyLR_state_dict, METH_NOARGS,
                      GreedyLR_state_dict_doc),
     SCHEDULER_METHOD("load_state_dict", GreedyLR_load_state_dict, METH_O,
                      GreedyLR_load_state_dict_doc),
-    SCHEDULER_METHOD("__setstate__", MetricScheduler_setstate, METH_O,
-                     MetricScheduler_setstate_doc),
-    SCHEDULER_METHOD("__reduce__", MetricScheduler_reduce, METH_NOARGS,
-                     MetricScheduler_reduce_doc),
     {NULL, NULL, 0, NULL},
 };
 

@@ -46,4 +46,13 @@ PyObject *MetricScheduler_get_last_lr(PyObject *op, PyObject *unused);
 PyObject *MetricScheduler_setstate(PyObject *op, PyObject *state);
 PyObject *MetricScheduler_reduce(PyObject *op, PyObject *unused);
 
+/* Their entries in the table of each such type. */
+#define METRIC_SCHEDULER_METHODS                                                       \
+    SCHEDULER_METHOD("get_last_lr", MetricScheduler_get_last_lr, METH_NOARGS,          \
+                     MetricScheduler_get_last_lr_doc),                                 \
+        SCHEDULER_METHOD("__setstate__", MetricScheduler_setstate, METH_O,             \
+                         MetricScheduler_setstate_doc),                                \
+        SCHEDULER_METHOD("__reduce__", MetricScheduler_reduce, METH_NOARGS,            \
+                         MetricScheduler_reduce_doc)
+
 #endif

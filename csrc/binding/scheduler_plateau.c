@@ -208,16 +208,11 @@ ReduceLROnPlateau_load_state_dict(PyObject *op, PyObject *state)
 static PyMethodDef ReduceLROnPlateau_methods[] = {
     SCHEDULER_METHOD("step", ReduceLROnPlateau_step, METH_VARARGS | METH_KEYWORDS,
                      step_doc),
-    SCHEDULER_METHOD("get_last_lr", MetricScheduler_get_last_lr, METH_NOARGS,
-                     MetricScheduler_get_last_lr_doc),
+    METRIC_SCHEDULER_METHODS,
     SCHEDULER_METHOD("state_dict", ReduceLROnPlateau_state_dict, METH_NOARGS,
                      state_dict_doc),
     SCHEDULER_METHOD("load_state_dict", ReduceLROnPlateau_load_state_dict, METH_O,
                      load_state_dict_doc),
-    SCHEDULER_METHOD("__setstate__", MetricScheduler_setstate, METH_O,
-                     MetricScheduler_setstate_doc),
-    SCHEDULER_METHOD("__reduce__", MetricScheduler_reduce, METH_NOARGS,
-                     MetricScheduler_reduce_doc),
     {NULL, NULL, 0, NULL},
 };
 

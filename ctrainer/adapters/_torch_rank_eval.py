@@ -41,7 +41,7 @@ class HandedOut:
         rounds = _rounds(self.loader, n) if first else None
         is_last = False
         while not is_last:
-            batches, is_last = _receive(rounds)
+            batches, is_last = receive(rounds)
             if self.dealing.rank < len(batches):
                 yield batches[self.dealing.rank]
 
@@ -56,7 +56,7 @@ def _rounds(batches: Iterable[Any], n: int) -> Iterator[tuple[list[Any], bool]]:
     yield current, True
 
 
-def _receive(rounds: Iterator[Any] | None) -> tuple[list[Any], bool]:
+def receive(rounds: Iterator[Any] | None) -> tuple[list[Any], bool]:
     """The next round, on every rank; `rounds` is where rank 0 takes it from."""
     group, data = world(), b""
     try:

@@ -7,8 +7,7 @@ IterableDatasetShard, DataLoaderDispatcher), whose batches these are.
 from __future__ import annotations
 
 import itertools
-import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from torch.utils.data import (
 from ctrainer import _C
 from ctrainer._rank_options import Dealing
 from ctrainer.adapters._torch_batches import DrawnSampler, SeededSampler
-from ctrainer.adapters._torch_rank_eval import HandedOut, hand_out
-from ctrainer.comm import world
+from ctrainer.adapters._torch_rank_eval import HandedOut, hand_out, receive
 
 
 class RankBatches(BatchSampler):
@@ -104,39 +102,35 @@ def _in_lists(examples: Iterable[Any], n: int) -> Iterator[list[Any]]:
         yield part
 
 
-class DispatchedLoader:
+class DispatchedLoader(HandedOut):
     """Batches that rank 0 reads and hands out: each rank an equal part of the rows of
     world_size batches, or of one. Rows of the first round make the last one even, where
     batches are to be even; else its parts differ in length, or are none.
 
-    All ranks iterate over it at the same time.
+    All ranks iterate over it at the same time. Raises RuntimeError on the others when
+    rank 0 cannot read on.
     """
 
-    def __init__(self, loader: DataLoader[Any], dealing: Dealing) -> None:
-        self.loader = loader
-        self.dataset = loader.dataset
-        self.batch_size = loader.batch_size
-        self.batch_sampler = loader.batch_sampler
-        self.drop_last = loader.drop_last
-        self.dealing = dealing
-        self._together = 1 if dealing.split_batches else dealing.world_size
-
     def __len__(self) -> int:
-        n = len(self.loader)
-        return n // self._together if self.drop_last else -(-n // self._together)
+        n, together = len(self.loader), self._together
+        return n // together if self.drop_last else -(-n // together)
 
     def __iter__(self) -> Iterator[Any]:
-        group = world()
-        parts = self._parts() if self.dealing.rank == 0 else None
-        while True:
-            mine = next(parts, None) if parts is not None else None
-            data = b"" if mine is None else pickle.dumps(mine, pickle.HIGHEST_PROTOCOL)
-            data = group.broadcast_bytes(data, 0)
-            if not data:
-                return
-            part = pickle.loads(data)[self.dealing.rank]
+        rounds: Iterator[Any] | None = None
+        if self.dealing.rank == 0:
+            found = ((parts, False) for parts in self._parts())
+            rounds = itertools.chain(found, [([], True)])
+        is_last = False
+        while not is_last:
+            parts, is_last = receive(rounds)
+            part = parts[self.dealing.rank] if parts else None
             if part is not None:
                 yield part
+
+    @property
+    def _together(self) -> int:
+        """Batches that are handed out at once."""
+        return 1 if self.dealing.split_batches else self.dealing.world_size
 
     def _parts(self) -> Iterator[list[Any]]:
         """The parts of all ranks, round by round."""
@@ -159,28 +153,31 @@ class DispatchedLoader:
             ]
 
 
-def _joined(batches: list[Any]) -> Any:
-    """Batches of one structure, one after the other along their first dimension."""
+def _each(change: Callable[[Any], Any], batches: list[Any]) -> Any:
+    """A batch of what `change` makes of the tensors that are in one place of all."""
     first = batches[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(batches)
+        return change(batches)
     if isinstance(first, Mapping):
-        return type(first)({k: _joined([b[k] for b in batches]) for k in first})  # type: ignore[call-arg]
+        made = {key: _each(change, [b[key] for b in batches]) for key in first}
+        return type(first)(made)  # type: ignore[call-arg]
     if isinstance(first, tuple | list):
-        return type(first)(_joined(list(b)) for b in zip(*batches, strict=True))
+        items = [_each(change, list(b)) for b in zip(*batches, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     raise TypeError(
         "dispatch_batches hands out tensors in mappings, lists and tuples, and a "
         f"batch has a {type(first).__name__}; set dispatch_batches to False"
     )
 
 
+def _joined(batches: list[Any]) -> Any:
+    """Batches of one structure, one after the other along their first dimension."""
+    return _each(torch.cat, batches)
+
+
 def _rows(batch: Any, start: int, end: int) -> Any:
     """Rows [start, end) of every tensor, with no more memory than they need."""
-    if isinstance(batch, torch.Tensor):
-        return batch[start:end].clone()
-    if isinstance(batch, Mapping):
-        return type(batch)({k: _rows(v, start, end) for k, v in batch.items()})  # type: ignore[call-arg]
-    return type(batch)(_rows(v, start, end) for v in batch)
+    return _each(lambda tensors: tensors[0][start:end].clone(), [batch])
 
 
 def _length(batch: Any) -> int:

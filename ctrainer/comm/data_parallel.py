@@ -22,7 +22,19 @@ def is_wrapped(module: Any) -> bool:
     return isinstance(module, DistributedDataParallel | DataParallel)
 
 
-class DataParallel(nn.Module):
+class ModuleShown(nn.Module):
+    """A wrapper that shows the attributes of the module within."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+            return getattr(self.module, name)
+
+
+class DataParallel(ModuleShown):
     """Every rank has the module and a part of the batch; gradients become averages.
 
     The average is taken while the backward pass runs: a bucket of gradients is
@@ -156,14 +168,6 @@ class DataParallel(nn.Module):
         name = _name_of(hook)
         options = _power_sgd(state) if name.endswith("power_sgd") else {}
         self.reducer.compress(name, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # not there yet
-                raise
-            return getattr(self.module, name)
 
     def _buffers_to_send(self) -> list[torch.Tensor]:
         """What rank 0 sends before a forward pass in which batch statistics count."""

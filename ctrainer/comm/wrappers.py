@@ -23,7 +23,7 @@ from ctrainer import _C
 from ctrainer.adapters import parallel
 from ctrainer.bmuf import BMUF
 from ctrainer.comm import run
-from ctrainer.comm.data_parallel import DataParallel, synchronize
+from ctrainer.comm.data_parallel import DataParallel, ModuleShown, synchronize
 from ctrainer.comm.process_group import communicator
 
 # SlowMo's momentum, by default, of so many workers at most
@@ -116,16 +116,8 @@ def _size(group: Any) -> int:
     return dist.get_world_size(group)
 
 
-class _Transparent(nn.Module):
-    """A wrapper that shows the attributes and the state of the module within."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # not there yet
-                raise
-            return getattr(self.module, name)
+class _Transparent(ModuleShown):
+    """A wrapper that has the state of the module within, too."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)

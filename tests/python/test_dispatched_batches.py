@@ -1,0 +1,79 @@
+"""Batches that rank 0 reads and deals out: dispatch_batches of accelerator_config."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from rank_threads import on_ranks
+from torch.utils.data import DataLoader, IterableDataset
+
+from ctrainer import _C
+from ctrainer._rank_options import Dealing
+from ctrainer.adapters import _torch_rank_eval
+from ctrainer.adapters._torch_ranks import DispatchedLoader
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Where each thread, a rank, puts the group that is its world."""
+    mine = threading.local()
+    monkeypatch.setattr(_torch_rank_eval, "world", lambda: mine.group)
+    return mine
+
+
+def dealing(group: _C.Communicator) -> Dealing:
+    return Dealing(group.rank, group.world_size, False, True, True, True)
+
+
+def pairs(rows: list[tuple[int, int]]) -> Pair:
+    return Pair(*map(torch.tensor, zip(*rows, strict=True)))
+
+
+def test_rows_are_dealt_out_in_the_batches_own_containers(groups: Any) -> None:
+    def read(group: _C.Communicator) -> list[Any]:
+        groups.group = group
+        data: Any = [(i, 10 * i) for i in range(5)]
+        loader: Any = DataLoader(data, batch_size=2, collate_fn=pairs)
+        return list(DispatchedLoader(loader, dealing(group)))
+
+    first, second = on_ranks(2, read)
+    assert all(isinstance(batch, Pair) for batch in first + second)
+    assert [batch.x.tolist() for batch in first] == [[0, 1], [4]]
+    assert [batch.y.tolist() for batch in second] == [[20, 30], [0]]
+
+
+class Broken(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4)
+        raise OSError("the disk is gone")
+
+
+def test_all_ranks_are_told_when_rank_0_cannot_read_on(groups: Any) -> None:
+    def read(group: _C.Communicator) -> str:
+        groups.group = group
+        loader: Any = DataLoader(Broken(), batch_size=1)
+        with pytest.raises((OSError, RuntimeError)) as raised:
+            list(DispatchedLoader(loader, dealing(group)))
+        return str(raised.value)
+
+    first, second = on_ranks(2, read)
+    assert first == "the disk is gone"
+    assert second == "rank 0 could not read on; its own error says why"
+
+
+def test_what_is_no_tensor_is_refused_with_what_to_do(groups: Any) -> None:
+    def read(group: _C.Communicator) -> str:
+        groups.group = group
+        loader: Any = DataLoader(["a", "b"], batch_size=1)  # type: ignore[arg-type]
+        with pytest.raises((TypeError, RuntimeError)) as raised:
+            list(DispatchedLoader(loader, dealing(group)))
+        return str(raised.value)
+
+    assert "a batch has a str; set dispatch_batches to False" in on_ranks(2, read)[0]
