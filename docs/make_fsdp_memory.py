@@ -6,25 +6,38 @@ python docs/make_fsdp_memory.py --check    exits 1 when it is not current
 
 import sys
 from pathlib import Path
+from typing import Any
 
-from ctrainer.fsdp.memory_plan import (
+from ctrainer.fsdp.memory_plan import MemoryPlan, memory_plan
+from ctrainer.fsdp.memory_tables import (
     DECODERS,
     GB,
     WORLD_SIZES,
     Decoder,
-    memory_plan,
+    in_gb,
+    markdown,
     table,
 )
 
 PAGE = Path(__file__).with_name("fsdp_memory.md")
+MACHINE = 8  # GPUs
 
-HEAD = """\
+WAYS: dict[str, dict[str, Any]] = {
+    "all share": {},
+    "`gather_bits=8`": {"gather_bits": 8},
+    "and `reduce_bits=4`": {"gather_bits": 8, "reduce_bits": 4},
+    "hybrid": {"group_size": MACHINE},
+    "hybrid, both codes": {"gather_bits": 8, "reduce_bits": 4, "group_size": MACHINE},
+}
+
+HEAD = f"""\
 # Memory and traffic of sharded training
 
 Made by `python docs/make_fsdp_memory.py` from `ctrainer.fsdp.memory_plan`; \
 change the code, not this page. These are results of formulas, not measurements: \
 no GPU has been there to measure on. At small sizes on the CPU they are held \
-against what the engine counts, in `tests/fairscale_scenarios.py`.
+against what the engine counts, in `tests/fairscale_scenarios.py`, and against what \
+it sends, in `tests/python/test_fsdp_traffic.py`.
 
 Each block of the model is a unit with flat parameters, embedding, last norm and \
 head are the root, which stays gathered from the forward to the backward. Master \
@@ -38,28 +51,71 @@ GPUs. Every GPU sends and receives in a step of one micro-batch
 
 In GB (1e9 bytes) on each GPU. *total* is what the engine holds at the fullest \
 moment of the backward, that of a root whose parameters are used at both ends; \
-activations, the allocator's fragments, CUDA and NCCL come on top.
+activations, the allocator's fragments, CUDA and NCCL come on top. One unit is \
+gathered ahead (`forward_prefetch`, `backward_prefetch`, which are off by default): \
+without, *prefetched* is not taken.
 
-`python -m ctrainer plan --model 8B --world_size 8 64 --compute_dtype bfloat16 \
---reduce_dtype float32 --optimizer_bytes 8 --prefetch 1` prints such a table for \
-other settings; `memory_plan(units_of(module), world_size)` works it out for a \
+The first table of a model is of whole elements, shared by all GPUs. *machine traffic* \
+is what the {MACHINE} GPUs of a machine send to other machines, all together. The \
+other tables compare ways to shard:
+
+- Codes (`gather_bits`, `reduce_bits`) are here without `error_feedback`, which \
+takes 4 bytes a parameter on *every* GPU. They need room while they are made and \
+read, less than what is not there at that moment. Nothing is gathered ahead of them.
+- Codes of parameters cross to another machine once, as parameters do. Gradients are \
+added up within a machine before they cross; their codes cannot be, so that every GPU \
+sends its own: with {MACHINE} GPUs a machine `reduce_bits=4` sends more to the network \
+than bfloat16 does, and pays where each machine has one.
+- Hybrid: the {MACHINE} GPUs of a machine share, machines are replicas. Each GPU's \
+part of the gradients is averaged over the machines, in whole elements: codes save \
+traffic within a machine only.
+
+`python -m ctrainer plan --model 8B --world_size 8 64 --group_size 8 --gather_bits 8 \
+--reduce_dtype float32 --optimizer_bytes 8` prints a table for other settings \
+(`--help` lists them); `memory_plan(units_of(module), world_size)` works it out for a \
 wrapped module of yours.
 """
 
 
-def section(name: str, model: Decoder) -> str:
-    plans = [
-        memory_plan(model.units(), size, compute_dtype="bfloat16")
+def plans(model: Decoder, **options: Any) -> list[MemoryPlan]:
+    return [
+        memory_plan(
+            model.units(),
+            size,
+            compute_dtype="bfloat16",
+            prefetch=1,
+            error_feedback=False,
+            machine_size=MACHINE,
+            **options,
+        )
         for size in WORLD_SIZES
     ]
-    ahead = memory_plan(model.units(), 8, compute_dtype="bfloat16", prefetch=1)
+
+
+def compared(ways: dict[str, list[MemoryPlan]], name: str, title: str) -> str:
+    """One column a way, of what MemoryPlan calls `name`."""
+    rows = [
+        [str(size), *(in_gb(getattr(way[row], name)) for way in ways.values())]
+        for row, size in enumerate(WORLD_SIZES)
+    ]
+    return f"{title}\n\n{markdown(['GPUs', *ways], rows)}\n"
+
+
+def section(name: str, model: Decoder) -> str:
+    ways = {way: plans(model, **options) for way, options in WAYS.items()}
     alone = 16 * model.parameters / GB
+    tables = (
+        compared(ways, "total", "GB on each GPU:"),
+        compared(ways, "traffic", "GB that each GPU sends in a step:"),
+        compared(ways, "machine_traffic", "GB that leave each machine in a step:"),
+    )
     return (
         f"\n## {name}: {model.parameters / GB:.3f} billion parameters\n\n"
         f"{model.layers} blocks of {model.block / 1e6:.1f} M parameters, the root has "
         f"{model.root / 1e6:.1f} M. Not sharded, parameters, gradients and Adam's "
-        f"state take {alone:.1f} GB. A prefetched unit takes "
-        f"{ahead.prefetched / GB:.3g} GB.\n\n{table(plans)}\n"
+        f"state take {alone:.1f} GB; feedback would take "
+        f"{4 * model.parameters / GB:.1f} GB.\n\n{table(ways['all share'])}\n\n"
+        + "\n".join(tables)
     )
 
 

@@ -5,20 +5,21 @@ gradients and optimizer state, which stay; and what is gathered and not yet redu
 the fullest moment of a step. Activations, and what CUDA, the allocator and NCCL take
 for themselves, come on top.
 
-Source: Rajbhandari et al., "ZeRO", 2020, sections 5 and 7, with the padding and the
-moments of this engine.
+Source: Rajbhandari et al., "ZeRO", 2020, sections 5 and 7; Wang et al., "ZeRO++", 2023
+(codes); Zhang et al., "MiCS", 2022 (replicas); with the padding, the moments and the
+codes of this engine.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GB = 1e9
+_BLOCK = 256  # codes that share a scale, a float32
+_ALIGN = 8  # bytes that codes end on
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +38,38 @@ class MemoryPlan:
     """Bytes on each rank, and bytes that each sends (and receives) in a step."""
 
     world_size: int
+    group_size: int  # of them share; the others are replicas
     parameters: int  # the shards, float32
     gradients: int  # of the shards, float32
     optimizer: int
+    feedback: int  # what codes of gradients have missed, float32, of all ranks' shards
     gathered: int  # the root and the fullest other unit
     prefetched: int  # units that come next
     full_gradients: int  # of the root and that unit, until they are reduced
+    codes: int  # what room for them adds to the fullest moment
     gather_traffic: int
     reduce_traffic: int
+    replica_traffic: int
+    machine_traffic: int  # of it all, what leaves a machine: all its ranks together
 
     @property
     def sharded(self) -> int:
-        """What stays between steps: it falls with the number of ranks."""
+        """What stays between steps and falls with the number of ranks."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def transient(self) -> int:
-        """The most that the engine has at work at once, whatever the ranks."""
+        """The most that the engine has at work at once, whatever the ranks; codes,
+        which it does not count, excepted."""
         return self.gathered + self.prefetched + self.full_gradients
 
     @property
     def total(self) -> int:
-        return self.sharded + self.transient
+        return self.sharded + self.feedback + self.transient + self.codes
 
     @property
     def traffic(self) -> int:
-        return self.gather_traffic + self.reduce_traffic
+        return self.gather_traffic + self.reduce_traffic + self.replica_traffic
 
 
 def memory_plan(
@@ -75,6 +82,11 @@ def memory_plan(
     prefetch: int = 0,
     reshard_after_forward: bool = True,
     shard_size_multiple: int = 128,
+    gather_bits: int | None = None,
+    reduce_bits: int | None = None,
+    error_feedback: bool = True,
+    group_size: int | None = None,
+    machine_size: int = 8,
 ) -> MemoryPlan:
     """Plan a step of one micro-batch.
 
@@ -83,69 +95,239 @@ def memory_plan(
 
     Args:
         units: every unit once; a unit inside another has its own parameters only.
-        world_size: ranks that share.
+        world_size: ranks of the run.
         compute_dtype: "float32", "bfloat16" or "float16", of gathered parameters.
         reduce_dtype: of gradients until they are reduced; compute_dtype if None.
         optimizer_bytes: of state for each trainable element (Adam's float32 moments:
             8; SGD's: 0 or 4).
-        prefetch: units that are gathered ahead.
+        prefetch: units that are gathered ahead; none where parameters are codes.
         reshard_after_forward: False keeps every unit gathered until its backward.
         shard_size_multiple: what a rank's part of a group is padded to.
+        gather_bits, reduce_bits: 8 or 4, of codes of parameters, of gradients; None:
+            they travel whole.
+        error_feedback: what codes of gradients miss is kept.
+        group_size: ranks that share, side by side, the others being replicas of them
+            (hybrid sharding); world_size if None.
+        machine_size: ranks of a machine. What leaves it is counted as collectives send
+            it that bring data to another machine once: NCCL's, and those of a group
+            over machines.
 
     Raises:
-        ValueError: a size below 1 or an unknown dtype.
+        ValueError: a size below 1, ranks that groups and machines do not divide, an
+            unknown dtype or number of bits.
     """
-    if world_size < 1 or prefetch < 0 or shard_size_multiple < 1:
-        raise ValueError(
-            "world_size and shard_size_multiple must be 1 or more and prefetch 0 or "
-            f"more, got {world_size}, {shard_size_multiple} and {prefetch}"
-        )
-    item = _bytes_of("compute_dtype", compute_dtype)
-    grad_item = _bytes_of("reduce_dtype", reduce_dtype or compute_dtype)
-    sizes = [_Padded(u, world_size, shard_size_multiple) for u in units]
-    trainable = sum(size.trainable for size in sizes)
-    both = sum(size.both for size in sizes)
-    roots = [size for size in sizes if size.kept]
-    inner = [size for size in sizes if not size.kept]
-    fullest = max(
-        inner,
-        key=lambda size: size.both * item + size.trainable * grad_item,
-        default=_Padded(UnitSize(()), 1, 1),
-    )
-    again = inner if reshard_after_forward else []  # gathered a second time
-    staying = roots if reshard_after_forward else sizes
-    gathered = sum(s.both for s in staying) + (fullest.both if again else 0)
-    ahead = min(prefetch, max(len(again) - 1, 0))
-    grads = sum(s.trainable for s in roots) + fullest.trainable
-    others = (world_size - 1) / world_size
+    group = world_size if group_size is None else group_size
+    _check_sizes(world_size, shard_size_multiple, prefetch, group, machine_size)
+    step = _Step(
+        [_Rows(unit, group, shard_size_multiple) for unit in units],
+        _Sent(group, _bytes_of("compute_dtype", compute_dtype),
+              _bits("gather_bits", gather_bits)),
+        _Sent(group, _bytes_of("reduce_dtype", reduce_dtype or compute_dtype),
+              _bits("reduce_bits", reduce_bits)),
+        reshard_after_forward,
+        feeds_back=error_feedback and reduce_bits is not None,
+    )  # fmt: skip
+    elements = sum(size.both for size in step.units) // group
+    trainable = sum(size.trainable for size in step.units) // group
     return MemoryPlan(
         world_size=world_size,
-        parameters=both // world_size * 4,
-        gradients=trainable // world_size * 4,
-        optimizer=trainable // world_size * optimizer_bytes,
-        gathered=gathered * item,
-        prefetched=ahead * max((s.both for s in again), default=0) * item,
-        full_gradients=grads * grad_item,
-        gather_traffic=round((both + sum(s.both for s in again)) * item * others),
-        reduce_traffic=round(trainable * grad_item * others),
+        group_size=group,
+        parameters=elements * 4,
+        gradients=trainable * 4,
+        optimizer=trainable * optimizer_bytes,
+        feedback=trainable * group * 4 if step.feeds_back else 0,
+        gathered=step.gathered(),
+        prefetched=step.ahead(prefetch),
+        full_gradients=step.full_gradients(),
+        codes=step.codes(),
+        gather_traffic=step.gather_traffic(),
+        reduce_traffic=step.reduce_traffic(),
+        replica_traffic=step.replica_traffic(world_size // group),
+        machine_traffic=step.machine_traffic(world_size, machine_size),
     )
 
 
-class _Padded:
-    """A unit's elements as the ranks share them."""
+class _Rows:
+    """A unit's groups, of so many elements as the ranks share them."""
 
-    def __init__(self, unit: UnitSize, world_size: int, multiple: int) -> None:
-        group = world_size * multiple
-        self.trainable = sum(math.ceil(n / group) * group for n in unit.trainable)
-        frozen = sum(math.ceil(n / group) * group for n in unit.frozen)
-        self.both = self.trainable + frozen
+    def __init__(self, unit: UnitSize, ranks: int, multiple: int) -> None:
+        def padded(n: int) -> int:
+            return math.ceil(n / (ranks * multiple)) * ranks * multiple
+
+        self.of_trainable = [padded(n) for n in unit.trainable]
+        self.of_all = self.of_trainable + [padded(n) for n in unit.frozen]
+        self.trainable, self.both = sum(self.of_trainable), sum(self.of_all)
         self.kept = unit.kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """How elements travel: whole, `item` bytes each, or as codes of so many bits."""
+
+    ranks: int
+    item: int
+    bits: int | None
+
+    def part(self, n: int) -> int:
+        """Bytes of a rank's part of a group of n elements on their way to another."""
+        n //= self.ranks
+        if self.bits is None:
+            return n * self.item
+        codes = math.ceil(n / _BLOCK) * 4 + math.ceil(n * self.bits / 8)
+        return math.ceil(codes / _ALIGN) * _ALIGN
+
+    def parts(self, rows: Iterable[int]) -> int:
+        return sum(map(self.part, rows))
+
+    def room(self, rows: Iterable[int], sent: int, blank: bool) -> int:
+        """The most that a group's codes take: `sent` parts and those of all ranks, and
+        a float32 for each element of a part."""
+        if self.bits is None:
+            return 0
+        floats = 4 if blank else 0
+        return max(
+            (self.part(n) * (sent + self.ranks) + n // self.ranks * floats
+             for n in rows),
+            default=0,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One micro-batch's forward, backward and reductions on a rank."""
+
+    units: list[_Rows]
+    gather: _Sent
+    reduce: _Sent
+    reshards: bool
+    feeds_back: bool
+
+    @property
+    def _roots(self) -> list[_Rows]:
+        return [size for size in self.units if size.kept]
+
+    @property
+    def _again(self) -> list[_Rows]:
+        """Those that are gathered a second time, for the backward."""
+        return [u for u in self.units if not u.kept] if self.reshards else []
+
+    @property
+    def _fullest(self) -> _Rows:
+        def size(unit: _Rows) -> int:
+            return unit.both * self.gather.item + unit.trainable * self.reduce.item
+
+        inner = [unit for unit in self.units if not unit.kept]
+        return max(inner, key=size, default=_Rows(UnitSize(()), 1, 1))
+
+    def gathered(self) -> int:
+        staying = self._roots if self.reshards else self.units
+        fullest = self._fullest.both if self._again else 0
+        return (sum(unit.both for unit in staying) + fullest) * self.gather.item
+
+    def ahead(self, prefetch: int) -> int:
+        if self.gather.bits is not None or not self._again:
+            return 0
+        count = min(prefetch, len(self._again) - 1)
+        return count * max(unit.both for unit in self._again) * self.gather.item
+
+    def full_gradients(self) -> int:
+        grads = sum(unit.trainable for unit in self._roots) + self._fullest.trainable
+        return grads * self.reduce.item
+
+    def codes(self) -> int:
+        """Codes are made where something else is not there: a unit's before it has
+        gradients, or after its parameters are released; the root's outside of all."""
+        unit, roots = self._fullest, self._roots
+        unit_full = unit.both * self.gather.item
+        unit_grads = unit.trainable * self.reduce.item
+        root_full = sum(root.both for root in roots) * self.gather.item
+        root_grads = sum(root.trainable for root in roots) * self.reduce.item
+        inner = [u for u in self.units if not u.kept]
+        return max(
+            0,
+            self._room_to_gather(inner) - unit_grads,
+            self._room_to_reduce(inner) - unit_full,
+            self._room_to_gather(roots) - root_grads - unit_full - unit_grads,
+            self._room_to_reduce(roots) - root_full - unit_full - unit_grads,
+        )
+
+    def _room_to_gather(self, units: list[_Rows]) -> int:
+        rows = [n for unit in units for n in unit.of_all]
+        return self.gather.room(rows, 1, blank=True)
+
+    def _room_to_reduce(self, units: list[_Rows]) -> int:
+        rows = [n for unit in units for n in unit.of_trainable]
+        return self.reduce.room(rows, self.reduce.ranks, blank=not self.feeds_back)
+
+    def _gathered_parts(self) -> int:
+        units = self.units + self._again
+        return sum(self.gather.parts(unit.of_all) for unit in units)
+
+    def _reduced_parts(self) -> int:
+        return sum(self.reduce.parts(unit.of_trainable) for unit in self.units)
+
+    def gather_traffic(self) -> int:
+        return self._gathered_parts() * (self.gather.ranks - 1)
+
+    def reduce_traffic(self) -> int:
+        return self._reduced_parts() * (self.reduce.ranks - 1)
+
+    def _replicated(self) -> int:
+        """A rank's part of all gradients, which crosses to the replicas whole."""
+        elements = sum(unit.trainable for unit in self.units) // self.reduce.ranks
+        return elements * self.reduce.item
+
+    def replica_traffic(self, replicas: int) -> int:
+        return round(2 * (replicas - 1) / replicas * self._replicated())
+
+    def machine_traffic(self, world_size: int, machine: int) -> int:
+        """Parameters, and gradients that the machine has added up, go to another
+        machine once; codes, which only their owner can add up, from every rank."""
+        group = self.gather.ranks
+        held = min(machine, group)  # different parts on a machine
+        away = max(group // machine - 1, 0) * held  # parts on others
+        senders = 1 if self.reduce.bits is None else machine
+        replicas = world_size // max(group, min(machine, world_size))
+        among = 2 * (replicas - 1) / replicas * self._replicated() * held
+        return (
+            self._gathered_parts() * away
+            + self._reduced_parts() * away * senders
+            + round(among)
+        )
+
+
+def _check_sizes(
+    world: int, multiple: int, prefetch: int, group: int, machine: int
+) -> None:
+    if min(world, multiple, group, machine) < 1 or prefetch < 0:
+        raise ValueError(
+            "world_size, shard_size_multiple, group_size and machine_size must be 1 or "
+            f"more and prefetch 0 or more, got {world}, {multiple}, {group}, {machine} "
+            f"and {prefetch}"
+        )
+    if world % group:
+        raise ValueError(
+            f"world_size {world} must be a multiple of group_size {group}, the ranks "
+            "that share"
+        )
+    small, large = sorted((group, min(machine, world)))
+    if large % small or world % min(machine, world):
+        raise ValueError(
+            f"of group_size {group} and machine_size {machine} one must be a multiple "
+            f"of the other, and world_size {world} of machine_size"
+        )
 
 
 def _bytes_of(name: str, dtype: str) -> int:
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"{name} must be one of {list(DTYPE_BYTES)}, not {dtype!r}")
     return DTYPE_BYTES[dtype]
+
+
+def _bits(name: str, bits: int | None) -> int | None:
+    if bits not in (None, 8, 4):
+        raise ValueError(f"{name} must be 8, 4 or None, not {bits!r}")
+    return bits
 
 
 def units_of(module: Any) -> list[UnitSize]:
@@ -158,93 +340,3 @@ def units_of(module: Any) -> list[UnitSize]:
         )
         for unit in module.units()
     ]
-
-
-# Models of known shapes
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """A decoder with grouped attention and a gated feed-forward, without biases, as
-    Llama 3 is; each block is a unit, and embedding, last norm and head the root."""
-
-    layers: int
-    hidden: int
-    feed_forward: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    tied: bool = False
-
-    @property
-    def block(self) -> int:
-        kv = self.hidden // self.heads * self.kv_heads
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv
-        return attention + 3 * self.hidden * self.feed_forward + 2 * self.hidden
-
-    @property
-    def root(self) -> int:
-        tables = 1 if self.tied else 2
-        return tables * self.vocabulary * self.hidden + self.hidden
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.block + self.root
-
-    def units(self) -> list[UnitSize]:
-        """With flatten_parameters."""
-        return [UnitSize((self.root,), kept=True)] + [UnitSize((self.block,))] * (
-            self.layers
-        )
-
-
-# Source: config.json of Llama 3.2 1B, Llama 3.1 8B and 70B.
-DECODERS = {
-    "1B": Decoder(16, 2048, 8192, 32, 8, 128256, tied=True),
-    "8B": Decoder(32, 4096, 14336, 32, 8, 128256),
-    "70B": Decoder(80, 8192, 28672, 64, 8, 128256),
-}
-WORLD_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
-
-
-def table(plans: Sequence[MemoryPlan]) -> str:
-    """The plans as a table in Markdown, in GB (1e9 bytes)."""
-    names = (
-        "parameters", "gradients", "optimizer", "gathered", "prefetched",
-        "full_gradients", "total", "gather_traffic", "reduce_traffic",
-    )  # fmt: skip
-    heads = [name.replace("_", " ") for name in names]
-    lines = ["| GPUs | " + " | ".join(heads) + " |", "| ---: " * 10 + "|"]
-    for plan in plans:
-        cells = (f"{getattr(plan, name) / GB:.3g}" for name in names)
-        lines.append(f"| {plan.world_size} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main(arguments: list[str]) -> int:
-    """`python -m ctrainer plan`."""
-    parser = argparse.ArgumentParser(prog="python -m ctrainer plan")
-    parser.add_argument("--model", choices=list(DECODERS), default="8B")
-    parser.add_argument("--world_size", type=int, nargs="+", default=WORLD_SIZES)
-    dtypes = list(DTYPE_BYTES)
-    parser.add_argument("--compute_dtype", choices=dtypes, default="bfloat16")
-    parser.add_argument("--reduce_dtype", choices=dtypes)
-    parser.add_argument("--optimizer_bytes", type=int, default=8)
-    parser.add_argument("--prefetch", type=int, default=0)
-    parser.add_argument("--no_reshard_after_forward", action="store_true")
-    given = parser.parse_args(arguments)
-    plans = [
-        memory_plan(
-            DECODERS[given.model].units(),
-            world_size,
-            compute_dtype=given.compute_dtype,
-            reduce_dtype=given.reduce_dtype,
-            optimizer_bytes=given.optimizer_bytes,
-            prefetch=given.prefetch,
-            reshard_after_forward=not given.no_reshard_after_forward,
-        )
-        for world_size in given.world_size
-    ]
-    print(f"{DECODERS[given.model].parameters / GB:.3f} G parameters, GB on each GPU")
-    print(table(plans))
-    return 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counting import Counting
 from fsdp_scenarios import WIDTH, batch, nested, wrap
 from rank_threads import on_ranks
 from torch import nn
@@ -22,44 +23,6 @@ def model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     inner = nn.Sequential(nn.Linear(DEEP, DEEP), nn.Tanh())
     return nn.Sequential(nn.Linear(WIDTH, DEEP), nn.Tanh(), inner, nn.Linear(DEEP, 4))
-
-
-class Counting:
-    """A group that counts the bytes each rank sends, over another one."""
-
-    def __init__(self, group: _C.Communicator) -> None:
-        self.group, self.sent = group, Counter[str]()
-        self.rank, self.world_size = group.rank, group.world_size
-
-    def begin(
-        self,
-        what: str,
-        out: memoryview,
-        in_: memoryview,
-        dtype: str,
-        op: str,
-        root: int,
-    ) -> Counting:
-        kind = torch.uint8 if dtype == "uint8" else getattr(torch, dtype)
-        result, given = (
-            torch.frombuffer(view, dtype=kind) if len(view) else torch.empty(0)
-            for view in (out, in_)
-        )  # a barrier has none
-        self.sent[what] += given.numel() * given.itemsize
-        if what == "all_gather":
-            self.group.all_gather(result, given)
-        elif what == "all_to_all":
-            self.group.all_to_all(result, given)
-        elif what == "reduce_scatter":
-            self.group.reduce_scatter(result, given, op)
-        elif what == "all_reduce":
-            self.group.all_reduce(given, op)
-        else:
-            self.group.barrier()
-        return self
-
-    def wait(self) -> None:
-        """Everything is done when begin() returns."""
 
 
 def losses(

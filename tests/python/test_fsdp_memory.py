@@ -9,7 +9,7 @@ import pytest
 
 from ctrainer import __main__
 from ctrainer.fsdp import UnitSize, memory_plan
-from ctrainer.fsdp.memory_plan import DECODERS
+from ctrainer.fsdp.memory_tables import DECODERS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,11 +55,54 @@ def test_what_is_sharded_falls_with_the_ranks_and_the_rest_does_not() -> None:
     assert few.total == few.sharded + few.transient
 
 
+def test_what_leaves_a_machine_is_counted_once_but_for_codes_of_gradients() -> None:
+    """16 ranks of which 8 are a machine, and a group of 16 x 128 elements: a part has
+    128, in codes of 8 bits 4 + 128 bytes. 8 parts are to leave, and come, gathered
+    once as the root is; codes of gradients leave from each of the 8 ranks."""
+    units = [UnitSize((16 * 128,), kept=True)]
+    whole = memory_plan(units, 16)
+    assert whole.machine_traffic == 2 * 8 * 128 * 4
+    coded = memory_plan(units, 16, gather_bits=8, reduce_bits=8)
+    part = 4 + 128 + 4  # up to a multiple of 8
+    assert coded.gather_traffic == coded.reduce_traffic == 15 * part
+    assert coded.machine_traffic == 8 * part + 8 * 8 * part
+    alone = memory_plan(units, 16, gather_bits=8, reduce_bits=8, machine_size=1)
+    assert alone.machine_traffic == alone.traffic
+    assert memory_plan(units, 16, machine_size=16).machine_traffic == 0
+    hybrid = memory_plan(units, 16, group_size=8)  # 2 / 2 of the whole, once
+    assert hybrid.machine_traffic == 16 * 128 * 4
+    assert hybrid.replica_traffic == 16 * 128 * 4 // 8
+    small = memory_plan(units, 16, group_size=4)  # replicas on a machine meet there
+    assert small.machine_traffic == hybrid.machine_traffic
+
+
+def test_room_for_codes_counts_where_nothing_else_is_missing() -> None:
+    """One unit of 2 x 128 elements on 2 ranks, the root: when its parameters are
+    gathered there are no gradients yet, when gradients are reduced no parameters."""
+    units = [UnitSize((256,), kept=True)]
+    part = 4 + 128 + 4
+    options = {"gather_bits": 8, "reduce_bits": 8, "compute_dtype": "bfloat16"}
+    plan = memory_plan(units, 2, error_feedback=False, **options)
+    gather = 3 * part + 128 * 4  # this rank's codes and both, and zeros for a part
+    reduce = 4 * part + 128 * 4
+    assert plan.codes == max(gather, reduce) - 256 * 2
+    assert plan.total == 128 * 16 + 2 * 256 * 2 + plan.codes
+    kept = memory_plan(units, 2, **options)
+    assert kept.feedback == 256 * 4
+    assert kept.codes == gather - 256 * 2  # the zeros are needed here alone
+
+
 def test_sizes_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"world_size .* got 0"):
+    with pytest.raises(ValueError, match=r"world_size.* got 0,"):
         memory_plan([], 0)
     with pytest.raises(ValueError, match=r"compute_dtype must be one of .*'int8'"):
         memory_plan([], 1, compute_dtype="int8")
+    with pytest.raises(ValueError, match=r"gather_bits must be 8, 4 or None, not 5"):
+        memory_plan([], 1, gather_bits=5)
+    with pytest.raises(ValueError, match=r"12 must be a multiple of group_size 8"):
+        memory_plan([], 12, group_size=8)
+    with pytest.raises(ValueError, match=r"group_size 6 and machine_size 8 one must"):
+        memory_plan([], 24, group_size=6)
 
 
 def test_the_page_is_current_and_the_command_prints_its_rows(
@@ -72,5 +115,9 @@ def test_the_page_is_current_and_the_command_prints_its_rows(
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text() == module.page()
-    assert __main__.main(["plan", "--model", "70B", "--world_size", "64"]) == 0
+    options = ["--prefetch", "1", "--world_size", "64"]
+    assert __main__.main(["plan", "--model", "70B", *options]) == 0
     assert capsys.readouterr().out.splitlines()[-1] in module.page()
+    with pytest.raises(SystemExit):
+        __main__.main(["plan", "--group_size", "5"])
+    assert "world_size 8 must be a multiple of" in capsys.readouterr().err
