@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -610,67 +608,3 @@ def scenario_our_optimizers_and_layouts_of_their_own(group: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
     check_parameters(sharded, plain)
-
-
-# ---- trees and options that nobody thought of
-
-LAYERS = ("linear", "norm", "tanh", "nest")
-
-
-@st.composite
-def trees(draw: st.DrawFn, depth: int = 2) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for kind in draw(st.lists(st.sampled_from(LAYERS), min_size=1, max_size=3)):
-        if kind == "nest" and depth > 0:
-            layers.append(draw(trees(depth - 1)))
-        elif kind == "norm":
-            layers.append(nn.LayerNorm(WIDTH))
-        elif kind == "tanh":
-            layers.append(nn.Tanh())
-        else:
-            layers.append(nn.Linear(WIDTH, WIDTH, bias=draw(st.booleans())))
-    for layer in layers:
-        layer.requires_grad_(draw(st.integers(0, 4)) > 0)
-    return nn.Sequential(*layers)
-
-
-OPTIONS = st.fixed_dictionaries(
-    {
-        "flatten_parameters": st.booleans(),
-        "reshard_after_forward": st.booleans(),
-        "disable_reshard_on_root": st.booleans(),
-        "shard_param_on_dim_0": st.booleans(),
-        "_shard_size_multiple": st.sampled_from([1, 8, 128]),
-    }
-)
-
-
-def wrap_some(group: Any, module: nn.Sequential, picks: list[bool], kw: Any) -> None:
-    for i, child in enumerate(module):
-        if isinstance(child, nn.Sequential):
-            wrap_some(group, child, picks, kw)
-        picks.append(picks.pop(0))
-        if picks[0]:
-            module[i] = wrap(group, child, **kw)
-
-
-def scenario_any_tree_trains_like_one_process(group: Any) -> None:
-    """The same examples on every rank: nothing here depends on the clock."""
-
-    @settings(
-        max_examples=4,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(trees(), OPTIONS, st.lists(st.booleans(), min_size=3, max_size=3))
-    def check(body: nn.Sequential, kw: dict[str, Any], picks: list[bool]) -> None:
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, 4))
-        sharded = copy.deepcopy(plain)
-        wrap_some(group, sharded, list(picks), kw)
-        check_same(group, wrap(group, sharded, **kw), plain, steps=20, bound=2e-5)
-
-    check()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections import OrderedDict
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from ctrainer.adapters._torch_checkpoint import (
 from ctrainer.fsdp._shard_layout import dtype_name
 from ctrainer.fsdp._shards import METADATA_KEY, MODEL, OPTIMIZER
 from ctrainer.fsdp._stored import Item, Stored, read_safetensors_index
+from ctrainer.fsdp._together import SAVING, write_together
 
 State = dict[str, Any]
 
@@ -70,11 +72,12 @@ def plain(value: Any) -> Any:
 
 def write_full(path: str, model: dict[str, Item], optimizer: State | None) -> None:
     """`.safetensors` (the optimizer's state in another file beside), else torch.save's
-    format; each appears whole or not at all."""
+    format. All of it appears, whole, or nothing."""
     if path.endswith(".safetensors"):
-        _C.write_safetensors(path, _raw(model), {"format": "pt"})
+        writers = {path: partial(_write_model, model)}
         if optimizer is not None:
-            _write_optimizer(optimizer_path(path), optimizer)
+            writers[optimizer_path(path)] = partial(_write_optimizer, optimizer)
+        write_together(writers)
         return
     content: State = {"model": OrderedDict(model)}
     if optimizer is not None:
@@ -124,7 +127,11 @@ def _raw(items: dict[str, Item]) -> dict[str, Any]:
     return {name: (item.data, item.tag, item.shape) for name, item in items.items()}
 
 
-def _write_optimizer(path: str, optimizer: State) -> None:
+def _write_model(model: dict[str, Item], path: str) -> None:
+    _C.write_safetensors(path, _raw(model), {"format": "pt"})
+
+
+def _write_optimizer(optimizer: State, path: str) -> None:
     tensors, rest = _split_optimizer(optimizer)
     _C.write_safetensors(path, tensors, {METADATA_KEY: _json(path, rest)})
 
@@ -156,10 +163,10 @@ def _split_optimizer(optimizer: State) -> tuple[dict[str, Any], State]:
 def write_shard(path: str, content: State) -> None:
     """{"model", "shard_metadata", "optimizer" or none} with Items in the place of
     tensors: safetensors with JSON in its metadata, or torch.save's format of plain
-    types."""
+    types. The name says which, without its SAVING."""
     content = {key: value for key, value in content.items() if value is not None}
     content["shard_metadata"] = plain(content["shard_metadata"])
-    if not path.endswith(".safetensors"):
+    if not path.removesuffix(SAVING).endswith(".safetensors"):
         write_archive(path, content)
         return
     tensors = _raw({f"{MODEL}{name}": item for name, item in content["model"].items()})

@@ -115,7 +115,7 @@ def _check_kept(units: list[Any]) -> None:
 def names_of(root: Any) -> dict[int, list[str]]:
     """The names of each parameter before wrapping, the first place first."""
     found: dict[int, list[str]] = {}
-    for name, unit in root.named_modules():
+    for name, unit in root.named_modules(remove_duplicate=False):
         for place, param in _places(unit) if is_unit(unit) else ():
             path = _metadata.original_name(_metadata.join(name, place.path))
             found.setdefault(id(param), []).append(path)
@@ -139,7 +139,7 @@ def state_dict(root: Any, units: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def persistent_buffers(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for module_name, module in root.named_modules():
+    for module_name, module in root.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 path = _metadata.join(module_name, name)

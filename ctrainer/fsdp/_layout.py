@@ -118,9 +118,10 @@ def mark(shard: Any, group: Group) -> None:
 
 
 def entries_of(root: nn.Module, params: Iterable[nn.Parameter]) -> list[Entry]:
-    """The parameters among params below root, in the order of its modules."""
+    """The parameters among params below root, in the order of its modules; of one that
+    is there under several names every place."""
     wanted, found = set(params), dict[nn.Parameter, Entry]()
-    for module_name, module in root.named_modules():
+    for module_name, module in root.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():
             if param is None or param not in wanted:
                 continue

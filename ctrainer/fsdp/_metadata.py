@@ -30,18 +30,23 @@ def buffer_info(root: nn.Module) -> dict[str, Any]:
     """The dtypes that buffers had, under the names that state_dict() gives them."""
     return {
         without_wrapper(name): {"_orig_dtype": buffer._orig_dtype}
-        for name, buffer in root.named_buffers()
+        for name, buffer in root.named_buffers(remove_duplicate=False)
         if hasattr(buffer, "_orig_dtype")
     }
 
 
-def shared_info(module: Any) -> dict[str, str]:
-    """The further names of tied parameters, and the first one of each."""
+def shared_info(unit: Any, name: str, first_name: str) -> dict[str, str]:
+    """The further names of tied parameters, and the first one of each.
+
+    name: the unit's; first_name: the first that it has, where it is in several places.
+    """
     return {
-        without_wrapper(place.path): without_wrapper(entry.places[0].path)
-        for group in module._groups
+        other: first
+        for group in unit._groups
         for entry in group.entries
-        for place in entry.places[1:]
+        for place in entry.places
+        if (other := without_wrapper(join(name, place.path)))
+        != (first := without_wrapper(join(first_name, entry.places[0].path)))
     }
 
 
@@ -73,13 +78,13 @@ def join(prefix: str, name: str) -> str:
 def shard_metadata(root: Any, wrapper: type) -> dict[str, Any]:
     """See FullyShardedDataParallel.get_shard_metadata."""
     shards, flats, shared = {}, {}, borrowed_info(root, wrapper)
-    for full_name, module in root.named_modules():
+    first_names: dict[Any, str] = {}
+    for full_name, module in root.named_modules(remove_duplicate=False):
         name = without_wrapper(full_name)
         if isinstance(module, wrapper):
             shards[name] = shard_info(module)
-            shared.update(
-                {join(name, a): join(name, b) for a, b in shared_info(module).items()}
-            )
+            first_name = first_names.setdefault(module, name)
+            shared.update(shared_info(module, name, first_name))
         if isinstance(module, FlattenParamsWrapper):
             for i, flat in enumerate(module.flat_param_names):
                 flats[join(name.removesuffix("_fpw_module"), flat)] = module.metadata(i)

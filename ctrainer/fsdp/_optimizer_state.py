@@ -8,7 +8,13 @@ from typing import Any
 
 from ctrainer.fsdp._files import item_of, tensor_of
 from ctrainer.fsdp._shard_checks import check_optimizer
-from ctrainer.fsdp._shard_layout import Cut, Part, readable, sharded_keys
+from ctrainer.fsdp._shard_layout import (
+    Cut,
+    Part,
+    original_name,
+    readable,
+    sharded_keys,
+)
 from ctrainer.fsdp._shards import Shard
 from ctrainer.fsdp._stored import Item, Stored, joined
 
@@ -26,7 +32,7 @@ def parameter_keys(shard: Shard) -> dict[int, str]:
     assert shard.optimizer is not None
     groups = shard.optimizer["param_groups"]
     indices = [index for group in groups for index in group["params"]]
-    keys = sharded_keys(shard.model)
+    keys = _first_keys(shard)
     if all("param_names" in group for group in groups):
         names = [n for group in groups for n in group["param_names"]]
         keys = [name.replace("_fpw_module.", "") for name in names]
@@ -41,6 +47,15 @@ def parameter_keys(shard: Shard) -> dict[int, str]:
     if unknown:
         raise ValueError(f"{shard.path}: the model has no parameter {unknown[0]!r}")
     return dict(zip(indices, keys, strict=True))
+
+
+def _first_keys(shard: Shard) -> list[str]:
+    """Of a unit in several places only the shards under the first: an optimizer has
+    them once."""
+    shared = shard.metadata.get("shared_info", {})
+    others = {original_name(name) for name in shared}
+    named = {part.key for part in shard.parts() if part.name not in others}
+    return [key for key in sharded_keys(shard.model) if key in named]
 
 
 def consolidate_optimizers(shards: list[Shard]) -> State:

@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from ctrainer.fsdp._shards import Shard, read_shard
-
-SAVING = ".ctrainer-saving"  # ends the name of a file that is being written
+from ctrainer.fsdp._together import SAVING
 
 
 def find_shards(

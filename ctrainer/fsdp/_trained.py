@@ -101,7 +101,7 @@ def without_wrappers(model: TrainedModel) -> Iterator[None]:
         yield
     finally:
         for place, _ in places:
-            del place.module._parameters[place.name]
+            place.module._parameters.pop(place.name, None)
         for module, name, child in wrapped:
             module._modules[name] = child
 

@@ -12,6 +12,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ctrainer.fsdp._shard_layout import Part, division_of, parts_of, sharded_key
 from ctrainer.fsdp._shard_set import check_none_is_replaced, find_shards
 from ctrainer.fsdp._shards import Shard
 from ctrainer.fsdp._stored import Item, joined
+from ctrainer.fsdp._together import write_together
 
 logger = logging.getLogger("ctrainer.fsdp")
 
@@ -187,8 +189,11 @@ def reshard_checkpoints(
         for rank in range(world_size)
     ]
     check_none_is_replaced(shards, paths)
-    for rank, path in enumerate(paths):
+
+    def write(rank: int, path: str) -> None:
         _files.write_shard(path, one_shard(shards, rank, world_size))
+
+    write_together({path: partial(write, rank) for rank, path in enumerate(paths)})
     return paths
 
 

@@ -143,7 +143,7 @@ class FlattenParamsWrapper(nn.Module):
             self.register_parameter(name, flat)
             for entry in group.entries:
                 for place in entry.places:
-                    place.module._parameters.pop(place.name)
+                    place.module._parameters.pop(place.name, None)
         self._view_flat_params()
 
     @property
