@@ -38,7 +38,7 @@ ct_status
 ct_cuda_average(void *stream, const ct_span *averages, const ct_span *values,
                 size_t n_spans, double decay, ct_error *err)
 {
-    ct_status status = ct_check_averages(averages, values, n_spans, err);
+    ct_status status = ct_check_pairs("average", averages, values, n_spans, err);
     if (status != CT_OK) {
         return status;
     }

@@ -265,4 +265,5 @@ const ct_comm_ops ct_nccl_ops = {
     .group = ct_nccl_split,
     .free = ct_nccl_free,
     .takes_device_memory = true,
+    .follow = ct_nccl_follow,
 };

@@ -48,8 +48,22 @@ ct_cuda_read(void *stream, const double *device_value, double *host, ct_error *e
 }
 
 const ct_device ct_device_cuda = {
-    "cuda",          ct_cuda_norm,    ct_cuda_norms,        ct_cuda_update,
-    ct_cuda_average, ct_cuda_measure, ct_cuda_factor,       ct_cuda_scale,
-    ct_cuda_zero,    ct_cuda_copy,    ct_cuda_gemm,         ct_cuda_encode,
-    ct_cuda_decode,  ct_cuda_read,    ct_cuda_scratch_grow, ct_cuda_scratch_release,
+    "cuda",
+    ct_cuda_norm,
+    ct_cuda_norms,
+    ct_cuda_update,
+    ct_cuda_average,
+    ct_cuda_measure,
+    ct_cuda_factor,
+    ct_cuda_scale,
+    ct_cuda_zero,
+    ct_cuda_copy,
+    ct_cuda_add,
+    ct_cuda_gemm,
+    ct_cuda_encode,
+    ct_cuda_decode,
+    ct_cuda_read,
+    ct_cuda_scratch_grow,
+    ct_cuda_scratch_release,
+    &ct_cuda_mapping_ops,
 };

@@ -17,6 +17,7 @@ ct_factor_fn ct_cuda_factor;
 ct_scale_fn ct_cuda_scale;
 ct_zero_fn ct_cuda_zero;
 ct_copy_fn ct_cuda_copy;
+ct_add_fn ct_cuda_add;
 ct_gemm_fn ct_cuda_gemm;
 ct_encode_fn ct_cuda_encode;
 ct_decode_fn ct_cuda_decode;
@@ -24,6 +25,7 @@ ct_read_fn ct_cuda_read;
 ct_scratch_grow_fn ct_cuda_scratch_grow;
 ct_scratch_release_fn ct_cuda_scratch_release;
 
+extern const ct_mapping_ops ct_cuda_mapping_ops; /* mapping.c */
 extern const ct_device ct_device_cuda;
 
 #ifdef __cplusplus

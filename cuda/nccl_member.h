@@ -37,6 +37,9 @@ CT_NODISCARD ct_status ct_nccl_fail_broken(const ct_nccl_member *comm, const cha
 CT_NODISCARD ct_status ct_nccl_mark(const ct_nccl_member *comm, cudaEvent_t *done,
                                     ct_error *err);
 
+/* ct_comm_follow. */
+ct_status ct_nccl_follow(ct_comm *comm, void *stream, ct_error *err);
+
 /* Waits for NCCL to take the last call in and, with `done`, for the stream to reach it;
  * gives the group up on failure. */
 CT_NODISCARD ct_status ct_nccl_settle(ct_nccl_member *comm, const cudaEvent_t *done,

@@ -86,15 +86,23 @@ ct_nccl_settle(ct_nccl_member *comm, const cudaEvent_t *done, const char *what,
 ct_status
 ct_nccl_mark(const ct_nccl_member *comm, cudaEvent_t *done, ct_error *err)
 {
-    ct_status status = ct_cuda_check(
-        cudaEventCreateWithFlags(done, cudaEventDisableTiming), "make an event", err);
-    if (status != CT_OK) {
-        return status;
+    return ct_cuda_mark(comm->stream, done, err);
+}
+
+/* An event may be destroyed while a stream waits for it. */
+ct_status
+ct_nccl_follow(ct_comm *op, void *stream, ct_error *err)
+{
+    const ct_nccl_member *comm = (const ct_nccl_member *)op;
+    cudaEvent_t here;
+    if (comm->stream == stream) {
+        return CT_OK;
     }
-    status =
-        ct_cuda_check(cudaEventRecord(*done, comm->stream), "record an event", err);
-    if (status != CT_OK) {
-        (void)cudaEventDestroy(*done);
+    ct_status status = ct_cuda_mark(stream, &here, err);
+    if (status == CT_OK) {
+        status = ct_cuda_check(cudaStreamWaitEvent(comm->stream, here, 0),
+                               "let a stream wait for another", err);
+        (void)cudaEventDestroy(here);
     }
     return status;
 }

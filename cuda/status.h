@@ -16,4 +16,20 @@ ct_cuda_check(cudaError_t result, const char *what, ct_error *err)
                    cudaGetErrorString(result), cudaGetErrorName(result));
 }
 
+/* An event behind what is on the stream so far; the caller's. */
+static inline ct_status
+ct_cuda_mark(cudaStream_t stream, cudaEvent_t *here, ct_error *err)
+{
+    ct_status status = ct_cuda_check(
+        cudaEventCreateWithFlags(here, cudaEventDisableTiming), "make an event", err);
+    if (status != CT_OK) {
+        return status;
+    }
+    status = ct_cuda_check(cudaEventRecord(*here, stream), "record an event", err);
+    if (status != CT_OK) {
+        (void)cudaEventDestroy(*here);
+    }
+    return status;
+}
+
 #endif

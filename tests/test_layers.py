@@ -28,6 +28,7 @@ ONLY_IN = {
     "numpy": ("csrc/binding/",),
     "cuda_runtime.h": ("cuda/",),
     "cuda_runtime_api.h": ("cuda/",),
+    "cuda.h": ("cuda/",),
     "dlfcn.h": ("cuda/dynlib.c", "csrc/cpu/blas.c", "csrc/binding/"),
     "torch": (),
     "ATen": (),

@@ -215,30 +215,35 @@ reduce_into(FSDPUnit *self, size_t group, PyObject *grad, int add)
 
 /* Parameters without a gradient, and the padding: what lies there is another unit's.
  * Parameters are in the order of their places. */
-static void
-clear_gaps(FSDPUnit *self, size_t group)
+static ct_status
+clear_gaps(FSDPUnit *self, size_t group, ct_error *err)
 {
     size_t end = 0; /* of what is filled so far */
-    for (size_t i = 0; i < self->n_leaves; i++) {
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < self->n_leaves; i++) {
         const fsdp_leaf *leaf = &self->leaves[i];
         if (leaf->group == group && leaf->filled) {
-            ct_fsdp_clear_grads(&self->core, group, end, leaf->at - end);
+            status = ct_fsdp_clear_grads(&self->core, group, end, leaf->at - end, err);
             end = leaf->at + leaf->n;
         }
     }
-    ct_fsdp_clear_grads(&self->core, group, end, self->core.groups[group].n - end);
+    const size_t left = self->core.groups[group].n - end;
+    return status == CT_OK ? ct_fsdp_clear_grads(&self->core, group, end, left, err)
+                           : status;
 }
 
 static int
 reduce_group(FSDPUnit *self, size_t group)
 {
     int add, result = -1;
+    ct_error err;
     PyObject *owners = self->grad_owners == NULL ? self->shards : self->grad_owners;
     PyObject *owner = Py_NewRef(PyTuple_GET_ITEM(owners, (Py_ssize_t)group));
     PyObject *grad = shard_grad(self, owner, group, &add);
     if (grad != NULL) {
-        clear_gaps(self, group);
-        result = reduce_into(self, group, grad, add);
+        result = clear_gaps(self, group, &err) == CT_OK
+                     ? reduce_into(self, group, grad, add)
+                     : ctpy_raise_int(&err);
     }
     if (result == 0 && !add) {
         result = PyObject_SetAttr(owner, fsdp_state_borrow(self)->str_grad, grad);

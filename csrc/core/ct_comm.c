@@ -38,6 +38,12 @@ ct_comm_wait(ct_comm *comm, ct_work *work, ct_error *err)
     return work == NULL ? CT_OK : comm->ops->wait(comm, work, err);
 }
 
+ct_status
+ct_comm_follow(ct_comm *comm, void *stream, ct_error *err)
+{
+    return comm->ops->follow == NULL ? CT_OK : comm->ops->follow(comm, stream, err);
+}
+
 const char *
 ct_collective_name(ct_collective what)
 {

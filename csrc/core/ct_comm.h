@@ -107,6 +107,8 @@ typedef struct ct_comm_ops {
     bool takes_device_memory;
     /* Streams; NULL where a collective over a batch is as good. */
     ct_status (*stream)(ct_comm *comm, const ct_stream *stream, ct_error *err);
+    /* ct_comm_follow, for a backend whose work is enqueued; else NULL. */
+    ct_status (*follow)(ct_comm *comm, void *stream, ct_error *err);
 } ct_comm_ops;
 
 struct ct_comm {
@@ -126,6 +128,10 @@ CT_NODISCARD ct_status ct_comm_run(ct_comm *comm, const ct_request *request,
 CT_NODISCARD ct_status ct_comm_start(ct_comm *comm, const ct_request *request,
                                      ct_work **work, ct_error *err);
 CT_NODISCARD ct_status ct_comm_wait(ct_comm *comm, ct_work *work, ct_error *err);
+
+/* Puts the collectives that come behind what is on a stream of the device so far, as if
+ * they were enqueued there. CT_EDEVICE. */
+CT_NODISCARD ct_status ct_comm_follow(ct_comm *comm, void *stream, ct_error *err);
 
 /* Gives every rank `bytes` > 0 of zeroed, page-aligned host memory that is best for
  * what it hands to collectives: ranks of one machine read each other's where it lies,

@@ -15,6 +15,10 @@
 
 #include "core/ct_comm.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* Makes the communicators of ranks 0..world_size - 1 of one group, for a thread each.
  *
  * world_size >= 1; timeout_seconds is finite, > 0. Each is released with its
@@ -22,5 +26,9 @@
  * leaves. CT_EINVAL or CT_ENOMEM, comms untouched. */
 CT_NODISCARD ct_status ct_comm_local_new(ct_comm **comms, int world_size,
                                          double timeout_seconds, ct_error *err);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -9,6 +9,7 @@
 
 #include "core/ct_codes.h"
 #include "core/ct_factored.h"
+#include "core/ct_mapping.h"
 #include "core/ct_span.h"
 #include "core/ct_update.h"
 
@@ -20,7 +21,7 @@ extern "C" {
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 16
+#define CT_DEVICE_VERSION 17
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -79,6 +80,12 @@ ct_zero_fn(void *stream, const ct_span *spans, size_t n_spans, ct_error *err);
 typedef ct_status ct_copy_fn(void *stream, const ct_span *to, const ct_span *from,
                              size_t n_spans, ct_error *err);
 
+/* sums[i][k] += values[i][k] * factor between float dtypes; equal lengths, not
+ * overlapping. A value is rounded to the sum's dtype, so is its product, so is the sum.
+ */
+typedef ct_status ct_add_fn(void *stream, const ct_span *sums, const ct_span *values,
+                            size_t n_spans, double factor, ct_error *err);
+
 /* C (m x n) = alpha * op(A) (m x k) * op(B) (k x n) + beta * C, row major, all of one
  * dtype; ld* are row strides in elements. fp32 and fp64 are added in their own
  * precision, bf16 in fp32 and rounded once, to nearest even. */
@@ -122,12 +129,14 @@ typedef struct ct_device {
     ct_scale_fn *scale;
     ct_zero_fn *zero;
     ct_copy_fn *copy;
+    ct_add_fn *add;
     ct_gemm_fn *gemm;
     ct_encode_fn *encode;
     ct_decode_fn *decode;
     ct_read_fn *read;
     ct_scratch_grow_fn *scratch_grow;
     ct_scratch_release_fn *scratch_release;
+    const ct_mapping_ops *mapping; /* of its memory; NULL: the host's */
 } ct_device;
 
 extern const ct_device ct_device_cpu;

@@ -3,14 +3,11 @@
 #include "core/ct_alloc.h"
 #include "core/ct_fsdp_codes.h"
 #include "core/ct_fsdp_prefetch.h"
-#include "core/ct_reduce.h"
 
 #include <math.h>
-#include <string.h>
 
 enum {
-    ALIGNED_ELEMS = 32, /* a group begins on a cache line whatever the dtype */
-    TILE = 4096
+    ALIGNED_ELEMS = 32 /* a group begins on a cache line whatever the dtype */
 };
 
 /* ---- layout ------------------------------------------------------------------------
@@ -133,12 +130,17 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
                        shard->n, ct_dtype_name(shard->dtype), n);
     }
     if (unit->config.gather_bits != 0 && !unit->config.lone_gather) {
-        const ct_fsdp_coder coder = {unit->device, comm, unit->config.gather_bits};
+        const ct_fsdp_coder coder = {unit->device, unit->stream, comm,
+                                     unit->config.gather_bits};
         return ct_fsdp_gather_codes(&coder, &full, shard, err);
     }
     const ct_request request = {.what = CT_ALL_GATHER, .in = own, .out = full};
-    ct_status status = unit->device->copy(NULL, &own, shard, 1, err);
+    ct_status status = unit->device->copy(unit->stream, &own, shard, 1, err);
     if (status != CT_OK || unit->config.lone_gather) {
+        return status;
+    }
+    status = ct_comm_follow(comm, unit->stream, err);
+    if (status != CT_OK) {
         return status;
     }
     return unit->begun ? ct_comm_start(comm, &request, &g->work, err)
@@ -148,8 +150,9 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
 static ct_status
 gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
 {
-    ct_status status = CT_OK;
-    ct_mapping_obtain(unit->full, &unit->ledger->spares);
+    unit->full->stream = unit->stream;
+    ct_status status =
+        ct_mapping_obtain(unit->full, unit->full->bytes, &unit->ledger->spares, err);
     for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
         status = gather_group(unit, comm, &unit->groups[i], &shards[i], err);
     }
@@ -217,57 +220,21 @@ grads_of(const ct_fsdp *unit, const ct_fsdp_group *g)
     return ct_span_part(all, g->grad_at, g->n);
 }
 
-static size_t
-smaller(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
-/* to += from * factor, of any float dtypes; what is added is of to's. */
 static ct_status
-accumulate(const ct_device *device, const ct_span *to, const ct_span *from,
-           double factor, ct_error *err)
+hold_grads(ct_fsdp *unit, ct_dtype dtype, ct_error *err)
 {
-    _Alignas(64) float tile[TILE]; /* the widest that there are */
-    ct_status status = CT_OK;
-    for (size_t at = 0; status == CT_OK && at < to->n; at += TILE) {
-        const size_t n = smaller(to->n - at, TILE);
-        const ct_span source = ct_span_part(*from, at, n);
-        const ct_span converted = {tile, n, to->dtype};
-        const ct_span sum = ct_span_part(*to, at, n);
-        const void *const rows[2] = {sum.data, tile};
-        status = device->copy(NULL, &converted, &source, 1, err);
-        if (status == CT_OK && factor != 1.0) {
-            status = device->scale(NULL, factor, (double)INFINITY, &converted, 1, err);
-        }
-        if (status == CT_OK) {
-            ct_reduce(sum.data, rows, 2, n, to->dtype, CT_REDUCE_SUM);
-        }
+    if (unit->holds_grads) {
+        return CT_OK;
     }
-    return status;
-}
-
-/* Adds without a tile where both are of one dtype, which need not be F32. */
-static ct_status
-add_grad(const ct_device *device, const ct_span *to, const ct_span *from, ct_error *err)
-{
-    if (to->dtype != from->dtype) {
-        return accumulate(device, to, from, 1.0, err);
-    }
-    const void *const rows[2] = {to->data, from->data};
-    ct_reduce(to->data, rows, 2, to->n, to->dtype, CT_REDUCE_SUM);
-    return CT_OK;
-}
-
-static void
-hold_grads(ct_fsdp *unit, ct_dtype dtype)
-{
-    if (!unit->holds_grads) {
-        ct_mapping_obtain(unit->grads, &unit->ledger->spares);
+    unit->grad_dtype = dtype;
+    unit->grads->stream = unit->stream;
+    const ct_status status =
+        ct_mapping_obtain(unit->grads, grad_live(unit), &unit->ledger->spares, err);
+    if (status == CT_OK) {
         unit->holds_grads = true;
-        unit->grad_dtype = dtype;
         enter(unit->ledger, grad_live(unit));
     }
+    return status;
 }
 
 ct_status
@@ -281,17 +248,22 @@ ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at, const ct_span *grad, b
                        "%zu",
                        grad->n, at, g->n);
     }
-    hold_grads(unit, wide ? CT_F32 : unit->config.reduce);
+    ct_status status = hold_grads(unit, wide ? CT_F32 : unit->config.reduce, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    const ct_device *device = unit->device;
     const ct_span place = ct_span_part(grads_of(unit, g), at, grad->n);
-    return add ? add_grad(unit->device, &place, grad, err)
-               : unit->device->copy(NULL, &place, grad, 1, err);
+    return add ? device->add(unit->stream, &place, grad, 1, 1.0, err)
+               : device->copy(unit->stream, &place, grad, 1, err);
 }
 
 static ct_status
 reduce_as_codes(const ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
                 const ct_span *part, ct_reduce_op op, ct_error *err)
 {
-    const ct_fsdp_coder coder = {unit->device, comm, unit->config.reduce_bits};
+    const ct_fsdp_coder coder = {unit->device, unit->stream, comm,
+                                 unit->config.reduce_bits};
     const ct_span whole = grads_of(unit, g);
     float *residual = unit->residual == NULL ? NULL : unit->residual + g->grad_at;
     const float factor = op == CT_REDUCE_MEAN ? 1.0F / (float)comm->world_size : 1.0F;
@@ -307,13 +279,27 @@ sum_over_ranks(const ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
     if (unit->config.lone_reduce) {
         return CT_OK;
     }
-    ct_status status = unit->config.reduce_bits != 0
-                           ? reduce_as_codes(unit, comm, g, part, op, err)
-                           : comm->ops->reduce_scatter(comm, part, &whole, op, err);
-    return status != CT_OK || unit->replicas == NULL
+    ct_status status = ct_comm_follow(comm, unit->stream, err);
+    if (status == CT_OK) {
+        status = unit->config.reduce_bits != 0
+                     ? reduce_as_codes(unit, comm, g, part, op, err)
+                     : comm->ops->reduce_scatter(comm, part, &whole, op, err);
+    }
+    ct_comm *replicas = unit->replicas;
+    if (status == CT_OK && replicas != NULL) {
+        status = ct_comm_follow(replicas, unit->stream, err);
+    }
+    return status != CT_OK || replicas == NULL
                ? status
-               : unit->replicas->ops->all_reduce(unit->replicas, part, CT_REDUCE_MEAN,
-                                                 err);
+               : replicas->ops->all_reduce(replicas, part, CT_REDUCE_MEAN, err);
+}
+
+static ct_status
+scale(const ct_fsdp *unit, double factor, const ct_span *span, ct_error *err)
+{
+    return factor == 1.0 ? CT_OK
+                         : unit->device->scale(unit->stream, factor, (double)INFINITY,
+                                               span, 1, err);
 }
 
 /* Into the shard's gradient: from what is reduced, with the factor that is left. */
@@ -322,12 +308,10 @@ deliver(const ct_fsdp *unit, const ct_span *shard, const ct_span *part, double f
         bool add, ct_error *err)
 {
     if (add) {
-        return accumulate(unit->device, shard, part, factor, err);
+        return unit->device->add(unit->stream, shard, part, 1, factor, err);
     }
-    ct_status status = unit->device->copy(NULL, shard, part, 1, err);
-    return status != CT_OK || factor == 1.0
-               ? status
-               : unit->device->scale(NULL, factor, (double)INFINITY, shard, 1, err);
+    const ct_status status = unit->device->copy(unit->stream, shard, part, 1, err);
+    return status == CT_OK ? scale(unit, factor, shard, err) : status;
 }
 
 /* The average needs no factor: it is taken in the sum's own precision. */
@@ -345,19 +329,20 @@ ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
     const ct_fsdp_group *g = &unit->groups[group];
     const size_t n = g->n / (size_t)comm->world_size;
     const bool average = is_average(unit, comm);
-    ct_status status = CT_OK;
     if (shard->n != n || shard->dtype != CT_F32) {
         return ct_fail(err, CT_EINVAL,
                        "the gradient of a shard has %zu elements of %s; expected %zu "
                        "of float32",
                        shard->n, ct_dtype_name(shard->dtype), n);
     }
-    hold_grads(unit, unit->config.reduce);
+    ct_status status = hold_grads(unit, unit->config.reduce, err);
+    if (status != CT_OK) {
+        return status;
+    }
     const ct_span whole = grads_of(unit, g);
     ct_span part = ct_span_part(whole, (size_t)comm->rank * n, n);
-    if (!average && unit->config.predivide != 1.0) {
-        status = unit->device->scale(NULL, 1.0 / unit->config.predivide,
-                                     (double)INFINITY, &whole, 1, err);
+    if (!average) {
+        status = scale(unit, 1.0 / unit->config.predivide, &whole, err);
     }
     const bool direct = !add && part.dtype == CT_F32 && !unit->config.lone_reduce;
     part = direct ? *shard : part;
@@ -366,19 +351,22 @@ ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
                                 average ? CT_REDUCE_MEAN : CT_REDUCE_SUM, err);
     }
     const double factor = average ? 1.0 : 1.0 / unit->config.postdivide;
-    if (status != CT_OK || (direct && factor == 1.0)) {
+    if (status != CT_OK) {
         return status;
     }
-    return direct ? unit->device->scale(NULL, factor, (double)INFINITY, shard, 1, err)
+    return direct ? scale(unit, factor, shard, err)
                   : deliver(unit, shard, &part, factor, add, err);
 }
 
-void
-ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at, size_t n)
+ct_status
+ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at, size_t n, ct_error *err)
 {
-    hold_grads(unit, unit->config.reduce);
+    const ct_status status = hold_grads(unit, unit->config.reduce, err);
+    if (status != CT_OK) {
+        return status;
+    }
     const ct_span gap = ct_span_part(grads_of(unit, &unit->groups[group]), at, n);
-    memset(gap.data, 0, n * ct_dtype_size(gap.dtype));
+    return unit->device->zero(unit->stream, &gap, 1, err);
 }
 
 void

@@ -48,6 +48,7 @@ typedef struct ct_fsdp_config {
 
 typedef struct ct_fsdp {
     const ct_device *device;
+    void *stream; /* of the device: where the unit's work is enqueued; the caller's */
     ct_fsdp_config config;
     /* The ranks of other groups that have the same shards, whose gradients are averaged
      * with those that are reduced here; NULL: there are none. The caller's. */
@@ -113,7 +114,8 @@ CT_NODISCARD ct_status ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group
                                       const ct_span *shard, bool add, ct_error *err);
 
 /* Makes elements [at, at + n) of a trainable group's gradients 0. */
-void ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at, size_t n);
+CT_NODISCARD ct_status ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at,
+                                           size_t n, ct_error *err);
 
 void ct_fsdp_drop_grads(ct_fsdp *unit);
 

@@ -72,12 +72,12 @@ encode(const ct_fsdp_coder *coder, const room *r, const ct_span *values,
     };
     if (residual == NULL) {
         const ct_span blank = {r->blank, values->n, CT_F32};
-        ct_status status = coder->device->zero(NULL, &blank, 1, err);
+        ct_status status = coder->device->zero(coder->stream, &blank, 1, err);
         if (status != CT_OK) {
             return status;
         }
     }
-    return coder->device->encode(NULL, &encoding, err);
+    return coder->device->encode(coder->stream, &encoding, err);
 }
 
 /* The sum of `parts` ranks' codes times factor. */
@@ -95,7 +95,7 @@ decode(const ct_fsdp_coder *coder, const ct_span *values, const void *from,
         .factor = factor,
         .bits = coder->bits,
     };
-    return coder->device->decode(NULL, &decoding, err);
+    return coder->device->decode(coder->stream, &decoding, err);
 }
 
 ct_status
@@ -110,6 +110,9 @@ ct_fsdp_gather_codes(const ct_fsdp_coder *coder, const ct_span *full,
         room_open(&r, coder->device, bytes, bytes * ranks, shard->n, err);
     if (status == CT_OK) {
         status = encode(coder, &r, shard, NULL, r.sent, err);
+    }
+    if (status == CT_OK) {
+        status = ct_comm_follow(comm, coder->stream, err);
     }
     if (status == CT_OK) {
         const ct_span in = {r.sent, bytes, CT_U8};
@@ -138,6 +141,9 @@ ct_fsdp_reduce_codes(const ct_fsdp_coder *coder, const ct_span *part,
         const ct_span values = ct_span_part(*whole, rank * n, n);
         float *missed = residual == NULL ? NULL : residual + rank * n;
         status = encode(coder, &r, &values, missed, r.sent + rank * bytes, err);
+    }
+    if (status == CT_OK) {
+        status = ct_comm_follow(comm, coder->stream, err);
     }
     if (status == CT_OK) {
         const ct_span in = {r.sent, bytes * ranks, CT_U8};

@@ -16,6 +16,7 @@
 
 typedef struct ct_fsdp_coder {
     const ct_device *device;
+    void *stream; /* where its work is enqueued */
     ct_comm *comm;
     int bits; /* of a code: 8 or 4 */
 } ct_fsdp_coder;

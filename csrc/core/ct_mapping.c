@@ -127,6 +127,10 @@ take(ct_spares *spares, size_t bytes)
 void
 ct_spares_discard(ct_spares *spares)
 {
+    if (spares->ops != NULL) {
+        spares->ops->discard(spares);
+        return;
+    }
     for (ct_spare *spare = spares->first; spare != NULL; spare = spare->next) {
         (void)madvise(spare->home, spare->bytes, MADV_DONTNEED);
     }
@@ -135,6 +139,9 @@ ct_spares_discard(ct_spares *spares)
 void
 ct_spares_close(ct_spares *spares)
 {
+    if (spares->ops != NULL) {
+        spares->ops->discard(spares);
+    }
     while (spares->first != NULL) {
         spare_free(take(spares, 0));
     }
@@ -158,6 +165,23 @@ ct_mapping_open(ct_mapping *map, size_t bytes, bool watched, ct_error *err)
     return CT_OK;
 }
 
+ct_status
+ct_mapping_open_on(const ct_mapping_ops *ops, ct_mapping *map, size_t bytes,
+                   bool watched, ct_error *err)
+{
+    if (ops == NULL || bytes == 0) {
+        return ct_mapping_open(map, bytes, watched, err);
+    }
+    *map = (ct_mapping){.data = NULL};
+    const ct_status status = ops->open(map, bytes, err);
+    if (status == CT_OK) {
+        map->bytes = bytes;
+        map->watched = watched;
+        map->ops = ops;
+    }
+    return status;
+}
+
 /* To where they came from, or to a place that is made for them. */
 static bool
 set_aside(ct_mapping *map, ct_spares *spares)
@@ -174,6 +198,10 @@ set_aside(ct_mapping *map, ct_spares *spares)
 void
 ct_mapping_release(ct_mapping *map, ct_spares *spares)
 {
+    if (map->ops != NULL) {
+        map->ops->release(map, spares);
+        return;
+    }
     if (map->bytes == 0) {
         return;
     }
@@ -185,12 +213,9 @@ ct_mapping_release(ct_mapping *map, ct_spares *spares)
     }
 }
 
-void
-ct_mapping_obtain(ct_mapping *map, ct_spares *spares)
+static void
+obtain_pages(ct_mapping *map, ct_spares *spares)
 {
-    if (map->bytes == 0) {
-        return;
-    }
     if (map->watched) {
         (void)mprotect(map->data, map->bytes, PROT_READ | PROT_WRITE);
     }
@@ -203,9 +228,26 @@ ct_mapping_obtain(ct_mapping *map, ct_spares *spares)
     }
 }
 
+ct_status
+ct_mapping_obtain(ct_mapping *map, size_t bytes, ct_spares *spares, ct_error *err)
+{
+    if (map->ops != NULL) {
+        return map->ops->obtain(map, bytes, spares, err);
+    }
+    if (map->bytes != 0) {
+        obtain_pages(map, spares);
+    }
+    return CT_OK;
+}
+
 void
 ct_mapping_close(ct_mapping *map)
 {
+    if (map->ops != NULL) {
+        map->ops->close(map);
+        *map = (ct_mapping){.data = NULL};
+        return;
+    }
     if (map->bytes != 0) {
         (void)munmap(map->data, map->bytes);
     }

@@ -20,32 +20,58 @@ extern "C" {
 #endif
 
 typedef struct ct_spare ct_spare;
+typedef struct ct_mapping ct_mapping;
+typedef struct ct_spares ct_spares;
 
-/* Pages that lie ready for mappings, not more than these have had at once. Starts as
- * {NULL}, which is empty and may be closed. */
-typedef struct ct_spares {
+/* Mappings of a device's memory: what the functions below do, for its own. */
+typedef struct ct_mapping_ops {
+    ct_status (*open)(ct_mapping *map, size_t bytes, ct_error *err);
+    ct_status (*obtain)(ct_mapping *map, size_t bytes, ct_spares *spares,
+                        ct_error *err);
+    void (*release)(ct_mapping *map, ct_spares *spares);
+    void (*close)(ct_mapping *map);
+    void (*discard)(ct_spares *spares);
+} ct_mapping_ops;
+
+/* Pages that lie ready for mappings of one device, not more than these have had at
+ * once. Starts as {NULL}, which is empty and may be closed. */
+struct ct_spares {
     ct_spare *first;
-} ct_spares;
+    const ct_mapping_ops *ops; /* the device's; NULL: the host's */
+};
 
 /* Starts as {0}, which is empty and may be closed. */
-typedef struct ct_mapping {
+struct ct_mapping {
     void *data;
     size_t bytes;
-    ct_spare *lent; /* whose pages these are; NULL: its own */
+    ct_spare *lent; /* whose pages these are; NULL: its own, on a device none */
     bool watched;
-} ct_mapping;
+    const ct_mapping_ops *ops; /* the device's; NULL: the host's */
+    void *stream;              /* of a device: where its user enqueues what it does */
+    int ordinal;               /* which one it is, where there are several */
+};
 
 /* Zeroed pages of this process; nothing is taken before it is touched. watched: from a
  * release on to `obtain` every touch faults. bytes may be 0. CT_ENOMEM. */
 CT_NODISCARD ct_status ct_mapping_open(ct_mapping *map, size_t bytes, bool watched,
                                        ct_error *err);
 
-/* Takes the memory away, into spares, or to the system if that is NULL. */
+/* The same in a device's memory, by its ops (NULL: the host's). There it has no memory
+ * before the first `obtain`, nor after a release: touching it is an error of the
+ * device's then, if watched, or else finds what was there or such an error. CT_ENOMEM,
+ * CT_EDEVICE. */
+CT_NODISCARD ct_status ct_mapping_open_on(const ct_mapping_ops *ops, ct_mapping *map,
+                                          size_t bytes, bool watched, ct_error *err);
+
+/* Takes the memory away, into spares, or to the system if that is NULL. On a device
+ * that comes behind what is on the stream. */
 void ct_mapping_release(ct_mapping *map, ct_spares *spares);
 
-/* Makes it usable after a release, with pages of spares if there are; no call is needed
- * before the first use. What is in it is whatever was. */
-void ct_mapping_obtain(ct_mapping *map, ct_spares *spares);
+/* Makes the first `bytes` usable after a release, with pages of spares if there are; in
+ * the host's memory no call is needed before the first use. What is in it is whatever
+ * was. CT_ENOMEM and CT_EDEVICE, on a device alone. */
+CT_NODISCARD ct_status ct_mapping_obtain(ct_mapping *map, size_t bytes,
+                                         ct_spares *spares, ct_error *err);
 
 void ct_mapping_close(ct_mapping *map);
 

@@ -96,21 +96,21 @@ ct_update_check(const ct_update *update, ct_error *err)
 }
 
 ct_status
-ct_check_averages(const ct_span *averages, const ct_span *values, size_t n_spans,
-                  ct_error *err)
+ct_check_pairs(const char *kernel, const ct_span *spans, const ct_span *values,
+               size_t n_spans, ct_error *err)
 {
     for (size_t i = 0; i < n_spans; i++) {
-        const ct_dtype both[] = {averages[i].dtype, values[i].dtype};
-        if (averages[i].n != values[i].n) {
+        const ct_dtype both[] = {spans[i].dtype, values[i].dtype};
+        if (spans[i].n != values[i].n) {
             return ct_fail(err, CT_EINVAL,
-                           "average: span %zu has %zu elements for %zu values", i,
-                           averages[i].n, values[i].n);
+                           "%s: span %zu has %zu elements for %zu values", kernel, i,
+                           spans[i].n, values[i].n);
         }
         for (int k = 0; k < 2; k++) {
             if (!ct_dtype_is_float(both[k])) {
                 return ct_fail(err, CT_EINVAL,
-                               "average: span %zu is %s, and only float dtypes work", i,
-                               ct_dtype_name(both[k]));
+                               "%s: span %zu is %s, and only float dtypes work", kernel,
+                               i, ct_dtype_name(both[k]));
             }
         }
     }

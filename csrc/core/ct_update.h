@@ -80,10 +80,11 @@ typedef struct ct_update {
  * kernels of every device. */
 CT_NODISCARD ct_status ct_update_check(const ct_update *update, ct_error *err);
 
-/* CT_EINVAL names the first pair that the device table's `average`
- * cannot work on. */
-CT_NODISCARD ct_status ct_check_averages(const ct_span *averages, const ct_span *values,
-                                         size_t n_spans, ct_error *err);
+/* CT_EINVAL names the first pair that a kernel cannot work on which brings values into
+ * spans: `average` and `add` of the device table. */
+CT_NODISCARD ct_status ct_check_pairs(const char *kernel, const ct_span *spans,
+                                      const ct_span *values, size_t n_spans,
+                                      ct_error *err);
 /* The same for `measure`, whose rule has to be a measured one. */
 CT_NODISCARD ct_status ct_measure_check(const ct_update *update, ct_error *err);
 

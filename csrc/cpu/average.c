@@ -80,7 +80,7 @@ ct_cpu_average(void *stream, const ct_span *averages, const ct_span *values,
         .averages = averages, .values = values, .decay = decay, .cuts = &cuts};
     ct_status status = ct_isa_get(&job.isa, err);
     if (status == CT_OK) {
-        status = ct_check_averages(averages, values, n_spans, err);
+        status = ct_check_pairs("average", averages, values, n_spans, err);
     }
     if (status == CT_OK) {
         ct_cuts_init(&cuts, &values[0].n, sizeof values[0], n_spans);

@@ -36,6 +36,7 @@ const ct_device ct_device_cpu = {
     .scale = ct_cpu_scale,
     .zero = ct_cpu_zero,
     .copy = ct_cpu_copy,
+    .add = ct_cpu_add,
     .gemm = ct_cpu_gemm,
     .encode = ct_cpu_encode,
     .decode = ct_cpu_decode,

@@ -13,6 +13,7 @@ ct_factor_fn ct_cpu_factor;
 ct_scale_fn ct_cpu_scale;
 ct_zero_fn ct_cpu_zero;
 ct_copy_fn ct_cpu_copy;
+ct_add_fn ct_cpu_add;
 ct_gemm_fn ct_cpu_gemm;
 ct_encode_fn ct_cpu_encode;
 ct_decode_fn ct_cpu_decode;

@@ -242,8 +242,8 @@ takes_cleared_gradients_as_zero(ct_comm *comm, void *arg)
     give_gradients(&f, comm, false, false);
     ct_fsdp_drop_grads(&f.unit);
     CHECK(ct_fsdp_take_grad(&f.unit, 0, 2, &span, false, false, NULL) == CT_OK);
-    ct_fsdp_clear_grads(&f.unit, 0, 0, 2);
-    ct_fsdp_clear_grads(&f.unit, 0, 3, f.unit.groups[0].n - 3);
+    CHECK(ct_fsdp_clear_grads(&f.unit, 0, 0, 2, NULL) == CT_OK);
+    CHECK(ct_fsdp_clear_grads(&f.unit, 0, 3, f.unit.groups[0].n - 3, NULL) == CT_OK);
     CHECK(ct_fsdp_reduce(&f.unit, comm, 0, &shard, false, NULL) == CT_OK);
     for (size_t i = 0; i < SHARE; i++) {
         CHECK(out[i] == (comm->rank == 0 && i == 2 ? 1.0F : 0.0F));
@@ -311,7 +311,7 @@ an_empty_unit_is_fine(void)
     CHECK(ct_fsdp_full_bytes(&unit, CT_F32) == 0 && ct_fsdp_grad_bytes(&unit) == 0);
     CHECK(ct_mapping_open(&none, 0, true, NULL) == CT_OK);
     ct_mapping_release(&none, &ledger.spares);
-    ct_mapping_obtain(&none, &ledger.spares);
+    CHECK(ct_mapping_obtain(&none, none.bytes, &ledger.spares, NULL) == CT_OK);
     unit.ledger = &ledger;
     unit.full = unit.grads = &none;
     ct_fsdp_move_account(&unit, &other);

@@ -41,12 +41,12 @@ released_pages_are_the_next_mappings(size_t bytes)
     for (int turn = 0; turn < 3; turn++) {
         ct_mapping_release(&a, &spares);
         CHECK(spares.first != NULL && is_all(&a, 0));
-        ct_mapping_obtain(&b, &spares);
+        CHECK(ct_mapping_obtain(&b, b.bytes, &spares, NULL) == CT_OK);
         CHECK(spares.first == NULL && is_all(&b, (unsigned char)(turn + 1)));
         memset(b.data, turn + 2, bytes);
         ct_mapping_release(&b, &spares);
         CHECK(is_all(&b, 0));
-        ct_mapping_obtain(&a, &spares);
+        CHECK(ct_mapping_obtain(&a, a.bytes, &spares, NULL) == CT_OK);
         CHECK(is_all(&a, (unsigned char)(turn + 2)));
     }
     ct_mapping_close(&a); /* with what was lent to it */
@@ -63,12 +63,13 @@ spares_are_as_many_as_were_in_use_at_once(void)
     ct_mapping_release(&large, &spares);
     ct_mapping_release(&small, &spares);
     CHECK(ct_mapping_open(&other, SMALL, false, NULL) == CT_OK);
-    ct_mapping_obtain(&other, &spares);
+    CHECK(ct_mapping_obtain(&other, other.bytes, &spares, NULL) == CT_OK);
     CHECK(is_all(&other, 2));
-    ct_mapping_obtain(&small, &spares);
+    CHECK(ct_mapping_obtain(&small, small.bytes, &spares, NULL) == CT_OK);
     CHECK(is_all(&small, 1) && spares.first == NULL);
     ct_mapping_release(&other, &spares);
-    ct_mapping_obtain(&large, &spares); /* none is as long: new pages */
+    CHECK(ct_mapping_obtain(&large, large.bytes, &spares, NULL) ==
+          CT_OK); /* none is as long: new pages */
     CHECK(is_all(&large, 0) && spares.first == NULL);
     ct_mapping_close(&large);
     ct_mapping_close(&small);
@@ -89,7 +90,7 @@ what_lies_ready_goes_back_to_the_system(void)
     ct_spares_discard(&spares);
     const size_t after = ct_memory_resident();
     CHECK(before > 0 && ready > before + LONG / 2 && after < ready - LONG / 2);
-    ct_mapping_obtain(&map, &spares);
+    CHECK(ct_mapping_obtain(&map, map.bytes, &spares, NULL) == CT_OK);
     CHECK(is_all(&map, 0));
     ct_mapping_close(&map);
 }

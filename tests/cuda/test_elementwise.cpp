@@ -252,6 +252,51 @@ test_copy_converts_as_the_cpu_does()
     }
 }
 
+static void
+test_add_rounds_as_the_cpu_does()
+{
+    random_numbers numbers = {5};
+    std::vector<twin> sums, values;
+    std::vector<ct_span> to_host, to_device, from_host, from_device;
+    for (ct_dtype from : float_dtypes) {
+        for (ct_dtype to : float_dtypes) {
+            for (size_t n : {0, 3, 700, 8193}) {
+                for (auto list : {&sums, &values}) {
+                    list->emplace_back(list == &sums ? to : from, n, n % 2);
+                    list->back().fill(&numbers, -4000.0, 4000.0);
+                }
+            }
+        }
+    }
+    for (size_t k = 0; k < sums.size(); k++) {
+        to_host.push_back(sums[k].on_host());
+        to_device.push_back(sums[k].on_device());
+        from_host.push_back(values[k].on_host());
+        from_device.push_back(values[k].on_device());
+    }
+    for (double factor : {1.0, 1.0 / 3.0, 1e5}) { /* the last overflows float16 */
+        CHECK(ct_device_cpu.add(NULL, to_host.data(), from_host.data(), sums.size(),
+                                factor, NULL) == CT_OK);
+        CHECK(ct_device_cuda.add(NULL, to_device.data(), from_device.data(),
+                                 sums.size(), factor, NULL) == CT_OK);
+        for (const twin &it : sums) {
+            CHECK(it.agree());
+        }
+    }
+}
+
+static void
+test_add_refuses_what_does_not_fit()
+{
+    twin a(CT_F32, 4, 0), b(CT_F32, 3, 0), c(CT_I32, 4, 0);
+    const ct_span sum = a.on_device(), shorter = b.on_device(), whole = c.on_device();
+    ct_error err;
+    CHECK(ct_device_cuda.add(NULL, &sum, &shorter, 1, 1.0, &err) == CT_EINVAL);
+    CHECK(strcmp(err.message, "add: span 0 has 4 elements for 3 values") == 0);
+    CHECK(ct_device_cuda.add(NULL, &sum, &whole, 1, 1.0, &err) == CT_EINVAL);
+    CHECK(strcmp(err.message, "add: span 0 is int32, and only float dtypes work") == 0);
+}
+
 /* A conversion may change a NaN's payload, which GPUs do not keep, never its being. */
 static void
 test_copy_keeps_nan()
@@ -301,6 +346,8 @@ main()
         test_zero_fills_every_dtype_and_nothing_beside_it();
         test_copy_converts_as_the_cpu_does();
         test_copy_keeps_nan();
+        test_add_rounds_as_the_cpu_does();
+        test_add_refuses_what_does_not_fit();
         test_copy_moves_bytes_of_any_dtype();
     });
     return 0;

@@ -41,7 +41,13 @@ struct cudaPointerAttributes {
     enum cudaMemoryType type;
 };
 
+enum cudaDriverEntryPointQueryResult {
+    cudaDriverEntryPointSuccess = 0,
+    cudaDriverEntryPointSymbolNotFound = 1
+};
+
 enum {
+    cudaEnableDefault = 0,
     cudaStreamNonBlocking = 1,
     cudaEventDisableTiming = 2
 };
@@ -65,7 +71,13 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
+cudaError_t
+cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
+                                 unsigned long long flags,
+                                 enum cudaDriverEntryPointQueryResult *found);
 cudaError_t
 cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *data);
 

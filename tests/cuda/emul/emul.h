@@ -29,6 +29,7 @@ struct record {
     size_t launches;
     size_t waits; /* calls that make the host wait for the device */
     size_t allocations;
+    size_t orders;       /* of a stream behind another */
     cudaStream_t stream; /* of the last launch, copy or memset */
 };
 
@@ -39,6 +40,15 @@ extern size_t fail_launch;   /* the n-th launch from now on is refused; 0: none 
 extern size_t fail_malloc;   /* likewise for cudaMalloc */
 extern size_t busy;          /* so many times cudaStreamQuery says not yet */
 extern int n_devices;        /* what cudaGetDeviceCount says */
+extern size_t fail_create;   /* like fail_malloc, for cuMemCreate */
+extern bool without_vm;      /* a driver that maps no memory */
+
+/* Memory of the driver that there is now, and how much there has been. */
+struct vm_record {
+    size_t reserved, blocks; /* addresses and memory that were not given back */
+    size_t created;          /* blocks, ever */
+};
+extern vm_record vm;
 
 void reset();
 
@@ -49,8 +59,12 @@ void launch(unsigned grid, unsigned block, cudaStream_t stream,
 void barrier();
 uint64_t shuffle_down(unsigned mask, uint64_t bits, unsigned delta);
 
-/* Between launch.cpp and memory.cpp. */
+/* Between the files of the emulation. Open, device memory is the calling thread's: of
+ * several, one at a time is a GPU. */
 void open_device_memory(bool open);
+int memory_protection(); /* of new memory */
+void add_device_memory(void *data, size_t bytes);
+void remove_device_memory(void *data);
 void set_last_error(cudaError_t error);
 
 } // namespace emul

@@ -205,11 +205,11 @@ launch(unsigned grid, unsigned block, cudaStream_t stream,
         return;
     }
     grid = most_blocks > 0 && most_blocks < grid ? most_blocks : grid;
+    open_device_memory(true);
     body = &kernel;
     n_fibres = block;
     here.block_dim.x = block;
     here.grid_dim.x = grid;
-    open_device_memory(true);
     for (unsigned k = 0; k < grid; k++) {
         here.block.x = descending ? grid - 1 - k : k;
         run_block();

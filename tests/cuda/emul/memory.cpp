@@ -26,7 +26,9 @@ struct block {
 
 std::map<void *, block> blocks; /* by the address that cudaMalloc gave */
 std::mutex blocks_lock;         /* ranks of a group may be threads */
+std::mutex gpu;                 /* held by who works on the memory */
 cudaError_t last_error = cudaSuccess;
+bool host_sees; /* for hosts that compute on this memory themselves */
 
 } // namespace
 
@@ -34,7 +36,7 @@ void
 reset()
 {
     seen = {};
-    fail_launch = fail_malloc = 0;
+    fail_launch = fail_malloc = fail_create = 0;
     descending = false;
     most_blocks = 0;
     last_error = cudaSuccess;
@@ -58,15 +60,42 @@ is_on_device(const void *data)
     return (const char *)data < it.pages + it.pages_bytes;
 }
 
-#ifndef __SANITIZE_ADDRESS__
-static void
-open_block(const block &it, bool open)
+void
+add_device_memory(void *data, size_t bytes)
 {
-    mprotect(it.pages, it.pages_bytes, open ? PROT_READ | PROT_WRITE : PROT_NONE);
+    std::lock_guard<std::mutex> held(blocks_lock);
+    blocks[data] = {(char *)data, bytes};
 }
 
 void
-open_device_memory(bool open)
+remove_device_memory(void *data)
+{
+    std::lock_guard<std::mutex> held(blocks_lock);
+    blocks.erase(data);
+}
+
+static void
+hold_gpu(bool hold)
+{
+    hold ? gpu.lock() : gpu.unlock();
+}
+
+#ifndef __SANITIZE_ADDRESS__
+int
+memory_protection()
+{
+    return host_sees ? PROT_READ | PROT_WRITE : PROT_NONE;
+}
+
+static void
+open_block(const block &it, bool open)
+{
+    mprotect(it.pages, it.pages_bytes,
+             open ? PROT_READ | PROT_WRITE : memory_protection());
+}
+
+static void
+open_blocks(bool open)
 {
     std::lock_guard<std::mutex> held(blocks_lock);
     for (const auto &entry : blocks) {
@@ -76,7 +105,7 @@ open_device_memory(bool open)
 
 /* The one block that a copy or memset works on; a host address is none. */
 static void
-open_around(const void *data, bool open)
+open_block_around(const void *data, bool open)
 {
     std::lock_guard<std::mutex> held(blocks_lock);
     const auto behind = blocks.upper_bound(const_cast<void *>(data));
@@ -89,16 +118,46 @@ open_around(const void *data, bool open)
     }
 }
 #else
-void
-open_device_memory(bool)
+int
+memory_protection()
+{
+    return PROT_READ | PROT_WRITE;
+}
+
+static void
+open_blocks(bool)
 {
 }
 
 static void
-open_around(const void *, bool)
+open_block_around(const void *, bool)
 {
 }
 #endif
+
+void
+open_device_memory(bool open)
+{
+    if (open) {
+        hold_gpu(true);
+    }
+    open_blocks(open);
+    if (!open) {
+        hold_gpu(false);
+    }
+}
+
+static void
+open_around(const void *data, bool open)
+{
+    if (open) {
+        hold_gpu(true);
+    }
+    open_block_around(data, open);
+    if (!open) {
+        hold_gpu(false);
+    }
+}
 
 } // namespace emul
 
@@ -174,6 +233,7 @@ cudaMalloc(void **data, size_t bytes)
     const size_t size = (bytes + page - 1) / page * page;
     char *pages =
         (char *)mmap(NULL, size + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mprotect(pages, size, emul::memory_protection());
     *data = pages + (size - bytes) / 16 * 16; /* an overrun meets the guard page */
     std::lock_guard<std::mutex> held(emul::blocks_lock);
     emul::blocks[*data] = {pages, size};
@@ -265,6 +325,20 @@ cudaEventRecord(cudaEvent_t, cudaStream_t)
 }
 
 cudaError_t
+cudaEventSynchronize(cudaEvent_t)
+{
+    emul::seen.waits++;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned)
+{
+    emul::seen.orders++;
+    return cudaSuccess;
+}
+
+cudaError_t
 cudaEventQuery(cudaEvent_t)
 {
     return cudaStreamQuery(NULL);
@@ -283,6 +357,13 @@ cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *d
     attributes->type =
         emul::is_on_device(data) ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
     return cudaSuccess;
+}
+
+/* For Python's tests, whose torch computes where it takes a device's memory to be. */
+void
+emul_show_memory(int shown)
+{
+    emul::host_sees = shown != 0;
 }
 
 } // extern "C"

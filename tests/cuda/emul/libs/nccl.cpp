@@ -1,6 +1,7 @@
 /* A libnccl.so.2 for the emulation: ranks are threads of one process, a collective is
  * worked out by the rank that comes last. It is opened as the real one is. */
 #include "../emul.h"
+#include "math/ct_half_math.h"
 
 #include <condition_variable>
 #include <map>
@@ -13,6 +14,7 @@
 namespace {
 
 enum {
+    SUM = 0,
     SUCCESS = 0,
     INVALID_ARGUMENT = 4,
     REMOTE_ERROR = 6,
@@ -21,7 +23,9 @@ enum {
     MEAN = 4,
     BYTE = 1,
     LONG = 4,
+    HALF = 6,
     FLOAT = 7,
+    BFLOAT = 9,
     IN_PROGRESS = 7,
     NO_COLOR = -1
 };
@@ -73,7 +77,31 @@ struct rank {
 size_t
 size_of(int dtype)
 {
-    return dtype == BYTE ? 1 : dtype == LONG ? 8 : dtype == FLOAT ? 4 : 0;
+    switch (dtype) {
+    case BYTE:
+        return 1;
+    case HALF:
+    case BFLOAT:
+        return 2;
+    case FLOAT:
+        return 4;
+    case LONG:
+        return 8;
+    default:
+        return 0;
+    }
+}
+
+/* Elements of 16 bits: sums and means in double, rounded once. */
+template <float (*load)(uint16_t), uint16_t (*store)(double)>
+void
+average_halves(const std::vector<call> &calls, size_t i, int op, char *to)
+{
+    double sum = 0;
+    for (const call &it : calls) {
+        sum += (double)load(((const uint16_t *)it.in)[i]);
+    }
+    *(uint16_t *)to = store(op == MEAN ? sum / (double)calls.size() : sum);
 }
 
 template <typename T>
@@ -96,7 +124,10 @@ reduce(const std::vector<call> &calls, size_t i, int dtype, int op, char *to)
 {
     dtype == BYTE   ? reduce_as<unsigned char>(calls, i, op, to)
     : dtype == LONG ? reduce_as<int64_t>(calls, i, op, to)
-                    : reduce_as<float>(calls, i, op, to);
+    : dtype == HALF ? average_halves<ct_f32_from_f16, ct_f16_from_f64>(calls, i, op, to)
+    : dtype == BFLOAT
+        ? average_halves<ct_f32_from_bf16, ct_bf16_from_f64>(calls, i, op, to)
+        : reduce_as<float>(calls, i, op, to);
 }
 
 /* Waits for all ranks; the last one runs `work` on their buffers. */

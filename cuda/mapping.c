@@ -1,0 +1,303 @@
+/* Mappings of the device's memory: an address is reserved once, and blocks of memory
+ * come and go there.
+ *
+ * A host that lets go of memory is ahead of the device, which still works on it. So a
+ * block that is released stays where it is, with an event behind its last use, and is
+ * taken away only when another mapping needs it: the host waits for the event then,
+ * which also keeps it from running further ahead than there is memory for. */
+#include "kernels.h"
+
+#include "core/ct_alloc.h"
+#include "driver.h"
+#include "status.h"
+
+#include <string.h>
+
+struct ct_spare {
+    CUmemGenericAllocationHandle memory;
+    size_t bytes;
+    cudaEvent_t left;  /* behind the last use, once it lies ready */
+    ct_mapping *at;    /* where it is; NULL: at no address */
+    ct_spares *spares; /* among which it lies ready; NULL: it is in use */
+    ct_spare *next;
+};
+
+static CUdeviceptr
+address_of(const ct_mapping *map)
+{
+    return (CUdeviceptr)(uintptr_t)map->data;
+}
+
+static CUmemAllocationProp
+kind_of(const ct_mapping *map)
+{
+    return (CUmemAllocationProp){
+        .type = CU_MEM_ALLOCATION_TYPE_PINNED,
+        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = map->ordinal},
+    };
+}
+
+/* bytes up to a whole number of the device's pages. */
+static ct_status
+round_up(const ct_driver *driver, const ct_mapping *map, size_t bytes, size_t *rounded,
+         ct_error *err)
+{
+    const CUmemAllocationProp kind = kind_of(map);
+    size_t page = 1;
+    ct_status status = ct_driver_check(
+        driver->granularity(&page, &kind, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
+        "ask for the size of the GPU's pages", err);
+    *rounded = (bytes + page - 1) / page * page;
+    return status;
+}
+
+/* ---- blocks ------------------------------------------------------------------------
+ */
+
+/* The device has ended with it then; what it says of itself, the next launch will. */
+static void
+unmap(const ct_driver *driver, ct_spare *block)
+{
+    if (block->at != NULL) {
+        (void)cudaEventSynchronize(block->left);
+        (void)driver->unmap(address_of(block->at), block->bytes);
+        block->at->lent = NULL;
+        block->at = NULL;
+    }
+}
+
+static void
+destroy(const ct_driver *driver, ct_spare *block)
+{
+    unmap(driver, block);
+    (void)driver->release(block->memory);
+    (void)cudaEventDestroy(block->left);
+    ct_free(block);
+}
+
+static ct_status
+create(const ct_driver *driver, const ct_mapping *map, size_t bytes, ct_spare **made,
+       ct_error *err)
+{
+    const CUmemAllocationProp kind = kind_of(map);
+    ct_spare *block = ct_calloc(1, sizeof *block);
+    if (block == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for a block of the GPU's memory");
+    }
+    block->bytes = bytes;
+    ct_status status =
+        ct_cuda_check(cudaEventCreateWithFlags(&block->left, cudaEventDisableTiming),
+                      "make an event", err);
+    if (status != CT_OK) {
+        ct_free(block);
+        return status;
+    }
+    status = ct_driver_check(driver->create(&block->memory, bytes, &kind, 0),
+                             "get memory for parameters or gradients", err);
+    if (status != CT_OK) {
+        (void)cudaEventDestroy(block->left);
+        ct_free(block);
+        return status;
+    }
+    *made = block;
+    return CT_OK;
+}
+
+static ct_status
+map_block(const ct_driver *driver, ct_mapping *map, ct_spare *block, ct_error *err)
+{
+    const CUdeviceptr address = address_of(map);
+    const CUmemAccessDesc access = {.location = kind_of(map).location,
+                                    .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    ct_status status =
+        ct_driver_check(driver->map(address, block->bytes, 0, block->memory, 0),
+                        "map memory at an address", err);
+    if (status != CT_OK) {
+        return status;
+    }
+    block->at = map;
+    map->lent = block;
+    return ct_driver_check(driver->set_access(address, block->bytes, &access, 1),
+                           "make memory accessible", err);
+}
+
+/* ---- blocks that lie ready ---------------------------------------------------------
+ */
+
+/* Behind the others: the one at the front has been left longest. */
+static void
+put(ct_spares *spares, ct_spare *block)
+{
+    ct_spare **end = &spares->first;
+    while (*end != NULL) {
+        end = &(*end)->next;
+    }
+    *end = block;
+    block->next = NULL;
+    block->spares = spares;
+    spares->ops = &ct_cuda_mapping_ops;
+}
+
+static void
+take_out(ct_spare *block)
+{
+    ct_spare **link = &block->spares->first;
+    while (*link != block) {
+        link = &(*link)->next;
+    }
+    *link = block->next;
+    block->spares = NULL;
+}
+
+/* Only a block that is exactly as long will do: the driver maps whole ones. */
+static ct_spare *
+find(const ct_spares *spares, size_t bytes)
+{
+    ct_spare *block = spares == NULL ? NULL : spares->first;
+    while (block != NULL && block->bytes != bytes) {
+        block = block->next;
+    }
+    return block;
+}
+
+static void
+cuda_discard(ct_spares *spares)
+{
+    const ct_driver *driver;
+    ct_error unused;
+    if (ct_driver_borrow(&driver, &unused) != CT_OK) {
+        return;
+    }
+    while (spares->first != NULL) {
+        ct_spare *block = spares->first;
+        take_out(block);
+        destroy(driver, block);
+    }
+}
+
+/* One that lies ready, or a new one, for which those that lie ready go if need be. */
+static ct_status
+get_block(const ct_driver *driver, const ct_mapping *map, size_t bytes,
+          ct_spares *spares, ct_spare **block, ct_error *err)
+{
+    *block = find(spares, bytes);
+    if (*block != NULL) {
+        take_out(*block);
+        unmap(driver, *block);
+        return CT_OK;
+    }
+    const ct_status status = create(driver, map, bytes, block, err);
+    if (status != CT_ENOMEM || spares == NULL || spares->first == NULL) {
+        return status;
+    }
+    cuda_discard(spares);
+    return create(driver, map, bytes, block, err);
+}
+
+/* ---- entries -----------------------------------------------------------------------
+ */
+
+static ct_status
+cuda_open(ct_mapping *map, size_t bytes, ct_error *err)
+{
+    const ct_driver *driver;
+    CUdeviceptr address = 0;
+    size_t reserved = 0;
+    ct_status status =
+        ct_cuda_check(cudaGetDevice(&map->ordinal), "find the current GPU", err);
+    if (status == CT_OK) {
+        status = ct_driver_borrow(&driver, err);
+    }
+    if (status == CT_OK) {
+        status = round_up(driver, map, bytes, &reserved, err);
+    }
+    if (status == CT_OK) {
+        status = ct_driver_check(driver->reserve(&address, reserved, 0, 0, 0),
+                                 "reserve addresses of the GPU", err);
+    }
+    memcpy((void *)&map->data, &address,
+           sizeof map->data); /* the driver's number is one */
+    return status;
+}
+
+static ct_status
+cuda_obtain(ct_mapping *map, size_t bytes, ct_spares *spares, ct_error *err)
+{
+    const ct_driver *driver;
+    ct_spare *block = map->lent;
+    size_t wanted;
+    ct_status status = ct_driver_borrow(&driver, err);
+    if (status == CT_OK) {
+        status = round_up(driver, map, bytes, &wanted, err);
+    }
+    if (status != CT_OK || wanted == 0) {
+        return status;
+    }
+    if (block != NULL && block->bytes == wanted) {
+        if (block->spares != NULL) {
+            take_out(block);
+        }
+        return CT_OK;
+    }
+    if (block != NULL) {
+        unmap(driver, block);
+    }
+    status = get_block(driver, map, wanted, spares, &block, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    status = map_block(driver, map, block, err);
+    if (status != CT_OK) {
+        destroy(driver, block);
+    }
+    return status;
+}
+
+static void
+cuda_release(ct_mapping *map, ct_spares *spares)
+{
+    const ct_driver *driver;
+    ct_spare *block = map->lent;
+    ct_error unused;
+    if (block == NULL || block->spares != NULL ||
+        ct_driver_borrow(&driver, &unused) != CT_OK) {
+        return;
+    }
+    (void)cudaEventRecord(block->left, (cudaStream_t)map->stream);
+    if (spares == NULL) {
+        destroy(driver, block);
+        return;
+    }
+    if (map->watched) {
+        unmap(driver, block);
+    }
+    put(spares, block);
+}
+
+static void
+cuda_close(ct_mapping *map)
+{
+    const ct_driver *driver;
+    size_t reserved;
+    ct_error unused;
+    ct_spare *block = map->lent;
+    if (ct_driver_borrow(&driver, &unused) != CT_OK) {
+        return;
+    }
+    if (block != NULL && block->spares != NULL) {
+        take_out(block);
+        destroy(driver, block);
+    }
+    cuda_release(map, NULL);
+    if (round_up(driver, map, map->bytes, &reserved, &unused) == CT_OK) {
+        (void)driver->unreserve(address_of(map), reserved);
+    }
+}
+
+const ct_mapping_ops ct_cuda_mapping_ops = {
+    .open = cuda_open,
+    .obtain = cuda_obtain,
+    .release = cuda_release,
+    .close = cuda_close,
+    .discard = cuda_discard,
+};
