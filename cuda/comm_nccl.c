@@ -118,6 +118,9 @@ enqueue(const ct_nccl_member *comm, const ct_request *r, int dtype)
     case CT_BROADCAST:
         return nccl->broadcast(in, in, r->in.n, dtype, r->root, comm->handle,
                                comm->stream);
+    case CT_REDUCE:
+        return nccl->reduce(in, in, r->in.n, dtype, op, r->root, comm->handle,
+                            comm->stream);
     case CT_BARRIER:
         break;
     }
@@ -244,6 +247,14 @@ nccl_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
 }
 
 static ct_status
+nccl_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
+            ct_error *err)
+{
+    const ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
+    return run(comm, &r, err);
+}
+
+static ct_status
 nccl_barrier(ct_comm *comm, ct_error *err)
 {
     return run(comm, &(ct_request){.what = CT_BARRIER}, err);
@@ -259,6 +270,7 @@ const ct_comm_ops ct_nccl_ops = {
     .reduce_scatter = nccl_reduce_scatter,
     .all_to_all = nccl_all_to_all,
     .broadcast = nccl_broadcast,
+    .reduce = nccl_reduce,
     .barrier = nccl_barrier,
     .start = nccl_start,
     .wait = nccl_wait,

@@ -19,6 +19,7 @@ static const ct_dynlib_symbol symbols[] = {
     {"ncclAllGather",          offsetof(ct_nccl, all_gather)    },
     {"ncclReduceScatter",      offsetof(ct_nccl, reduce_scatter)},
     {"ncclBroadcast",          offsetof(ct_nccl, broadcast)     },
+    {"ncclReduce",             offsetof(ct_nccl, reduce)        },
     {"ncclSend",               offsetof(ct_nccl, send)          },
     {"ncclRecv",               offsetof(ct_nccl, receive)       },
     {"ncclGroupStart",         offsetof(ct_nccl, group_start)   },

@@ -53,6 +53,8 @@ typedef struct ct_nccl {
                                      int op, ct_nccl_handle comm, cudaStream_t stream);
     ct_nccl_result (*broadcast)(const void *in, void *out, size_t n, int dtype,
                                 int root, ct_nccl_handle comm, cudaStream_t stream);
+    ct_nccl_result (*reduce)(const void *in, void *out, size_t n, int dtype, int op,
+                             int root, ct_nccl_handle comm, cudaStream_t stream);
     ct_nccl_result (*send)(const void *in, size_t n, int dtype, int peer,
                            ct_nccl_handle comm, cudaStream_t stream);
     ct_nccl_result (*receive)(void *out, size_t n, int dtype, int peer,

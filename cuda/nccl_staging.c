@@ -82,8 +82,8 @@ ct_status
 ct_nccl_unstage(const ct_request *request, const ct_request *staged,
                 cudaStream_t stream, ct_error *err)
 {
-    const bool in_place =
-        request->what == CT_ALL_REDUCE || request->what == CT_BROADCAST;
+    const bool in_place = request->what == CT_ALL_REDUCE ||
+                          request->what == CT_BROADCAST || request->what == CT_REDUCE;
     const ct_span *to = in_place ? &request->in : &request->out;
     const ct_span *from = in_place ? &staged->in : &staged->out;
     return to->data == from->data

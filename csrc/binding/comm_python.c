@@ -182,6 +182,15 @@ python_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
 }
 
 static ct_status
+python_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
+              ct_error *err)
+{
+    const ct_request wanted = {
+        .what = CT_REDUCE, .in = *span, .op = op, .root = root};
+    return run(comm, &wanted, err);
+}
+
+static ct_status
 python_barrier(ct_comm *comm, ct_error *err)
 {
     return run(comm, &(ct_request){.what = CT_BARRIER}, err);
@@ -293,6 +302,7 @@ static const ct_comm_ops python_ops = {
     .reduce_scatter = python_reduce_scatter,
     .all_to_all = python_all_to_all,
     .broadcast = python_broadcast,
+    .reduce = python_reduce,
     .barrier = python_barrier,
     .start = python_start,
     .wait = python_wait,

@@ -262,6 +262,26 @@ Communicator_broadcast(PyObject *op, PyObject *args, PyObject *kwargs)
                : NULL;
 }
 
+const char Communicator_reduce_doc[] =
+    "reduce($self, tensor, root=0, op='sum', *, async_op=False)\n--\n\n"
+    "On rank root replace the elements of tensor by their sum, mean, max or min over\n"
+    "all ranks. What the other ranks' tensors hold afterwards is not said.";
+
+PyObject *
+Communicator_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensor", "root", "op", "async_op", NULL};
+    ct_request request = {.what = CT_REDUCE};
+    PyObject *tensor;
+    const char *how = "sum";
+    int begins = false;
+    return PyArg_ParseTupleAndKeywords(args, kwargs, "O|is$p:reduce", names, &tensor,
+                                       &request.root, &how, &begins) &&
+                   op_of(how, &request.op) == 0
+               ? collect(op, &request, NULL, tensor, begins)
+               : NULL;
+}
+
 const char Communicator_barrier_doc[] =
     "barrier($self, /)\n--\n\nWait until every rank has come.";
 

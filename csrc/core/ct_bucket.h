@@ -5,8 +5,13 @@
  * bucket has one dtype. The first of a dtype is small, so that the exchange begins
  * early. These are the rules of Li et al., "PyTorch Distributed: Experiences on
  * Accelerating Data Parallel Training", 2020, section 3.2.3. The plan depends on
- * lengths, dtypes and limits alone: ranks with the same parameters have the same plan.
- */
+ * lengths, dtypes, owners and limits alone: ranks with the same parameters have the
+ * same plan.
+ *
+ * A parameter may have an owner, the one rank that gets its average (Rajbhandari et
+ * al., "ZeRO", 2020, stage 2). Each owner has buckets of its own, and of each dtype one
+ * alone, as their memory stays when the gradients in it are no longer needed: what does
+ * not fit is exchanged where it lies. */
 #ifndef CT_BUCKET_H
 #define CT_BUCKET_H
 
@@ -23,10 +28,21 @@ typedef struct ct_bucket_limits {
     size_t alone_bytes; /* a longer parameter has a bucket to itself; 0: none has */
 } ct_bucket_limits;
 
+/* Who gets the averages. */
+typedef struct ct_owners {
+    const int *of; /* by parameter: a rank, or CT_EVERY_RANK; NULL: that for all */
+    int world_size;
+} ct_owners;
+
+enum {
+    CT_EVERY_RANK = -1
+};
+
 typedef struct ct_bucket {
     ct_dtype dtype;
     size_t first, n_params; /* plan->order[first .. first + n_params) */
     size_t n;               /* elements */
+    int owner;              /* a rank or CT_EVERY_RANK */
     bool alone;             /* of one parameter: can be exchanged where it lies */
 } ct_bucket;
 
@@ -39,11 +55,12 @@ typedef struct ct_bucket_plan {
     size_t *offset;      /* by parameter: elements before it in its bucket */
 } ct_bucket_plan;
 
-/* params[i].n and .dtype are read. Fewer than 2^32 parameters. */
+/* params[i].n and .dtype are read. Fewer than 2^32 parameters. CT_EINVAL for an owner
+ * that is no rank. */
 CT_NODISCARD ct_status ct_bucket_plan_init(ct_bucket_plan *plan, const ct_span *params,
                                            size_t n_params,
                                            const ct_bucket_limits *limits,
-                                           ct_error *err);
+                                           const ct_owners *owners, ct_error *err);
 void ct_bucket_plan_fini(ct_bucket_plan *plan);
 
 #endif

@@ -7,6 +7,7 @@
 #ifndef CT_CODEC_H
 #define CT_CODEC_H
 
+#include "core/ct_bucket.h"
 #include "core/ct_comm.h"
 #include "core/ct_device.h"
 
@@ -18,6 +19,7 @@ typedef struct ct_codec ct_codec;
 typedef struct ct_parcel {
     size_t bucket; /* which; each comes once in a backward pass */
     ct_span flat;  /* the gradients; then their average */
+    int owner;     /* the rank that gets the average, or CT_EVERY_RANK */
 } ct_parcel;
 
 typedef struct ct_codec_ops {
@@ -29,6 +31,7 @@ typedef struct ct_codec_ops {
                         ct_error *err);
     void (*free)(ct_codec *codec);
     bool meets_again; /* finish has collectives of its own */
+    bool for_owners;  /* it takes parcels that have one */
 } ct_codec_ops;
 
 struct ct_codec {
@@ -37,5 +40,9 @@ struct ct_codec {
 
 /* Averages as they are. Nothing to free, one for all. */
 extern ct_codec ct_codec_whole;
+
+/* The collective that brings a parcel's average or sum to those who get it, in `flat`. */
+ct_request ct_parcel_request(const ct_parcel *parcel, const ct_span *flat,
+                             ct_reduce_op op);
 
 #endif

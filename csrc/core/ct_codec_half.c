@@ -44,7 +44,7 @@ half_start(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_work **wo
     if (status == CT_OK) {
         status = device->copy(self->stream, &pack, &parcel->flat, 1, err);
     }
-    const ct_request sum = {.what = CT_ALL_REDUCE, .op = CT_REDUCE_SUM, .in = pack};
+    const ct_request sum = ct_parcel_request(parcel, &pack, CT_REDUCE_SUM);
     return status == CT_OK ? ct_comm_start(comm, &sum, work, err) : status;
 }
 
@@ -53,10 +53,18 @@ half_finish(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_error *e
 {
     half_codec *self = (half_codec *)codec;
     const ct_span pack = pack_of(self, parcel);
-    (void)comm;
-    return is_half_already(&parcel->flat)
-               ? CT_OK
-               : self->device->copy(self->stream, &parcel->flat, &pack, 1, err);
+    const bool is_owned = parcel->owner != CT_EVERY_RANK;
+    ct_status status = CT_OK;
+    if (is_half_already(&parcel->flat)) {
+        return status;
+    }
+    if (!is_owned || parcel->owner == comm->rank) {
+        status = self->device->copy(self->stream, &parcel->flat, &pack, 1, err);
+    }
+    if (is_owned) { /* whose gradients leave no memory behind */
+        self->device->scratch_release(&self->packs[parcel->bucket]);
+    }
+    return status;
 }
 
 static void
@@ -70,9 +78,11 @@ half_free(ct_codec *codec)
 }
 
 static const ct_codec_ops fp16_ops = {
-    .name = "fp16", .start = half_start, .finish = half_finish, .free = half_free};
+    .name = "fp16", .start = half_start, .finish = half_finish, .free = half_free,
+    .for_owners = true};
 static const ct_codec_ops bf16_ops = {
-    .name = "bf16", .start = half_start, .finish = half_finish, .free = half_free};
+    .name = "bf16", .start = half_start, .finish = half_finish, .free = half_free,
+    .for_owners = true};
 
 ct_status
 ct_codec_half_new(ct_codec **codec, const ct_device *device, void *stream,

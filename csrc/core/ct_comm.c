@@ -17,6 +17,8 @@ ct_comm_run(ct_comm *comm, const ct_request *r, ct_error *err)
         return ops->all_to_all(comm, &r->out, &r->in, err);
     case CT_BROADCAST:
         return ops->broadcast(comm, &r->in, r->root, err);
+    case CT_REDUCE:
+        return ops->reduce(comm, &r->in, r->op, r->root, err);
     case CT_BARRIER:
         break;
     }
@@ -50,7 +52,8 @@ ct_collective_name(ct_collective what)
     static const char *const names[] = {
         [CT_ALL_REDUCE] = "all_reduce",         [CT_ALL_GATHER] = "all_gather",
         [CT_REDUCE_SCATTER] = "reduce_scatter", [CT_ALL_TO_ALL] = "all_to_all",
-        [CT_BROADCAST] = "broadcast",           [CT_BARRIER] = "barrier",
+        [CT_BROADCAST] = "broadcast",           [CT_REDUCE] = "reduce",
+        [CT_BARRIER] = "barrier",
     };
     return names[what];
 }
@@ -133,6 +136,7 @@ ct_request_check(const ct_request *r, int world_size, ct_error *err)
     case CT_ALL_TO_ALL:
         return check_exchange(r, (size_t)world_size, err);
     case CT_BROADCAST:
+    case CT_REDUCE:
         if (r->root < 0 || r->root >= world_size) {
             return ct_fail(err, CT_EINVAL, "root must be in [0, %d), got %d",
                            world_size, r->root);

@@ -36,6 +36,7 @@ typedef enum ct_collective {
     CT_REDUCE_SCATTER,
     CT_ALL_TO_ALL,
     CT_BROADCAST,
+    CT_REDUCE,
     CT_BARRIER
 } ct_collective;
 
@@ -46,9 +47,9 @@ typedef struct ct_pages ct_pages; /* core/ct_pages.h */
 /* A collective as data: what ct_comm_start begins and ranks compare. */
 typedef struct ct_request {
     ct_collective what;
-    ct_reduce_op op; /* of the two that reduce */
-    int root;        /* of a broadcast */
-    ct_span in;      /* of all_reduce and broadcast: the result, too */
+    ct_reduce_op op; /* of those that reduce */
+    int root;        /* of broadcast and reduce */
+    ct_span in;      /* of all_reduce, broadcast and reduce: the result, too */
     ct_span out;     /* of all_gather, reduce_scatter and all_to_all */
 } ct_request;
 
@@ -85,6 +86,9 @@ typedef struct ct_comm_ops {
     ct_status (*all_to_all)(ct_comm *comm, const ct_span *out, const ct_span *in,
                             ct_error *err);
     ct_status (*broadcast)(ct_comm *comm, const ct_span *span, int root, ct_error *err);
+    /* In place on the root; what the others' spans then hold is not said. */
+    ct_status (*reduce)(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
+                        ct_error *err);
     ct_status (*barrier)(ct_comm *comm, ct_error *err);
     /* Begins a collective; NULL for a backend that cannot work meanwhile. The spans'
      * memory is the backend's until wait has returned. */

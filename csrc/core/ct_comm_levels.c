@@ -127,6 +127,36 @@ levels_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
     return status == CT_OK ? ct_levels_within(self, "broadcast", &r, err) : status;
 }
 
+/* To the rank of its own machine that has the root's place, and from those to it. */
+static ct_status
+reduce_shares(ct_levels *self, const ct_span *span, ct_reduce_op op, int root,
+              ct_error *err)
+{
+    const int ranks = self->inner->world_size;
+    ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root % ranks};
+    ct_status status = ct_levels_within(self, "reduce", &r, err);
+    if (status == CT_OK && self->inner->rank == root % ranks) {
+        r.root = root / ranks;
+        status = ct_levels_across(self, "reduce", &r, err);
+    }
+    return status;
+}
+
+static ct_status
+levels_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
+              ct_error *err)
+{
+    ct_levels *self = (ct_levels *)comm;
+    const ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
+    ct_status status = ct_request_check(&r, comm->world_size, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    return op == CT_REDUCE_MEAN && !ct_dtype_is_float(span->dtype)
+               ? ct_levels_reduce_gathered(self, span, op, err)
+               : reduce_shares(self, span, op, root, err);
+}
+
 /* The second within holds a machine's ranks until the last machine has come. */
 static ct_status
 levels_barrier(ct_comm *comm, ct_error *err)
@@ -184,6 +214,7 @@ static const ct_comm_ops levels_ops = {
     .reduce_scatter = levels_reduce_scatter,
     .all_to_all = levels_all_to_all,
     .broadcast = levels_broadcast,
+    .reduce = levels_reduce,
     .barrier = levels_barrier,
     .start = ct_levels_start,
     .wait = ct_levels_wait,

@@ -135,6 +135,15 @@ work_broadcast(const member *self)
 }
 
 static void
+work_reduce(const member *self)
+{
+    const ct_span *mine = &self->request.in;
+    if (self->base.rank == self->request.root) {
+        reduce_part(self, mine->data, 0, mine->n);
+    }
+}
+
+static void
 work(const member *self)
 {
     switch (self->request.what) {
@@ -152,6 +161,9 @@ work(const member *self)
         break;
     case CT_BROADCAST:
         work_broadcast(self);
+        break;
+    case CT_REDUCE:
+        work_reduce(self);
         break;
     case CT_BARRIER:
         break;
@@ -219,6 +231,15 @@ local_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
 {
     return collective(
         comm, &(ct_request){.what = CT_BROADCAST, .in = *span, .root = root}, err);
+}
+
+static ct_status
+local_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
+             ct_error *err)
+{
+    const ct_request wanted = {
+        .what = CT_REDUCE, .in = *span, .op = op, .root = root};
+    return collective(comm, &wanted, err);
 }
 
 static ct_status
@@ -328,6 +349,7 @@ static const ct_comm_ops local_ops = {
     .reduce_scatter = local_reduce_scatter,
     .all_to_all = local_all_to_all,
     .broadcast = local_broadcast,
+    .reduce = local_reduce,
     .barrier = local_barrier,
     .group = local_group,
     .free = local_free,

@@ -54,15 +54,31 @@ self_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *
 }
 
 static ct_status
-self_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
+check_root(int root, ct_error *err)
 {
-    (void)comm;
-    (void)span;
     if (root != 0) {
         return ct_fail(err, CT_EINVAL, "root must be 0 in a group of one rank, got %d",
                        root);
     }
     return CT_OK;
+}
+
+static ct_status
+self_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
+{
+    (void)comm;
+    (void)span;
+    return check_root(root, err);
+}
+
+static ct_status
+self_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
+            ct_error *err)
+{
+    (void)comm;
+    (void)span;
+    (void)op;
+    return check_root(root, err);
 }
 
 static ct_status
@@ -86,6 +102,7 @@ static const ct_comm_ops self_ops = {
     .reduce_scatter = self_reduce_scatter,
     .all_to_all = self_all_to_all,
     .broadcast = self_broadcast,
+    .reduce = self_reduce,
     .barrier = self_barrier,
     .free = self_free,
 };

@@ -77,6 +77,13 @@ shm_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
 }
 
 static ct_status
+shm_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root, ct_error *err)
+{
+    const ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
+    return run(comm, &r, err);
+}
+
+static ct_status
 shm_barrier(ct_comm *comm, ct_error *err)
 {
     return run(comm, &(ct_request){.what = CT_BARRIER}, err);
@@ -191,6 +198,7 @@ static const ct_comm_ops shm_ops = {
     .reduce_scatter = shm_reduce_scatter,
     .all_to_all = shm_all_to_all,
     .broadcast = shm_broadcast,
+    .reduce = shm_reduce,
     .barrier = shm_barrier,
     .start = shm_start,
     .wait = shm_wait,

@@ -21,10 +21,12 @@ located(const ct_exchange *self, int rank)
 /* ---- giving ------------------------------------------------------------------------
  */
 
+/* Whether others need what `rank` has. */
 static bool
-gives(const ct_exchange *self, const ct_transfer *t)
+gives(const ct_transfer *t, int rank)
 {
-    return t->sink != CT_SINK_COPY || self->rank == t->request->root;
+    const bool is_root = rank == t->request->root;
+    return t->sink == CT_SINK_COPY ? is_root : t->sink != CT_SINK_ROOT || !is_root;
 }
 
 /* Others may not read what is being reduced, unless each reduces a share for all. */
@@ -42,7 +44,7 @@ write_note(const ct_exchange *self, const ct_transfer *t, ct_note *n)
     *n = (ct_note){
         .request = *t->request, .place = {-1, 0}
     };
-    if (gives(self, t)) {
+    if (gives(t, self->rank)) {
         n->place = ct_lanes_find(&self->lanes, t->from, given * t->item);
     }
 }
@@ -81,7 +83,7 @@ give(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error 
         write_note(self, t, ct_slot_note(self, rank, piece));
         self->direct[rank] = may_be_read_alone(t) ? located(self, rank) : NULL;
     }
-    if (self->direct[rank] == NULL && gives(self, t)) {
+    if (self->direct[rank] == NULL && gives(t, rank)) {
         ct_slot_fill(self, t, piece, t->given * t->piece);
     }
     ct_crew_raise(self->crew, CT_CREW_MADE, piece + 1);
@@ -114,8 +116,7 @@ find_direct(ct_exchange *self, const ct_transfer *t)
     bool all = t->part != 0;
     for (int rank = 0; rank < self->world_size; rank++) {
         self->direct[rank] = located(self, rank);
-        const bool gives_it = t->sink != CT_SINK_COPY || rank == t->request->root;
-        all = all && (self->direct[rank] != NULL || !gives_it);
+        all = all && (self->direct[rank] != NULL || !gives(t, rank));
     }
     for (int rank = 0; !all && !may_be_read_alone(t) && rank < self->world_size;
          rank++) {

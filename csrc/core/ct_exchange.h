@@ -27,7 +27,8 @@ typedef struct ct_exchange {
 typedef enum ct_sink {
     CT_SINK_REDUCE, /* all ranks' parts into one */
     CT_SINK_GATHER, /* side by side, in rank order */
-    CT_SINK_COPY    /* the root's alone */
+    CT_SINK_COPY,   /* the root's alone */
+    CT_SINK_ROOT    /* all ranks' parts into one, on the root alone */
 } ct_sink;
 
 typedef enum ct_stage {

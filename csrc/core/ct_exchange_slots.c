@@ -156,6 +156,11 @@ ct_slots_take(const ct_exchange *self, const ct_transfer *t, uint32_t piece, siz
     case CT_SINK_REDUCE:
         reduce(self, t, piece, at);
         return;
+    case CT_SINK_ROOT:
+        if (self->rank == root) {
+            reduce(self, t, piece, at);
+        }
+        return;
     case CT_SINK_COPY:
         if (self->rank != root) {
             copy(t->to + at * t->item, given_by(self, t, root, piece, at),

@@ -8,17 +8,30 @@
 /* ---- a codec that does nothing ------------------------------------------------------
  */
 
+ct_request
+ct_parcel_request(const ct_parcel *parcel, const ct_span *flat, ct_reduce_op op)
+{
+    const bool for_all = parcel->owner == CT_EVERY_RANK;
+    return (ct_request){
+        .what = for_all ? CT_ALL_REDUCE : CT_REDUCE,
+        .op = op,
+        .root = for_all ? 0 : parcel->owner,
+        .in = *flat,
+    };
+}
+
 static ct_status
 whole_start(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_work **work,
             ct_error *err)
 {
     (void)codec;
-    const ct_request request = {
-        .what = CT_ALL_REDUCE, .op = CT_REDUCE_MEAN, .in = parcel->flat};
+    const ct_request request =
+        ct_parcel_request(parcel, &parcel->flat, CT_REDUCE_MEAN);
     return ct_comm_start(comm, &request, work, err);
 }
 
-static const ct_codec_ops whole_ops = {.name = "no", .start = whole_start};
+static const ct_codec_ops whole_ops = {
+    .name = "no", .start = whole_start, .for_owners = true};
 
 ct_codec ct_codec_whole = {&whole_ops};
 
@@ -35,18 +48,37 @@ set_places(ct_reducer *r, const ct_span *params)
     for (size_t b = 0; b < r->plan.n_buckets; b++) {
         const ct_bucket *bucket = &r->plan.buckets[b];
         r->buckets[b].flat = (ct_span){.n = bucket->n, .dtype = bucket->dtype};
-        r->turns[b] = (int64_t)b;
+    }
+}
+
+/* The order in which buckets are full if gradients come in the reverse of the
+ * parameters' order. */
+static void
+set_turns(ct_reducer *r)
+{
+    int64_t *turn = r->turns;
+    for (size_t i = r->plan.n_params; i-- > 0;) {
+        const uint32_t b = r->plan.bucket_of[i];
+        const ct_bucket *bucket = &r->plan.buckets[b];
+        if (r->plan.order[bucket->first + bucket->n_params - 1] == i) {
+            *turn++ = (int64_t)b;
+        }
     }
 }
 
 ct_status
 ct_reducer_init(ct_reducer *r, const ct_device *device, void *stream,
                 const ct_span *params, size_t n_params, const ct_bucket_limits *limits,
-                ct_error *err)
+                const ct_owners *owners, ct_error *err)
 {
     *r = (ct_reducer){
-        .device = device, .stream = stream, .codec = &ct_codec_whole, .factor = 1.0};
-    ct_status status = ct_bucket_plan_init(&r->plan, params, n_params, limits, err);
+        .device = device,
+        .stream = stream,
+        .codec = &ct_codec_whole,
+        .factor = 1.0,
+        .has_owners = owners->of != NULL,
+    };
+    ct_status status = ct_bucket_plan_init(&r->plan, params, n_params, limits, owners, err);
     if (status != CT_OK) {
         return status;
     }
@@ -59,6 +91,7 @@ ct_reducer_init(ct_reducer *r, const ct_device *device, void *stream,
     }
     r->filled = r->turns + r->plan.n_buckets;
     set_places(r, params);
+    set_turns(r);
     return CT_OK;
 }
 
@@ -98,7 +131,7 @@ ct_reducer_begin(ct_reducer *r)
         r->params[i].seen = 0;
         r->params[i].grad.data = NULL;
     }
-    r->started = r->n_filled = 0;
+    r->started = r->settled = r->under_way = r->n_filled = 0;
     r->active = true;
 }
 
@@ -109,24 +142,84 @@ ct_reducer_is_complete(const ct_reducer *r, size_t param)
     return !r->learning && p->seen > 0 && p->seen >= p->expected;
 }
 
+static ct_parcel
+parcel_of(const ct_reducer *r, size_t b)
+{
+    return (ct_parcel){b, r->buckets[b].flat, r->plan.buckets[b].owner};
+}
+
+static size_t
+bytes_of(const ct_reducer *r, size_t b)
+{
+    return r->plan.buckets[b].n * ct_dtype_size(r->plan.buckets[b].dtype);
+}
+
+static ct_status
+wait_for(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
+{
+    ct_work *work = r->buckets[b].work;
+    r->buckets[b].work = NULL;
+    return work == NULL ? CT_OK : ct_comm_wait(comm, work, err);
+}
+
+static ct_status
+unpack(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
+{
+    const ct_parcel parcel = parcel_of(r, b);
+    const ct_codec_ops *ops = r->codec->ops;
+    return ops->finish == NULL ? CT_OK : ops->finish(r->codec, comm, &parcel, err);
+}
+
+/* Waits for the first turn that has not ended. */
+static ct_status
+settle_one(ct_reducer *r, ct_comm *comm, ct_error *err)
+{
+    const size_t b = (size_t)r->turns[r->settled++];
+    r->under_way -= bytes_of(r, b);
+    ct_status status = wait_for(r, comm, b, err);
+    return status == CT_OK && !r->codec->ops->meets_again ? unpack(r, comm, b, err)
+                                                          : status;
+}
+
+/* Bounds what is on its way, beside the bucket that was started last. */
+static ct_status
+settle_some(ct_reducer *r, ct_comm *comm, ct_error *err)
+{
+    ct_status status = CT_OK;
+    while (status == CT_OK && r->has_owners && r->settled + 1 < r->started &&
+           r->under_way > r->most_under_way) {
+        status = settle_one(r, comm, err);
+    }
+    return status;
+}
+
+static ct_status
+start(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
+{
+    const ct_parcel parcel = parcel_of(r, b);
+    ct_status status =
+        r->codec->ops->start(r->codec, comm, &parcel, &r->buckets[b].work, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    r->started++;
+    r->under_way += bytes_of(r, b);
+    return settle_some(r, comm, err);
+}
+
 /* Starts full buckets in their turns, as far as it goes. */
 static ct_status
 start_full(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
-    while (r->started < r->plan.n_buckets) {
+    ct_status status = CT_OK;
+    while (status == CT_OK && r->started < r->plan.n_buckets) {
         const size_t b = (size_t)r->turns[r->started];
-        const ct_parcel parcel = {b, r->buckets[b].flat};
         if (r->buckets[b].pending != 0) {
-            return CT_OK;
+            break;
         }
-        ct_status status =
-            r->codec->ops->start(r->codec, comm, &parcel, &r->buckets[b].work, err);
-        if (status != CT_OK) {
-            return status;
-        }
-        r->started++;
+        status = start(r, comm, b, err);
     }
-    return CT_OK;
+    return status;
 }
 
 /* Brings a gradient to where its bucket is exchanged. */
@@ -167,33 +260,14 @@ ct_reducer_announce(ct_reducer *r, ct_comm *comm, size_t param, const ct_span *g
 /* ---- the end of a cycle ------------------------------------------------------------
  */
 
-static ct_status
-wait_for(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
-{
-    ct_work *work = r->buckets[b].work;
-    r->buckets[b].work = NULL;
-    return work == NULL ? CT_OK : ct_comm_wait(comm, work, err);
-}
-
-static ct_status
-unpack(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
-{
-    const ct_parcel parcel = {b, r->buckets[b].flat};
-    const ct_codec_ops *ops = r->codec->ops;
-    return ops->finish == NULL ? CT_OK : ops->finish(r->codec, comm, &parcel, err);
-}
-
 /* A codec that meets again may do so only when nothing else is under way. */
 static ct_status
 wait_for_all(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
     const bool apart = r->codec->ops->meets_again;
     ct_status status = CT_OK;
-    for (size_t turn = 0; status == CT_OK && turn < r->plan.n_buckets; turn++) {
-        status = wait_for(r, comm, (size_t)r->turns[turn], err);
-        if (status == CT_OK && !apart) {
-            status = unpack(r, comm, (size_t)r->turns[turn], err);
-        }
+    while (status == CT_OK && r->settled < r->plan.n_buckets) {
+        status = settle_one(r, comm, err);
     }
     for (size_t turn = 0; status == CT_OK && apart && turn < r->plan.n_buckets;
          turn++) {

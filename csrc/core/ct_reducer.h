@@ -3,10 +3,16 @@
  * A cycle is one backward pass. Each parameter's gradient is announced when it is
  * there; a bucket whose gradients all are is exchanged. Buckets take turns, in one
  * order on every rank whatever arrives first, so that all ranks call the same
- * collectives: that of the plan in the first cycle, and from then on that in which they
- * were full on rank 0, as no bucket should wait for one that is full later. At the end
+ * collectives: in the first cycle that in which they are full when gradients come in the
+ * reverse of the parameters' order, and from then on that in which they were full on
+ * rank 0, as no bucket should wait for one that is full later. At the end
  * of the pass ct_reducer_finish waits for the rest. Before it every parameter has to
- * have been announced: those without a gradient as zeros. */
+ * have been announced: those without a gradient as zeros.
+ *
+ * With owners only the owner of a bucket gets its averages, and what the others gave is
+ * of no more use once it has been sent: `settled` says which turns those are, during
+ * the pass, too, as at most `most_under_way` bytes are on their way beside the bucket
+ * that was started last. */
 #ifndef CT_REDUCER_H
 #define CT_REDUCER_H
 
@@ -37,6 +43,10 @@ typedef struct ct_reducer {
     size_t n_filled;
     bool in_turn;     /* the turns are those of a cycle before */
     size_t started;   /* turns that have come in this cycle */
+    size_t settled;   /* of those, the ones whose exchange has ended */
+    size_t under_way; /* bytes of the others */
+    size_t most_under_way; /* with owners */
+    bool has_owners;
     bool active;      /* within a cycle */
     bool learning;    /* starts nothing before the end, and counts announcements */
     bool copies_back; /* averages are brought to where the gradients were */
@@ -48,7 +58,7 @@ typedef struct ct_reducer {
 CT_NODISCARD ct_status ct_reducer_init(ct_reducer *r, const ct_device *device,
                                        void *stream, const ct_span *params,
                                        size_t n_params, const ct_bucket_limits *limits,
-                                       ct_error *err);
+                                       const ct_owners *owners, ct_error *err);
 void ct_reducer_fini(ct_reducer *r); /* not within a cycle */
 
 /* The memory of a bucket: as many elements as it has, alive as long as r. */

@@ -103,6 +103,10 @@ plan(const ct_shm_queue *self, ct_work *w)
         w->transfer = transfer_of(r, r->in.n, ranks, CT_SINK_COPY);
         w->transfer.to = r->in.data;
         return;
+    case CT_REDUCE:
+        w->transfer = transfer_of(r, r->in.n, ranks, CT_SINK_ROOT);
+        w->transfer.to = r->in.data;
+        return;
     case CT_BARRIER:
         w->transfer = transfer_of(r, 0, ranks, CT_SINK_REDUCE);
         return;

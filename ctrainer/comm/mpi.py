@@ -66,8 +66,8 @@ class MPIBackend:
         root: int,
     ) -> Pending:
         """Start a collective by its name in core/ct_comm.h; wait() ends it."""
-        if what in ("all_reduce", "reduce_scatter"):
-            return self._reduce(what, out, in_, dtype, op)
+        if what in ("all_reduce", "reduce", "reduce_scatter"):
+            return self._reduce(what, out, in_, dtype, op, root)
         given, taken = [in_, MPI.BYTE], [out, MPI.BYTE]
         if what == "all_gather":
             return self._pending(self.comm.Iallgather(given, taken))
@@ -83,14 +83,24 @@ class MPIBackend:
         return MPIBackend(self.comm.Create_group(of_ranks), self.timeout_seconds)
 
     def _reduce(
-        self, what: str, out: memoryview, in_: memoryview, dtype: str, op: str
+        self,
+        what: str,
+        out: memoryview,
+        in_: memoryview,
+        dtype: str,
+        op: str,
+        root: int,
     ) -> Pending:
         given = _Array(in_, dtype)
-        result = given if what == "all_reduce" else _Array(out, dtype)
+        result = _Array(out, dtype) if what == "reduce_scatter" else given
         kind = _DTYPES[given.dtype]
         by = (_OPS_OF_BOOLS if dtype == "bool" else _OPS)[op]
         if what == "all_reduce":
             request = self.comm.Iallreduce(MPI.IN_PLACE, [given.values, kind], by)
+        elif what == "reduce":
+            here = [given.values, kind]
+            sent, taken = (MPI.IN_PLACE, here) if root == self.rank else (here, None)
+            request = self.comm.Ireduce(sent, taken, by, root)
         else:
             request = self.comm.Ireduce_scatter_block(
                 [given.values, kind], [result.values, kind], by

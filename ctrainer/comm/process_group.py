@@ -76,6 +76,11 @@ class ProcessGroupBackend:
                 source, dist.get_global_rank(self.group, root), **more
             )
             written, home = source, given
+        elif what == "reduce":
+            work = dist.reduce(
+                source, dist.get_global_rank(self.group, root), _OPS[op], **more
+            )
+            written, home = source, given
         elif what == "all_gather":
             work = _all_gather(target, source, **more)
         elif what == "reduce_scatter":

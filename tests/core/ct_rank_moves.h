@@ -50,6 +50,15 @@ gather_scatter_and_exchange(ct_comm *comm, float *whole, float *part, size_t n)
         CHECK(back[i] == value_at((int)(i / n), mine * n + i % n));
     }
     ct_free(back);
+    for (int root = 0; root < comm->world_size; root++) {
+        for (size_t i = 0; i < n; i++) {
+            part[i] = value_at(comm->rank, i);
+        }
+        CHECK(comm->ops->reduce(comm, &one, CT_REDUCE_MEAN, root, NULL) == CT_OK);
+        for (size_t i = 0; comm->rank == root && i < n; i++) {
+            CHECK(part[i] == reduced_at(comm->world_size, i, CT_REDUCE_MEAN));
+        }
+    }
 }
 
 #endif

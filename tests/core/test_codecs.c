@@ -26,13 +26,14 @@ typedef struct model {
 static const size_t rows[] = {ROWS, 1}, lengths[] = {ROWS * COLS, VECTOR};
 
 static void
-model_init(model *m)
+model_init(model *m, const int *owners)
 {
+    const ct_owners of_both = {owners, RANKS};
     const ct_bucket_limits limits = {.first_bytes = 1 << 20, .cap_bytes = 1 << 20};
     m->spans[0] = (ct_span){m->matrix, ROWS * COLS, CT_F32};
     m->spans[1] = (ct_span){m->vector, VECTOR, CT_F32};
     CHECK(ct_reducer_init(&m->reducer, &ct_device_cpu, NULL, m->spans, 2, &limits,
-                          NULL) == CT_OK);
+                          &of_both, NULL) == CT_OK);
     CHECK(m->reducer.plan.n_buckets == 1);
     ct_reducer_lend(&m->reducer, 0, m->memory);
 }
@@ -94,7 +95,7 @@ round_to_half(ct_comm *comm, void *arg)
     const ct_dtype dtype = *(const ct_dtype *)arg;
     ct_codec *codec;
     model m;
-    model_init(&m);
+    model_init(&m, NULL);
     CHECK(ct_codec_half_new(&codec, &ct_device_cpu, NULL, dtype, 1, NULL) == CT_OK);
     use(&m, codec);
     fill(&m, comm->rank);
@@ -111,8 +112,30 @@ round_to_half(ct_comm *comm, void *arg)
 }
 
 static void
+round_to_half_for_rank_1(ct_comm *comm, void *arg)
+{
+    static const int owners[] = {1, 1};
+    ct_codec *codec;
+    model m;
+    (void)arg;
+    model_init(&m, owners);
+    CHECK(ct_codec_half_new(&codec, &ct_device_cpu, NULL, CT_F16, 1, NULL) == CT_OK);
+    use(&m, codec);
+    for (int cycle = 0; cycle < 2; cycle++) {
+        fill(&m, comm->rank);
+        m.matrix[1] = comm->rank == 0 ? 1.0f + 0x1p-20f : 1.0f;
+        pass(&m, comm);
+        CHECK(comm->rank != 1 || average_of(&m, 1)[4] == 10.0f);
+        CHECK(comm->rank != 1 || average_of(&m, 0)[1] == 1.0f);
+        CHECK(comm->rank == 1 || average_of(&m, 1)[4] == 2.5f); /* its own share */
+    }
+    end(&m);
+}
+
+static void
 test_halves_are_rounded_sums_of_shares(void)
 {
+    run_ranks(RANKS, 30.0, round_to_half_for_rank_1, NULL);
     ct_dtype dtypes[] = {CT_F16, CT_BF16};
     run_ranks(RANKS, 30.0, round_to_half, &dtypes[0]);
     run_ranks(RANKS, 30.0, round_to_half, &dtypes[1]);
@@ -155,7 +178,7 @@ pass_low_rank(ct_comm *comm, void *arg)
     float wanted[ROWS * COLS];
     model m;
     (void)arg;
-    model_init(&m);
+    model_init(&m, NULL);
     use(&m, power(&m, 2, 1, false));
     for (size_t i = 0; i < ROWS * COLS; i++) {
         wanted[i] = outer(i) * 2.0f;
@@ -182,7 +205,7 @@ distance_after(ct_comm *comm, int passes, size_t rank, bool batched)
 {
     float sum[ROWS * COLS] = {0}, worst = 0.0f;
     model m;
-    model_init(&m);
+    model_init(&m, NULL);
     use(&m, power(&m, rank, 0, batched));
     for (int t = 0; t < passes; t++) {
         fill(&m, comm->rank);
@@ -229,7 +252,7 @@ static void
 forget_a_nan(ct_comm *comm, void *arg)
 {
     model m;
-    model_init(&m);
+    model_init(&m, NULL);
     use(&m, power(&m, *(const size_t *)arg, 0, false));
     fill(&m, comm->rank);
     pass(&m, comm);
@@ -249,7 +272,7 @@ wait_until_it_starts(ct_comm *comm, void *arg)
 {
     model m;
     (void)arg;
-    model_init(&m);
+    model_init(&m, NULL);
     use(&m, power(&m, 1, 2, false));
     for (int t = 0; t < 3; t++) {
         fill(&m, comm->rank);

@@ -73,6 +73,9 @@ test_only_rank_zero_can_broadcast(void)
     CHECK(comm->ops->broadcast(comm, &nothing, 0, &err) == CT_OK);
     CHECK(comm->ops->broadcast(comm, &nothing, 1, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "got 1") != NULL);
+    CHECK(comm->ops->reduce(comm, &nothing, CT_REDUCE_SUM, 0, &err) == CT_OK);
+    CHECK(comm->ops->reduce(comm, &nothing, CT_REDUCE_SUM, -1, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "got -1") != NULL);
     comm->ops->free(comm);
 }
 
@@ -270,9 +273,24 @@ broadcast_from_each(ct_comm *comm, void *arg)
 }
 
 static void
+reduce_to_each(ct_comm *comm, void *arg)
+{
+    const int ranks = comm->world_size;
+    (void)arg;
+    for (int root = 0; root < ranks; root++) {
+        double values[2] = {comm->rank, -comm->rank};
+        const ct_span span = {values, 2, CT_F64};
+        CHECK(comm->ops->reduce(comm, &span, CT_REDUCE_SUM, root, NULL) == CT_OK);
+        CHECK(comm->rank != root || (values[0] == 6.0 && values[1] == -6.0));
+        CHECK(comm->ops->reduce(comm, &span, CT_REDUCE_MAX, ranks, NULL) == CT_EINVAL);
+    }
+}
+
+static void
 test_a_broadcast_is_the_roots(void)
 {
     run_ranks(4, 60.0, broadcast_from_each, NULL);
+    run_ranks(4, 60.0, reduce_to_each, NULL);
 }
 
 /* All ranks draw the same collectives, and some dawdle. */

@@ -73,6 +73,26 @@ check_moves(ct_comm *levels, ct_comm *plain, ct_dtype dtype, size_t n)
     }
 }
 
+/* The roots have the same bytes; what the others have is not said. */
+static void
+check_reduce(ct_comm *levels, ct_comm *plain, const ct_span *like, ct_reduce_op op)
+{
+    const size_t bytes = like->n * ct_dtype_size(like->dtype);
+    for (int root = 0; root < RANKS; root++) {
+        ct_span of[2] = {*like, *like};
+        for (int k = 0; k < 2; k++) {
+            of[k].data = ct_calloc(bytes + 1, 1);
+            CHECK(of[k].data != NULL);
+            fill(&of[k], plain->rank);
+            ct_comm *comm = k == 0 ? levels : plain;
+            CHECK(comm->ops->reduce(comm, &of[k], op, root, NULL) == CT_OK);
+        }
+        CHECK(plain->rank != root || memcmp(of[0].data, of[1].data, bytes) == 0);
+        ct_free(of[0].data);
+        ct_free(of[1].data);
+    }
+}
+
 static void
 check_reductions(ct_comm *levels, ct_comm *plain, ct_dtype dtype, size_t n)
 {
@@ -90,6 +110,7 @@ check_reductions(ct_comm *levels, ct_comm *plain, ct_dtype dtype, size_t n)
                                      .op = (ct_reduce_op)op};
         check_same(levels, plain, &reduces);
         check_same(levels, plain, &scatters);
+        check_reduce(levels, plain, &part, (ct_reduce_op)op);
     }
 }
 

@@ -42,6 +42,8 @@ call_differently(ct_comm *comm)
     CHECK(comm->ops->all_gather(comm, &one, &one, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "all_gather over 3 ranks needs 3 times") != NULL);
     CHECK(comm->ops->broadcast(comm, &one, 3, &err) == CT_EINVAL);
+    CHECK(comm->ops->reduce(comm, &one, CT_REDUCE_SUM, 3, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "root must be in [0, ") != NULL);
     CHECK(strstr(err.message, "root must be in [0, 3), got 3") != NULL);
     CHECK(value == 1.0);
     CHECK(comm->ops->all_reduce(comm, &one, CT_REDUCE_SUM, &err) == CT_OK);

@@ -15,6 +15,7 @@ enum {
 };
 
 static const ct_bucket_limits small = {.first_bytes = 16, .cap_bytes = 64};
+static const ct_owners for_all = {.of = NULL};
 
 /* ---- the plan ----------------------------------------------------------------------
  */
@@ -31,7 +32,7 @@ test_buckets_take_parameters_in_reverse_up_to_their_limits(void)
         {.n = 2}
     };
     ct_bucket_plan plan;
-    CHECK(ct_bucket_plan_init(&plan, params, 6, &small, NULL) == CT_OK);
+    CHECK(ct_bucket_plan_init(&plan, params, 6, &small, &for_all, NULL) == CT_OK);
     CHECK(plan.n_buckets == 4);
     CHECK(plan.buckets[0].n == 4 && plan.buckets[0].n_params == 2);
     CHECK(plan.buckets[1].n == 3 && plan.buckets[1].dtype == CT_F64);
@@ -49,10 +50,49 @@ test_long_parameters_are_alone(void)
     const ct_bucket_limits limits = {
         .first_bytes = 64, .cap_bytes = 64, .alone_bytes = 100};
     ct_bucket_plan plan;
-    CHECK(ct_bucket_plan_init(&plan, params, 3, &limits, NULL) == CT_OK);
+    CHECK(ct_bucket_plan_init(&plan, params, 3, &limits, &for_all, NULL) == CT_OK);
     CHECK(plan.n_buckets == 2 && plan.buckets[0].n == 2 && plan.buckets[1].alone);
     CHECK(plan.bucket_of[0] == 0 && plan.bucket_of[1] == 1 && plan.bucket_of[2] == 0);
     ct_bucket_plan_fini(&plan);
+}
+
+static void
+test_every_owner_has_one_bucket_of_a_dtype(void)
+{
+    const int owners[] = {0, 1, 0, CT_EVERY_RANK, 0, 1, 0};
+    const ct_span params[] = {
+        {.n = 8},
+        {.n = 4},
+        {.n = 9},
+        {.n = 1},
+        {.n = 3},
+        {.n = 4},
+        {.n = 2, .dtype = CT_F64}
+    };
+    const ct_owners of_two = {owners, 2};
+    ct_bucket_plan plan;
+    CHECK(ct_bucket_plan_init(&plan, params, 7, &small, &of_two, NULL) == CT_OK);
+    CHECK(plan.n_buckets == 5);
+    CHECK(plan.buckets[0].dtype == CT_F64 && plan.buckets[0].owner == 0);
+    CHECK(plan.buckets[1].owner == 1 && plan.buckets[1].n == 8);
+    CHECK(plan.buckets[2].owner == 0 && plan.buckets[2].n == 12);
+    CHECK(plan.buckets[3].owner == CT_EVERY_RANK && plan.buckets[3].n == 1);
+    CHECK(plan.bucket_of[2] == 2 && plan.bucket_of[1] == 1);
+    CHECK(plan.bucket_of[0] == 4 && plan.buckets[4].alone);
+    CHECK(plan.buckets[4].owner == 0);
+    ct_bucket_plan_fini(&plan);
+}
+
+static void
+test_an_owner_is_a_rank(void)
+{
+    const int owners[] = {0, 2};
+    const ct_span params[] = {{.n = 8}, {.n = 4}};
+    const ct_owners of_two = {owners, 2};
+    ct_bucket_plan plan;
+    ct_error err;
+    CHECK(ct_bucket_plan_init(&plan, params, 2, &small, &of_two, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "owner of parameter 1 is 2; expected a rank of 2"));
 }
 
 static void
@@ -63,9 +103,10 @@ test_a_plan_survives_every_lack_of_memory(void)
     for (size_t n = 1; status == CT_ENOMEM; n++) {
         ct_reducer r;
         ct_alloc_fail_after(n);
-        status = ct_reducer_init(&r, &ct_device_cpu, NULL, params, 2, &small, NULL);
+        status = ct_reducer_init(&r, &ct_device_cpu, NULL, params, 2, &small, &for_all,
+                                 NULL);
         ct_alloc_fail_after(0);
-        CHECK((status == CT_OK) == (n > 7));
+        CHECK((status == CT_OK) == (n > 8));
         if (status == CT_OK) {
             ct_reducer_fini(&r);
         }
@@ -80,6 +121,7 @@ typedef struct model {
     ct_reducer reducer;
     float memory[PARAMS][MOST], grads[PARAMS][MOST];
     ct_span spans[PARAMS];
+    ct_owners owners;
 } model;
 
 static void
@@ -90,7 +132,7 @@ model_init(model *m, const ct_bucket_limits *limits)
         m->spans[i] = (ct_span){m->grads[i], lengths[i], CT_F32};
     }
     CHECK(ct_reducer_init(&m->reducer, &ct_device_cpu, NULL, m->spans, PARAMS, limits,
-                          NULL) == CT_OK);
+                          &m->owners, NULL) == CT_OK);
     for (size_t b = 0; b < m->reducer.plan.n_buckets; b++) {
         if (!m->reducer.plan.buckets[b].alone) {
             ct_reducer_lend(&m->reducer, b, m->memory[b]);
@@ -116,9 +158,13 @@ fill(model *m, int rank)
 
 /* The mean of 1, 2 and 3 times a value is twice the value. */
 static void
-check_means(const model *m)
+check_means(const model *m, int rank)
 {
     for (size_t i = 0; i < PARAMS; i++) {
+        const int owner = m->owners.of == NULL ? CT_EVERY_RANK : m->owners.of[i];
+        if (owner != CT_EVERY_RANK && owner != rank) {
+            continue;
+        }
         const float *got = m->reducer.params[i].place.data;
         for (size_t k = 0; k < m->spans[i].n; k++) {
             CHECK(got[k] == value(1, i, k));
@@ -130,7 +176,7 @@ check_means(const model *m)
 static void
 average_in_any_order(ct_comm *comm, void *arg)
 {
-    model m;
+    model m = {0};
     model_init(&m, arg);
     for (int cycle = 0; cycle < 3; cycle++) {
         fill(&m, comm->rank);
@@ -141,7 +187,7 @@ average_in_any_order(ct_comm *comm, void *arg)
             CHECK(ct_reducer_is_complete(&m.reducer, i));
         }
         CHECK(ct_reducer_finish(&m.reducer, comm, NULL) == CT_OK);
-        check_means(&m);
+        check_means(&m, comm->rank);
     }
     ct_reducer_fini(&m.reducer);
 }
@@ -152,7 +198,7 @@ average_in_any_order(ct_comm *comm, void *arg)
 static void
 learn_the_order(ct_comm *comm, void *arg)
 {
-    model m;
+    model m = {0};
     model_init(&m, arg);
     const size_t n = m.reducer.plan.n_buckets;
     CHECK(n == PARAMS);
@@ -166,7 +212,7 @@ learn_the_order(ct_comm *comm, void *arg)
                   (cycle > 0 || comm->rank == 1 || k == PARAMS - 1 ? k + 1 : 0));
         }
         CHECK(ct_reducer_finish(&m.reducer, comm, NULL) == CT_OK);
-        check_means(&m);
+        check_means(&m, comm->rank);
         for (size_t turn = 0; turn < n; turn++) {
             CHECK(m.reducer.turns[turn] == (int64_t)(n - 1 - turn));
         }
@@ -182,10 +228,44 @@ test_buckets_take_turns_as_they_were_full_on_rank_0(void)
     run_ranks(RANKS, 30.0, learn_the_order, &alone);
 }
 
+/* Only the owner's are averages, in buckets and where they lie; with nothing allowed
+ * under way, all but the last are settled as soon as they are started. */
+static void
+average_for_owners(ct_comm *comm, void *arg)
+{
+    static const int owners[PARAMS] = {0, 1, 1, 2, CT_EVERY_RANK};
+    model m = {
+        .owners = {owners, RANKS}
+    };
+    model_init(&m, arg);
+    for (int cycle = 0; cycle < 3; cycle++) {
+        fill(&m, comm->rank);
+        ct_reducer_begin(&m.reducer);
+        for (size_t i = PARAMS; i-- > 0;) {
+            CHECK(ct_reducer_announce(&m.reducer, comm, i, &m.spans[i], NULL) == CT_OK);
+            CHECK(m.reducer.settled + 1 >= m.reducer.started);
+        }
+        CHECK(m.reducer.started == m.reducer.plan.n_buckets);
+        CHECK(ct_reducer_finish(&m.reducer, comm, NULL) == CT_OK);
+        CHECK(m.reducer.settled == m.reducer.started && m.reducer.under_way == 0);
+        check_means(&m, comm->rank);
+    }
+    ct_reducer_fini(&m.reducer);
+}
+
+static void
+test_owners_get_the_averages(void)
+{
+    ct_bucket_limits limits = small;
+    run_ranks(RANKS, 30.0, average_for_owners, &limits);
+    limits.alone_bytes = 1;
+    run_ranks(RANKS, 30.0, average_for_owners, &limits);
+}
+
 static void
 bring_averages_back(ct_comm *comm, void *arg)
 {
-    model m;
+    model m = {0};
     model_init(&m, arg);
     fill(&m, comm->rank);
     m.reducer.copies_back = true;
@@ -214,7 +294,7 @@ test_averages_do_not_depend_on_the_order_of_arrival(void)
 static void
 miss_a_gradient(ct_comm *comm, void *arg)
 {
-    model m;
+    model m = {0};
     ct_error err;
     model_init(&m, arg);
     fill(&m, comm->rank);
@@ -232,7 +312,7 @@ miss_a_gradient(ct_comm *comm, void *arg)
 static void
 learn_how_often(ct_comm *comm, void *arg)
 {
-    model m;
+    model m = {0};
     model_init(&m, arg);
     fill(&m, comm->rank);
     m.reducer.learning = true;
@@ -244,14 +324,14 @@ learn_how_often(ct_comm *comm, void *arg)
     }
     CHECK(m.reducer.params[0].seen == 2 && m.reducer.params[1].seen == 1);
     CHECK(ct_reducer_finish(&m.reducer, comm, NULL) == CT_OK);
-    check_means(&m);
+    check_means(&m, comm->rank);
     ct_reducer_fini(&m.reducer);
 }
 
 static void
 spread_a_nan(ct_comm *comm, void *arg)
 {
-    model m;
+    model m = {0};
     model_init(&m, arg);
     fill(&m, comm->rank);
     m.grads[3][4] = comm->rank == 1 ? NAN : 0.0f;
@@ -279,7 +359,7 @@ test_cycles_that_are_out_of_the_ordinary(void)
 static void
 lose_a_rank(ct_comm *comm, void *arg)
 {
-    model m;
+    model m = {0};
     ct_error err;
     ct_status status = CT_OK;
     if (comm->rank == 1) {
@@ -352,9 +432,12 @@ main(void)
 {
     test_buckets_take_parameters_in_reverse_up_to_their_limits();
     test_long_parameters_are_alone();
+    test_every_owner_has_one_bucket_of_a_dtype();
+    test_an_owner_is_a_rank();
     test_a_plan_survives_every_lack_of_memory();
     test_averages_do_not_depend_on_the_order_of_arrival();
     test_buckets_take_turns_as_they_were_full_on_rank_0();
+    test_owners_get_the_averages();
     test_cycles_that_are_out_of_the_ordinary();
     test_a_rank_that_is_gone_is_told();
     run_ranks(RANKS, 30.0, take_over_spans, NULL);

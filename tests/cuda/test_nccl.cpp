@@ -151,6 +151,18 @@ test_all_to_all()
 }
 
 static void
+test_reduce()
+{
+    buffers all(N, own);
+    on_every_rank([&](size_t r) {
+        const ct_span span = all.of[r].on_device();
+        ct_error err;
+        check_ok(comms[r]->ops->reduce(comms[r], &span, CT_REDUCE_MAX, 1, &err), err);
+    });
+    all.check([](size_t r, size_t i) { return own(r == 1 ? 2 : r, i); });
+}
+
+static void
 test_broadcast_and_barrier()
 {
     buffers all(N, own);
@@ -179,6 +191,7 @@ test_wrong_operands_are_refused()
     CHECK(comm->ops->all_to_all(comm, &span, &span, &err) == CT_EINVAL);
     CHECK(comm->ops->broadcast(comm, &span, RANKS, &err) == CT_EINVAL);
     CHECK(comm->ops->broadcast(comm, &span, -1, &err) == CT_EINVAL);
+    CHECK(comm->ops->reduce(comm, &span, CT_REDUCE_SUM, -1, &err) == CT_EINVAL);
 
     ct_comm *made = NULL;
     const char id[CT_COMM_ID_BYTES] = {0};
@@ -386,6 +399,7 @@ main()
     test_all_gather();
     test_reduce_scatter();
     test_all_to_all();
+    test_reduce();
     test_broadcast_and_barrier();
     test_wrong_operands_are_refused();
     test_nothing_to_send_is_no_collective();

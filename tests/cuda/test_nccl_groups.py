@@ -88,6 +88,9 @@ def test_collectives_on_host_memory_are_copied_to_the_device(
         group.reduce_scatter(part, np.array([1, 2], np.float32))
         turned = np.zeros(2, np.float32)
         group.all_to_all(turned, np.array([0, 1], np.float32) + 10 * group.rank)
+        high = np.array([group.rank, 5], np.float32)
+        group.reduce(high, 1, "max")
+        assert group.rank == 0 or high.tolist() == [1, 5]
         group.barrier()
         begun = group.all_reduce(part, async_op=True)
         assert begun is not None

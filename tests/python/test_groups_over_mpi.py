@@ -66,6 +66,9 @@ group.all_to_all(out, np.arange(4.0) + 10 * rank)
 assert out.tolist() == [[0, 1, 10, 11], [2, 3, 12, 13]][rank]
 group.broadcast(part, 1)
 assert part.tolist() == [3, 4.5]
+high = np.array([rank, 1 - rank], np.float16)
+group.reduce(high, op="mean")
+assert rank or high.tolist() == [0.5, 0.5]
 work = group.all_reduce(part, async_op=True)
 work.wait()
 group.barrier()

@@ -27,6 +27,9 @@ found["all_to_all"] = out.tolist()
 values = torch.tensor([float(rank)])
 group.broadcast(values, 1)
 found["broadcast"] = values.tolist()
+sums = torch.arange(3) + rank
+group.reduce(sums, 1, "mean")
+found["reduce"] = sums.tolist()
 group.barrier()
 first = group.all_reduce(torch.ones(3), async_op=True)
 second = group.all_reduce(values, async_op=True)
@@ -98,6 +101,7 @@ def test_every_collective_over_gloo(ranks: list[Rank]) -> None:
         parts = [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
         assert found["all_to_all"] == parts[rank]
         assert found["broadcast"] == [1.0]
+        assert rank == 0 or found["reduce"] == [0, 1, 2]  # of 0.5, 1.5 and 2.5
         assert found["begun"] == [2.0]
         assert found["gathered"] == ["", "xxx"]
         assert found["sent"] == "of rank 1"

@@ -330,6 +330,17 @@ ncclBroadcast(const void *in, void *out, size_t n, int dtype, int root, rank *co
     });
 }
 
+int
+ncclReduce(const void *in, void *out, size_t n, int dtype, int op, int root, rank *comm,
+           cudaStream_t)
+{
+    return meet(comm, in, out, dtype, [&](const std::vector<call> &calls) {
+        for (size_t i = 0; i < n; i++) {
+            reduce(calls, i, dtype, op, calls[(size_t)root].out + i * size_of(dtype));
+        }
+    });
+}
+
 static thread_local struct {
     exchange parts;
     size_t n;
