@@ -185,8 +185,7 @@ static ct_status
 python_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
               ct_error *err)
 {
-    const ct_request wanted = {
-        .what = CT_REDUCE, .in = *span, .op = op, .root = root};
+    const ct_request wanted = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
     return run(comm, &wanted, err);
 }
 

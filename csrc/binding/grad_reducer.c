@@ -59,6 +59,8 @@ GradReducer_dealloc(PyObject *op)
     }
     ct_free(self->used);
     ct_free(self->absent);
+    ct_free(self->owners);
+    ct_free(self->averaged);
     type->tp_free(op);
     Py_DECREF(type);
 }
@@ -127,15 +129,17 @@ GradReducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                             "gradient_as_bucket_view",
                             "find_unused_parameters",
                             "static_graph",
+                            "owners",
                             NULL};
     PyObject *communicator, *params, *given_names, *allocate, *queue = Py_None;
+    PyObject *owners = Py_None;
     double bucket_cap_mb = 25.0;
     int views = true, unused = false, is_static = false;
     ct_bucket_limits limits = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|O$dppp:GradReducer", names,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|O$dpppO:GradReducer", names,
                                      &communicator, &params, &given_names, &allocate,
                                      &queue, &bucket_cap_mb, &views, &unused,
-                                     &is_static) ||
+                                     &is_static, &owners) ||
         parse_limits(bucket_cap_mb, &limits) < 0) {
         return NULL;
     }
@@ -150,6 +154,7 @@ GradReducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->static_graph = is_static;
     if (ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), communicator) == NULL ||
         hold(self, communicator, params, given_names) < 0 ||
+        grad_reducer_read_owners(self, owners) < 0 ||
         grad_reducer_set_up(self, &limits) < 0) {
         Py_CLEAR(self);
     }
@@ -237,14 +242,20 @@ PyDoc_STRVAR(
     GradReducer_doc,
     "GradReducer(communicator, params, names, allocate, queue_callback=None, *,\n"
     "            bucket_cap_mb=25.0, gradient_as_bucket_view=True,\n"
-    "            find_unused_parameters=False, static_graph=False)\n--\n\n"
+    "            find_unused_parameters=False, static_graph=False, owners=None)\n--\n\n"
     "Averages the gradients of params over the ranks, while autograd computes them.\n\n"
     "params: tensors of floating point in host memory, each with its name, the same "
     "on\n"
     "every rank. allocate(params) gives a flat tensor and a list of views of it, one\n"
     "like each. queue_callback(fn) has autograd call fn when its pass ends; with None\n"
-    "nothing is hooked and reduce() does all. The rest is as in DataParallel.\n\n"
-    "Raises TypeError naming a parameter of another kind.");
+    "nothing is hooked and reduce() does all. owners: by parameter the rank that gets\n"
+    "its average, or -1 for all; on the others its gradient is dropped when it has "
+    "been\n"
+    "sent, and of each owner and dtype there is one bucket. The rest is as in\n"
+    "DataParallel.\n\n"
+    "Raises TypeError naming a parameter of another kind, ValueError for an owner "
+    "that\n"
+    "is no rank.");
 
 static PyType_Slot GradReducer_slots[] = {
     {Py_tp_doc,      (void *)GradReducer_doc},

@@ -30,6 +30,9 @@ typedef struct GradReducer {
     ct_codec *codec; /* NULL: gradients travel whole */
     int64_t *used;   /* by parameter: whether a rank has a gradient for it */
     bool *absent;    /* by parameter: it was given for want of a gradient */
+    int *owners;     /* by parameter: who gets its average; NULL: all ranks */
+    bool *averaged;  /* by parameter that this rank owns: its gradient is an average */
+    size_t dropped;  /* turns of this pass whose gradients others have */
     bool grads_are_views, find_unused, static_graph;
     bool usage_known;  /* `used` holds for every pass */
     bool syncs;        /* the next backward pass is exchanged */
@@ -75,6 +78,16 @@ int grad_reducer_give(GradReducer *self, Py_ssize_t param, PyObject *grad);
 int grad_reducer_give_absent(GradReducer *self, Py_ssize_t param);
 int grad_reducer_give_zeros(GradReducer *self, Py_ssize_t param);
 const char *grad_reducer_name(const GradReducer *self, Py_ssize_t param);
+
+/* grad_reducer_owners.c: with owners, given as a sequence of ranks, or None. The
+ * others' gradients are dropped as soon as they have been sent, and at the end of a
+ * pass. Before a further pass adds to averages they are made what the ranks would have
+ * given: times the number of ranks, for that pass's average to be of the sum. */
+int grad_reducer_read_owners(GradReducer *self, PyObject *given);
+bool grad_reducer_is_anothers(const GradReducer *self, Py_ssize_t param);
+int grad_reducer_drop_sent(GradReducer *self);
+int grad_reducer_keep_own(GradReducer *self);
+int grad_reducer_unaverage(GradReducer *self);
 
 /* What a pass consists of, for those that shadow one. */
 int grad_reducer_meet(GradReducer *self);

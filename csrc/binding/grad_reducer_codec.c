@@ -122,6 +122,13 @@ GradReducer_compress(PyObject *op, PyObject *args, PyObject *kwargs)
     if (new_codec(self, how, &config, &codec) < 0) {
         return NULL;
     }
+    if (self->owners != NULL && codec != NULL && !codec->ops->for_owners) {
+        codec->ops->free(codec);
+        return PyErr_Format(PyExc_ValueError,
+                            "gradients that go to their owners alone cannot be "
+                            "compressed by '%.100s'; expected no, fp16 or bf16",
+                            how);
+    }
     if (self->codec != NULL) {
         self->codec->ops->free(self->codec);
     }

@@ -109,5 +109,6 @@ PyObject *
 GradReducer_after_forward(PyObject *op, PyObject *output)
 {
     GradReducer *self = (GradReducer *)op;
-    return self->syncs && hook_outputs(self, output) < 0 ? NULL : Py_NewRef(Py_None);
+    const bool counts = self->syncs || self->owners != NULL;
+    return counts && hook_outputs(self, output) < 0 ? NULL : Py_NewRef(Py_None);
 }

@@ -97,6 +97,12 @@ GradReducer_join(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "pp:join", &keeps, &throws)) {
         return NULL;
     }
+    if (self->owners != NULL) {
+        PyErr_SetString(PyExc_ValueError,
+                        "join() is not for gradients that go to their owners alone: "
+                        "each rank has to update its parameters to the end");
+        return NULL;
+    }
     self->keeps_divisor = keeps;
     self->throws_early = throws;
     self->joining = true;

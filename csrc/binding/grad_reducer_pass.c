@@ -53,6 +53,7 @@ begin(GradReducer *self)
         return 0;
     }
     ct_reducer_begin(&self->core);
+    self->dropped = 0;
     (void)memset(self->absent, 0, (size_t)count(self) * sizeof *self->absent);
     return self->static_graph && !self->core.learning ? give_known_absent(self) : 0;
 }
@@ -74,6 +75,9 @@ queue_end(GradReducer *self)
 int
 grad_reducer_on_output(GradReducer *self)
 {
+    if (grad_reducer_unaverage(self) < 0) {
+        return -1;
+    }
     return self->syncs && (begin(self) < 0 || queue_end(self) < 0) ? -1 : 0;
 }
 
@@ -118,6 +122,9 @@ grad_reducer_on_gradient(GradReducer *self, Py_ssize_t param)
         result = ct_reducer_is_complete(&self->core, (size_t)param)
                      ? raise_twice(self, param)
                      : take(self, param);
+    }
+    if (result == 0) {
+        result = grad_reducer_drop_sent(self);
     }
     if (result < 0) {
         grad_reducer_abandon(self);
@@ -225,7 +232,7 @@ hand_over_absent(GradReducer *self)
 {
     ctpy_state *state = ctpy_state_borrow((PyObject *)self);
     for (Py_ssize_t i = 0; i < count(self); i++) {
-        if (self->absent[i] && self->used[i] &&
+        if (self->absent[i] && self->used[i] && !grad_reducer_is_anothers(self, i) &&
             PyObject_SetAttr(PyTuple_GET_ITEM(self->params, i), state->str_grad,
                              PyList_GET_ITEM(self->given, i)) < 0) {
             return -1;
@@ -264,7 +271,8 @@ finish(GradReducer *self)
             self->used[i] = !self->absent[i];
         }
     }
-    if (grad_reducer_meet(self) < 0 || hand_over_absent(self) < 0) {
+    if (grad_reducer_meet(self) < 0 || hand_over_absent(self) < 0 ||
+        grad_reducer_keep_own(self) < 0) {
         return -1;
     }
     if (self->core.learning) {
@@ -306,7 +314,7 @@ GradReducer_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
         self->used[i] = true;
     }
     if (result < 0 || grad_reducer_meet(self) < 0 || hand_over_absent(self) < 0 ||
-        grad_reducer_release_given(self) < 0) {
+        grad_reducer_keep_own(self) < 0 || grad_reducer_release_given(self) < 0) {
         grad_reducer_abandon(self);
         return NULL;
     }

@@ -46,6 +46,7 @@ plan(GradReducer *self, ctpy_state *state, ct_bucket_limits limits)
 {
     const size_t n = (size_t)PyTuple_GET_SIZE(self->params);
     const ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
+    const ct_owners owners = {self->owners, comm == NULL ? 0 : comm->world_size};
     ct_span *spans = ct_calloc(n + 1, sizeof *spans);
     ct_error err;
     int result = -1;
@@ -57,7 +58,7 @@ plan(GradReducer *self, ctpy_state *state, ct_bucket_limits limits)
     else if (comm != NULL && read_params(self, state, spans) == 0) {
         limits.alone_bytes = alone_bytes(comm);
         result = ct_reducer_init(&self->core, &ct_device_cpu, NULL, spans, n, &limits,
-                                 &err) == CT_OK
+                                 &owners, &err) == CT_OK
                      ? 0
                      : ctpy_raise_int(&err);
     }

@@ -95,10 +95,11 @@ check_owners(const ct_owners *owners, size_t n_params, ct_error *err)
 {
     for (size_t i = 0; owners->of != NULL && i < n_params; i++) {
         if (owners->of[i] < CT_EVERY_RANK || owners->of[i] >= owners->world_size) {
-            return ct_fail(err, CT_EINVAL,
-                           "the owner of parameter %zu is %d; expected a rank of %d, or "
-                           "-1 for all",
-                           i, owners->of[i], owners->world_size);
+            return ct_fail(
+                err, CT_EINVAL,
+                "the owner of parameter %zu is %d; expected a rank of %d, or "
+                "-1 for all",
+                i, owners->of[i], owners->world_size);
         }
     }
     return CT_OK;

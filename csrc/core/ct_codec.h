@@ -41,8 +41,9 @@ struct ct_codec {
 /* Averages as they are. Nothing to free, one for all. */
 extern ct_codec ct_codec_whole;
 
-/* The collective that brings a parcel's average or sum to those who get it, in `flat`. */
-ct_request ct_parcel_request(const ct_parcel *parcel, const ct_span *flat,
-                             ct_reduce_op op);
+/* The collective that brings a parcel's average or sum to those who get it, in `flat`.
+ */
+ct_request
+ct_parcel_request(const ct_parcel *parcel, const ct_span *flat, ct_reduce_op op);
 
 #endif

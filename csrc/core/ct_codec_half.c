@@ -77,12 +77,16 @@ half_free(ct_codec *codec)
     ct_free(self);
 }
 
-static const ct_codec_ops fp16_ops = {
-    .name = "fp16", .start = half_start, .finish = half_finish, .free = half_free,
-    .for_owners = true};
-static const ct_codec_ops bf16_ops = {
-    .name = "bf16", .start = half_start, .finish = half_finish, .free = half_free,
-    .for_owners = true};
+static const ct_codec_ops fp16_ops = {.name = "fp16",
+                                      .start = half_start,
+                                      .finish = half_finish,
+                                      .free = half_free,
+                                      .for_owners = true};
+static const ct_codec_ops bf16_ops = {.name = "bf16",
+                                      .start = half_start,
+                                      .finish = half_finish,
+                                      .free = half_free,
+                                      .for_owners = true};
 
 ct_status
 ct_codec_half_new(ct_codec **codec, const ct_device *device, void *stream,

@@ -50,9 +50,12 @@ const char *
 ct_collective_name(ct_collective what)
 {
     static const char *const names[] = {
-        [CT_ALL_REDUCE] = "all_reduce",         [CT_ALL_GATHER] = "all_gather",
-        [CT_REDUCE_SCATTER] = "reduce_scatter", [CT_ALL_TO_ALL] = "all_to_all",
-        [CT_BROADCAST] = "broadcast",           [CT_REDUCE] = "reduce",
+        [CT_ALL_REDUCE] = "all_reduce",
+        [CT_ALL_GATHER] = "all_gather",
+        [CT_REDUCE_SCATTER] = "reduce_scatter",
+        [CT_ALL_TO_ALL] = "all_to_all",
+        [CT_BROADCAST] = "broadcast",
+        [CT_REDUCE] = "reduce",
         [CT_BARRIER] = "barrier",
     };
     return names[what];

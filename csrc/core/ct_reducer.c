@@ -25,8 +25,7 @@ whole_start(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_work **w
             ct_error *err)
 {
     (void)codec;
-    const ct_request request =
-        ct_parcel_request(parcel, &parcel->flat, CT_REDUCE_MEAN);
+    const ct_request request = ct_parcel_request(parcel, &parcel->flat, CT_REDUCE_MEAN);
     return ct_comm_start(comm, &request, work, err);
 }
 
@@ -78,7 +77,8 @@ ct_reducer_init(ct_reducer *r, const ct_device *device, void *stream,
         .factor = 1.0,
         .has_owners = owners->of != NULL,
     };
-    ct_status status = ct_bucket_plan_init(&r->plan, params, n_params, limits, owners, err);
+    ct_status status =
+        ct_bucket_plan_init(&r->plan, params, n_params, limits, owners, err);
     if (status != CT_OK) {
         return status;
     }

@@ -3,11 +3,11 @@
  * A cycle is one backward pass. Each parameter's gradient is announced when it is
  * there; a bucket whose gradients all are is exchanged. Buckets take turns, in one
  * order on every rank whatever arrives first, so that all ranks call the same
- * collectives: in the first cycle that in which they are full when gradients come in the
- * reverse of the parameters' order, and from then on that in which they were full on
- * rank 0, as no bucket should wait for one that is full later. At the end
- * of the pass ct_reducer_finish waits for the rest. Before it every parameter has to
- * have been announced: those without a gradient as zeros.
+ * collectives: in the first cycle that in which they are full when gradients come in
+ * the reverse of the parameters' order, and from then on that in which they were full
+ * on rank 0, as no bucket should wait for one that is full later. At the end of the
+ * pass ct_reducer_finish waits for the rest. Before it every parameter has to have been
+ * announced: those without a gradient as zeros.
  *
  * With owners only the owner of a bucket gets its averages, and what the others gave is
  * of no more use once it has been sent: `settled` says which turns those are, during
@@ -41,10 +41,10 @@ typedef struct ct_reducer {
     int64_t *turns;  /* buckets in the order of their exchange */
     int64_t *filled; /* n_filled of them in that in which they were full */
     size_t n_filled;
-    bool in_turn;     /* the turns are those of a cycle before */
-    size_t started;   /* turns that have come in this cycle */
-    size_t settled;   /* of those, the ones whose exchange has ended */
-    size_t under_way; /* bytes of the others */
+    bool in_turn;          /* the turns are those of a cycle before */
+    size_t started;        /* turns that have come in this cycle */
+    size_t settled;        /* of those, the ones whose exchange has ended */
+    size_t under_way;      /* bytes of the others */
     size_t most_under_way; /* with owners */
     bool has_owners;
     bool active;      /* within a cycle */

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's list of names, on a mo
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that need gradients, by name; one of several names by its first."""
-    skipped = _ignored(module)
+    skipped = ignored(module)
     return {
         name: parameter
         for name, parameter in module.named_parameters()
@@ -24,13 +24,13 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def shared_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, by name, detached."""
-    skipped = _ignored(module)
+    skipped = ignored(module)
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach() for name, tensor in named if name not in skipped}
 
 
 def shared_buffers(module: nn.Module) -> list[torch.Tensor]:
-    skipped = _ignored(module)
+    skipped = ignored(module)
     return [tensor for name, tensor in module.named_buffers() if name not in skipped]
 
 
@@ -51,13 +51,18 @@ def allocate(params: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.T
     return flat, views
 
 
+def are_trainable(params: Iterable[torch.Tensor]) -> list[bool]:
+    return [param.requires_grad for param in params]
+
+
 def queue_callback(function: Any) -> None:
     """Have autograd call the function at the end of the backward pass under way."""
     engine: Any = Variable._execution_engine
     engine.queue_callback(function)
 
 
-def _ignored(module: nn.Module) -> frozenset[str]:
+def ignored(module: nn.Module) -> frozenset[str]:
+    """The names of what torch's wrapper is told to leave alone."""
     return frozenset(getattr(module, _IGNORED, ()))
 
 

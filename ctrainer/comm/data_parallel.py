@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -92,24 +92,36 @@ class DataParallel(ModuleShown):
         self.require_backward_grad_sync = True
         if init_sync:
             synchronize(module, self.communicator)
-        named = parallel.trainable(module)
-        self.reducer = _C.GradReducer(
+        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        self.reducer = self._new_reducer()
+        if comm_hook is not None:
+            self.register_comm_hook(None, comm_hook)
+
+    def _new_reducer(self) -> _C.GradReducer:
+        return self._reducer_of(parallel.trainable(self.module))
+
+    def _reducer_of(
+        self, named: Mapping[str, torch.Tensor], owners: list[int] | None = None
+    ) -> _C.GradReducer:
+        return _C.GradReducer(
             self.communicator,
             list(named.values()),
             list(named),
             parallel.allocate,
             parallel.queue_callback,
-            bucket_cap_mb=25 if bucket_cap_mb is None else bucket_cap_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
+            bucket_cap_mb=self.bucket_cap_mb,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            owners=owners,
         )
-        if comm_hook is not None:
-            self.register_comm_hook(None, comm_hook)
+
+    def _syncs(self) -> bool:
+        """Whether the backward pass of a forward pass that begins is exchanged."""
+        return torch.is_grad_enabled() and self.require_backward_grad_sync
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with_grad = torch.is_grad_enabled()
-        syncs = with_grad and self.require_backward_grad_sync
+        with_grad, syncs = torch.is_grad_enabled(), self._syncs()
         buffers = self._buffers_to_send() if syncs else ()
         self.reducer.before_forward(with_grad, syncs, buffers)
         output = self.module(*inputs, **kwargs)

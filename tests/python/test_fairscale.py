@@ -10,6 +10,7 @@ WORLD = 2
 SCENARIOS = (
     "fairscale_scenarios",
     "fairscale_sharing_scenarios",
+    "sharded_gradients_scenarios",
     "fsdp_state_scenarios",
 )
 

@@ -100,6 +100,11 @@ class OSS(Optimizer):
     def _of_rank(self, rank: int) -> list[torch.Tensor]:
         return [param for group in self._parts[rank] for param in group["params"]]
 
+    def owners(self) -> dict[torch.Tensor, int]:
+        """The rank that updates each parameter."""
+        ranks = range(self.world_size)
+        return {param: rank for rank in ranks for param in self._of_rank(rank)}
+
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, and divide all of them anew."""
         super().add_param_group(param_group)
