@@ -19,7 +19,11 @@ GROUP_SECONDS = 30.0
 LIMIT_SECONDS = 60.0
 
 
-def on_ranks(world: int, work: Callable[[_C.Communicator], Any]) -> list[Any]:
+def on_ranks(
+    world: int,
+    work: Callable[[_C.Communicator], Any],
+    group_seconds: float = GROUP_SECONDS,
+) -> list[Any]:
     """What work(group) returned on each rank.
 
     Raises AssertionError with the tracebacks of the ranks that raised or did not end.
@@ -29,7 +33,7 @@ def on_ranks(world: int, work: Callable[[_C.Communicator], Any]) -> list[Any]:
     failures = ["did not end"] * world
 
     def run(rank: int) -> None:
-        group = _C.shared_memory_communicator(key, rank, world, GROUP_SECONDS)
+        group = _C.shared_memory_communicator(key, rank, world, group_seconds)
         try:
             results[rank] = work(group)
             failures[rank] = ""
