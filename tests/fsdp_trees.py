@@ -211,6 +211,7 @@ class Case(Brief):
     max_norm: float = 0.0  # 0: no clipping
     norm_type: float = 2.0
     optimizer: str = "AdamW"
+    aside: tuple[str, ...] = ()  # what is done before each micro-batch, of ASIDES
 
     def __repr__(self) -> str:
         plain = Case()
@@ -262,6 +263,47 @@ OF_ALL = some(
 )
 
 
+# ---- what changes nothing
+
+
+class Broken(Exception):
+    """What is raised on purpose."""
+
+
+def breaks(*unused: object) -> None:
+    raise Broken
+
+
+def fail_in_forward(model: FSDP, x: torch.Tensor) -> None:
+    hook = model.module.module[2].register_forward_hook(breaks)
+    with contextlib.suppress(Broken):
+        model(x)
+    hook.remove()
+
+
+def summon(model: FSDP, x: torch.Tensor) -> None:
+    with model.summon_full_params():
+        model(x)
+
+
+def call_units(model: FSDP, x: torch.Tensor) -> None:
+    """Those that take a tensor, alone."""
+    for unit in model.units()[1:]:
+        if not isinstance(unit.module.module, Packed):
+            unit(x)
+
+
+ASIDES: dict[str, Callable[[FSDP, torch.Tensor], object]] = {
+    "evaluate": torch.no_grad()(lambda model, x: model(x)),
+    "drop a graph": lambda model, x: model(x),
+    "fail in forward": fail_in_forward,
+    "summon": summon,
+    "call units": call_units,
+    "load": lambda model, x: model.load_state_dict(model.state_dict()),
+    "load all": lambda model, x: model.load_full_state_dict(model.full_state_dict()),
+}
+
+
 def merged(*parts: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[Any]:
     return st.tuples(*parts).map(
         lambda given: {k: v for d in given for k, v in d.items()}
@@ -279,6 +321,7 @@ def cases(draw: st.DrawFn, world: int) -> Case:
         max_norm=draw(st.sampled_from([0.0, 0.1])),
         norm_type=draw(st.sampled_from([2.0, 1.0, float("inf")])),
         optimizer=draw(st.sampled_from(list(OPTIMIZERS))),
+        aside=tuple(draw(st.lists(st.sampled_from(list(ASIDES)), max_size=2))),
     )
 
 
@@ -384,6 +427,8 @@ def on_a_rank(model: FSDP, case: Case, group: _C.Communicator) -> Trained:
     for number in range(STEPS * case.micro_batches):
         last = (number + 1) % case.micro_batches == 0
         apart = case.no_sync and not last
+        for name in case.aside:
+            ASIDES[name](model, part(0, group.rank, group.world_size)[0])
         with model.no_sync() if apart else contextlib.nullcontext():
             loss = loss_of(model, *part(number, group.rank, group.world_size))
             loss.backward()

@@ -86,14 +86,16 @@ class FullyShardedDataParallel(ShardedModule):
     # ---- roots
 
     def _lazy_init(self) -> None:
-        """The first unit that is called is the root of those below it."""
+        """The first unit that is called is the root of those below it, also of those
+        that have been called alone before."""
         if self._is_root is not None:
             return
         self._is_root = True
         self.assert_state(TrainingState.IDLE)
         for unit in self.units():
             if unit is not self:
-                assert unit._is_root is None or not unit._is_root
+                if unit._is_root:
+                    unit._reset_lazy_init()
                 unit._is_root = False
         for name, unit in self.named_modules():
             if isinstance(unit, ShardedModule):
