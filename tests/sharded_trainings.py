@@ -115,7 +115,8 @@ def _units(model: Any) -> int:
 
 
 def both(folder: str, name: str) -> list[Any]:
-    """What the whole and the sharded run told, and how far their weights differ."""
+    """What the whole and the sharded run told, and how far their weights differ; those
+    of the sharded one are in NAME.pt then."""
     results, weights = [], []
     for sharded in (False, True):
         made = trainer(f"{folder}/{name}-{sharded}", name, sharded)
@@ -123,9 +124,15 @@ def both(folder: str, name: str) -> list[Any]:
         results.append(told(made))
         full = getattr(made.model, "full_state_dict", made.model.state_dict)
         weights.append({k: v.detach().clone() for k, v in full().items()})
-    assert weights[0].keys() == weights[1].keys()
-    differ = [(weights[0][n] - weights[1][n]).abs().max().item() for n in weights[0]]
-    return [*results, max(differ)]
+    if ctrainer.comm.world().rank == 0:
+        torch.save(weights[1], f"{folder}/{name}.pt")
+    return [*results, furthest(*weights)]
+
+
+def furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """By how much two state_dicts differ at most."""
+    assert found.keys() == expected.keys()
+    return max((found[n] - expected[n]).abs().max().item() for n in expected)
 
 
 def saved(folder: str) -> dict[str, Any]:
@@ -188,9 +195,7 @@ def adapted(folder: str) -> Any:
     for sharded in (False, True):
         path = f"{folder}/adapted-{sharded}/saved/adapter_model.safetensors"
         weights.append(load_file(path))
-    assert weights[0].keys() == weights[1].keys()
-    differ = [(weights[0][n] - weights[1][n]).abs().max().item() for n in weights[0]]
-    return [*losses, len(differ), max(differ)]
+    return [*losses, len(weights[0]), furthest(*weights)]
 
 
 def plain(folder: str) -> list[float]:

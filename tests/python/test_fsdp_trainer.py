@@ -65,6 +65,24 @@ def test_a_sharded_model_trains_as_the_whole_one(told: list[Any], name: str) -> 
     assert told[0][name][0]["layers"] or name != "bert"
 
 
+def test_two_sharded_ranks_train_as_one_process_that_knows_nothing_of_it(
+    told: list[Any], folder: Path
+) -> None:
+    """20 updates of both ranks' rows in one batch; sums over rows are in other orders.
+
+    Adam's steps are at most its rate, of which rounding takes a part.
+    """
+    made = runs.trainer(f"{folder}/alone", "gpt2", False, per_device_train_batch_size=4)
+    made.train()
+    alone, sharded = runs.told(made), told[0]["gpt2"][1]
+    assert len(alone["losses"]) == 20
+    assert sharded["losses"] == pytest.approx(alone["losses"], rel=2e-5)
+    assert sharded["norms"] == pytest.approx(alone["norms"], rel=2e-4)
+    assert sharded["eval"] == pytest.approx(alone["eval"], rel=2e-5)
+    found = torch.load(f"{folder}/gpt2.pt", weights_only=True)
+    assert runs.furthest(found, made.model.state_dict()) < 1e-4
+
+
 def test_units_are_the_layers_that_the_model_or_the_config_names(
     told: list[Any],
 ) -> None:
