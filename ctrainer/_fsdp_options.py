@@ -53,7 +53,6 @@ NO_EFFECT = {
     "cpu_offload": "parameters are in host memory",
     "limit_all_gathers": "no more than one unit is gathered ahead",
     "use_orig_params": "parameters are always sharded each by itself",
-    "cpu_ram_efficient_loading": "the model is there when the trainer gets it",
 }
 HONOURED = (
     "reshard_after_forward",
@@ -63,6 +62,7 @@ HONOURED = (
     "state_dict_type",
     "activation_checkpointing",
     "sync_module_states",
+    "cpu_ram_efficient_loading",
     "forward_prefetch",
     "backward_prefetch",
     "xla",
@@ -192,6 +192,12 @@ def _read(config: dict[str, Any]) -> Sharding:
         raise ValueError(
             "fsdp_config: xla_fsdp_settings and xla_fsdp_grad_ckpt go with xla=True"
         )
+    synchronizes = _flag(config, "sync_module_states", True)
+    if _flag(config, "cpu_ram_efficient_loading", False) and not synchronizes:
+        raise ValueError(
+            "fsdp_config: cpu_ram_efficient_loading leaves the values to rank 0; set "
+            "sync_module_states to True, so that the others get them"
+        )
     return Sharding(
         **_units(config),
         reshard_after_forward=strategy not in ("shard_grad_op", "hybrid_shard_zero2"),
@@ -199,7 +205,7 @@ def _read(config: dict[str, Any]) -> Sharding:
         hybrid=strategy.startswith("hybrid"),
         saves_full=_word(config, "state_dict_type", _STATE_DICTS) == _STATE_DICTS[0],
         recomputes=recomputes or xla_recomputes,
-        synchronizes=_flag(config, "sync_module_states", True),
+        synchronizes=synchronizes,
         forward_prefetch=_flag(config, "forward_prefetch", False),
         backward_prefetch=_backward_prefetch(config),
         xla_options=_xla_options(settings),

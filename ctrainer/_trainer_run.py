@@ -17,7 +17,7 @@ from ctrainer._trainer_data import DataMixin
 from ctrainer._trainer_extra import ExtraMixin
 from ctrainer._trainer_optim import OptimMixin
 from ctrainer._trainer_search import SearchMixin
-from ctrainer._trainer_shards import ShardsMixin
+from ctrainer._trainer_shards import ShardsMixin, is_on_meta
 from ctrainer.comm import world
 from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import (
@@ -357,6 +357,7 @@ class RunMixin(
         apart."""
         if model is not self.model:
             return model
+        self._check_has_values(model)
         self._adapter.enter_mixed_precision(model, self.args)
         if training and self.args.torch_compile:
             model = self._adapter.compile_model(model, self.args)
@@ -366,7 +367,7 @@ class RunMixin(
         return model
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        if self.place_model_on_device:
+        if self.place_model_on_device and not is_on_meta(model):
             self._adapter.move_model(model, device)
 
     def call_model_init(self, trial: Any = None) -> Any:

@@ -34,6 +34,7 @@ class ShardsMixin(CheckpointMixin):
         plan = sharding_of(self.args)
         self._sharding = None if plan is None or plan.replicates else plan
         if self._sharding is None:
+            self._check_has_values(self.model)
             return
         self.is_fsdp_enabled = True
         _check(self.args, self._sharding, on_host=self._inputs_stay)
@@ -44,9 +45,17 @@ class ShardsMixin(CheckpointMixin):
                 "which is called with the sharded model"
             )
 
+    def _check_has_values(self, model: Any) -> None:
+        """Raise ValueError for a model that cannot be run as it is."""
+        if is_on_meta(model):
+            raise ValueError(
+                "the model is on the meta device and has no values. fsdp gives it some "
+                "when train() begins; else make it on the CPU"
+            )
+
     def _shard_model(self, checkpoint: str | None) -> None:
         """Shard the model, where it is to be and is not yet, and load the checkpoint's
-        shards."""
+        shards, or its weights where the model had no values to replace by them."""
         if self._sharding is None:
             return
         from ctrainer.fsdp import _trained, _trainer_files
@@ -55,9 +64,12 @@ class ShardsMixin(CheckpointMixin):
             self._set_signature_columns_if_needed()  # type: ignore[attr-defined]
             self._flos_per_token = self._adapter.flos_per_token(self.model)
             group = self._communicator
+            anew = _trained.begins_anew(self.model, self._sharding, group)
             self.model = _trained.shard(self.model, self._sharding, self.args, group)
             self.model_wrapped = self.model
             self._shard_group = self.model.communicator
+            if anew and checkpoint is not None and not _has_shards(checkpoint):
+                _trainer_files.load_weights(self.model, checkpoint)
         if checkpoint is not None and _has_shards(checkpoint):
             _trainer_files.load_model(self.model, checkpoint)
 
@@ -156,12 +168,14 @@ class ShardsMixin(CheckpointMixin):
     ) -> None:
         folder = os.fspath(resume_from_checkpoint)
         if not _has_shards(folder) or model is not None:
-            super()._load_from_checkpoint(folder, model)
+            if not is_on_meta(self.model if model is None else model):
+                super()._load_from_checkpoint(folder, model)
         elif self._sharding is None:
             from ctrainer.fsdp import _trainer_files
 
             _trainer_files.load_into_whole(self.model, folder)
-        # A sharded model loads its shards when it is one, in _shard_model.
+        # A sharded model loads its shards when it is one, in _shard_model; one without
+        # values its weights, too.
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         whole = self._shard_group is None
@@ -190,7 +204,12 @@ class ShardsMixin(CheckpointMixin):
         if _has_shards(folder):
             _trainer_files.load_model(self.model, folder)
         else:
-            super()._load_best_weights(folder)
+            _trainer_files.load_weights(self.model, folder)
+
+
+def is_on_meta(model: Any) -> bool:
+    """Has a parameter no values? Only torch's can be so."""
+    return any(getattr(p, "is_meta", False) for p in model.parameters())
 
 
 def _has_shards(folder: str) -> bool:

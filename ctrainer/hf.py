@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
+from collections.abc import Callable
 from functools import update_wrapper
 from importlib import import_module
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
+from ctrainer.comm import world
 from ctrainer.comm.environment import meet_on_this_machine
 
 logger = logging.getLogger(__name__)
@@ -144,3 +147,61 @@ def _rebound(value: Any, cell: CellType) -> Any:
     )
     copy.__kwdefaults__ = value.__kwdefaults__
     return update_wrapper(copy, value)
+
+
+# ---- models of which one rank has the values
+
+
+def load_on_first_rank(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`load(*args, **kwargs)`, say of AutoModel.from_pretrained, on rank 0 of the run.
+
+    The other ranks read no file: they get a model of the same class, configuration and
+    dtype on the meta device, of no memory. A Trainer with fsdp, or ctrainer.fsdp with
+    sync_module_states, brings them rank 0's values, a unit at a time. Collective.
+
+    load: returns a PreTrainedModel of transformers. Raises RuntimeError, with what went
+    wrong, on the other ranks where it raises on rank 0.
+    """
+    group = world()
+    if group.rank == 0:
+        try:
+            model = load(*args, **kwargs)
+            told = json.dumps(_described(model))
+        except BaseException as error:
+            group.broadcast_bytes(json.dumps({"failed": repr(error)}).encode(), 0)
+            raise
+        group.broadcast_bytes(told.encode(), 0)
+        return model
+    told = json.loads(group.broadcast_bytes(None, 0))
+    if "failed" in told:
+        raise RuntimeError(f"rank 0 could not load the model: {told['failed']}")
+    return _on_meta(told)
+
+
+def _described(model: Any) -> dict[str, Any]:
+    generation = getattr(model, "generation_config", None)
+    return {
+        "class": [type(model).__module__, type(model).__qualname__],
+        "config": model.config.to_dict(),
+        "generation": None if generation is None else generation.to_dict(),
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "training": model.training,
+    }
+
+
+def _on_meta(told: dict[str, Any]) -> Any:
+    import torch
+
+    place, name = told["class"]
+    cls = getattr(import_module(place), name)
+    config = cls.config_class.from_dict(told["config"])
+    if told["attention"] is not None:
+        config._attn_implementation = told["attention"]
+    with torch.device("meta"):
+        model = cls(config)
+    if told["generation"] is not None:
+        kind = type(model.generation_config)
+        model.generation_config = kind.from_dict(told["generation"])
+    model.to(getattr(torch, told["dtype"]))
+    return model.train(told["training"])

@@ -243,7 +243,7 @@ def load_model(model: Any, folder: str) -> None:
     """
     if _load_adapter(model, folder):
         return
-    files = _weight_files(folder)
+    files = weight_files(folder)
     if files[0].endswith(".safetensors"):
         missing, unexpected = _load_files(model, files)
     else:
@@ -254,7 +254,11 @@ def load_model(model: Any, folder: str) -> None:
     _tell(model, folder, missing, unexpected)
 
 
-def _weight_files(folder: str) -> list[str]:
+def weight_files(folder: str) -> list[str]:
+    """The paths of transformers' files of whole weights in a folder.
+
+    Raises FileNotFoundError without any.
+    """
     for stem in ("model.safetensors", "pytorch_model.bin"):
         path = os.path.join(folder, stem)
         if os.path.isfile(path):

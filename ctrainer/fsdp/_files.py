@@ -189,6 +189,11 @@ def open_full(path: str) -> dict[str, torch.Tensor]:
     if not path.endswith(".safetensors"):
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return dict(content["model"])
+    return mapped(path)
+
+
+def mapped(path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, mapped in the same way."""
     _, index = read_safetensors_index(path)
     size = os.path.getsize(path)
     flat = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)

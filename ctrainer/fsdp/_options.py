@@ -90,22 +90,6 @@ def _chooses(policy: Any, module: nn.Module, left: int) -> bool:
     )
 
 
-def materialize(module: nn.Module, param_init_fn: Any) -> None:
-    """Give the modules whose own parameters are on the meta device values on the CPU.
-
-    param_init_fn: called with each such module, after which it has to be on the CPU.
-    """
-    for child in module.modules():
-        if any(p.is_meta for p in child.parameters(recurse=False)):
-            param_init_fn(child)
-            if any(p.is_meta for p in child.parameters(recurse=False)):
-                raise ValueError(
-                    "param_init_fn has left parameters of a "
-                    f"{type(child).__name__} on the meta device; expected "
-                    "module.to_empty(device='cpu', recurse=False) and their values"
-                )
-
-
 def predivide_factor(world_size: int) -> float:
     """What gradients are divided by before their sum: about the root of the ranks."""
     factor = 1

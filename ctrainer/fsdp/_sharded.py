@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any, Self
@@ -10,7 +11,15 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.fsdp import _copies, _groups, _layout, _metadata, _options, _views
+from ctrainer.fsdp import (
+    _copies,
+    _groups,
+    _layout,
+    _metadata,
+    _options,
+    _values,
+    _views,
+)
 from ctrainer.fsdp._buffers import cast_buffers
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.state import TrainingState
@@ -59,6 +68,7 @@ class ShardedModule(nn.Module):
         auto_wrap_policy: Any = None,
         auto_wrapper_callable: Any = None,
         param_init_fn: Any = None,
+        sync_module_states: bool = False,
         _use_xla_patched_linear: bool = True,
         process_group: Any = None,
         device_mesh: Any = None,
@@ -114,12 +124,19 @@ class ShardedModule(nn.Module):
             on_dim_0=on_neuron or shard_param_on_dim_0,
             pads=shard_param_on_dim_0,
         )
+        init = param_init_fn or _values.initializer(module)
         if auto_wrap_policy is not None:
-            _options.wrap_children(
-                module, auto_wrap_policy, auto_wrapper_callable or self._inner_like
+            alike = functools.partial(
+                self._inner_like,
+                param_init_fn=init,
+                sync_module_states=sync_module_states,
             )
-        if param_init_fn is not None:
-            _options.materialize(module, param_init_fn)
+            _options.wrap_children(
+                module, auto_wrap_policy, auto_wrapper_callable or alike
+            )
+        sources = [self.replicas, self.communicator] if sync_module_states else []
+        groups = [group for group in sources if group is not None]
+        _values.settle(module, init, groups, ShardedModule)
         self.borrowed = self._borrow(module)
         _options.check_parameters(module)
         self._wrap(module)
@@ -218,10 +235,11 @@ class ShardedModule(nn.Module):
         if self.use_orig_params:
             _views.make(self)
 
-    def _inner_like(self, module: nn.Module) -> ShardedModule:
+    def _inner_like(self, module: nn.Module, **more: Any) -> ShardedModule:
         """A child that auto_wrap_policy chooses, with the options of this one."""
         return type(self)(
             module,
+            **more,
             reshard_after_forward=self._orig_reshard_after_forward,
             flatten_parameters=self.flatten_parameters,
             use_orig_params=self.use_orig_params,

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.comm.data_parallel import synchronize
 from ctrainer.comm.machines import ranks_a_machine
-from ctrainer.fsdp import _units
+from ctrainer.fsdp import _units, _values
 from ctrainer.fsdp._groups import hybrid_groups
 from ctrainer.fsdp._sharded import ShardedModule
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
@@ -112,20 +111,23 @@ def shard(
     """`model` in units over the ranks of `group`, computing as args.bf16 and args.fp16
     say. Collective.
 
-    All ranks take rank 0's values, unless sharding.synchronizes is False.
+    All ranks take rank 0's values, a unit at a time, unless sharding.synchronizes is
+    False. A model on the meta device that gets no values so begins with new ones.
 
     Raises ValueError for a model that cannot be sharded as it is, and for names of
     layers that it has not.
     """
     groups = _groups(sharding, group)
     _ready_dtype(model, args)
-    if sharding.synchronizes:
-        synchronize(model, group)
     chosen = _units.choose(model, sharding)
     if sharding.recomputes:
         _units.recompute(model, chosen)
     order = [name for name, _ in model.named_parameters()]
-    options = _options(sharding, args) | {"process_group": groups}
+    options = _options(sharding, args) | {
+        "process_group": groups,
+        "param_init_fn": _values.initializer(model),
+        "sync_module_states": sharding.synchronizes,
+    }
 
     def wrap(module: nn.Module) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(
@@ -140,6 +142,26 @@ def shard(
     )
     made._order = order
     return made
+
+
+def begins_anew(model: nn.Module, sharding: Sharding, group: _C.Communicator) -> bool:
+    """Whether sharding makes new values: the model is on the meta device on rank 0, or,
+    where ranks keep their own, on all.
+
+    Collective. Raises ValueError where some ranks that keep their own have none.
+    """
+    own = b"1" if _values.is_on_meta(model) else b""
+    empty = [told == b"1" for told in group.gather_bytes(own)]
+    if sharding.synchronizes:
+        return empty[0]
+    if any(empty) and not all(empty):
+        missing = [rank for rank, none in enumerate(empty) if none]
+        raise ValueError(
+            f"the model is on the meta device on ranks {missing}, and fsdp_config has "
+            "sync_module_states=False: set it to True, so that they get rank 0's "
+            "values, or make the model on the CPU"
+        )
+    return all(empty)
 
 
 def _groups(sharding: Sharding, group: _C.Communicator) -> Any:
@@ -177,11 +199,6 @@ def _ready_dtype(model: nn.Module, args: Any) -> None:
     """Shards are float32; a model of 16 bits that trains in mixed precision becomes
     so, as accelerate has it."""
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device, which has no values; make "
-                "the model on the CPU on every rank"
-            )
         if parameter.dtype == torch.float32:
             continue
         if not (args.bf16 or args.fp16) or not parameter.is_floating_point():

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ctrainer import _C
-from ctrainer.fsdp import _full
+from ctrainer.adapters._torch_checkpoint import weight_files
+from ctrainer.fsdp import _files, _full
 from ctrainer.fsdp._optimizer_state import consolidate_optimizers
 from ctrainer.fsdp._shard_set import find_shards
 from ctrainer.fsdp._shards import Shard, described, read_shard
@@ -122,6 +123,26 @@ def load_model(model: Any, folder: str) -> None:
         model.load_state_dict(_own(model, folder, "model"))
     else:
         model.load_full_state_dict(_whole_weights(folder))
+
+
+def load_weights(model: Any, folder: str) -> None:
+    """Load this rank's part of whole weights, in transformers' files, which are mapped.
+
+    Raises RuntimeError naming parameters and buffers that the files lack, under every
+    name that they have, and shapes that differ; FileNotFoundError without any file.
+    """
+    state: State = {}
+    for path in weight_files(folder):
+        if path.endswith(".safetensors"):
+            state |= _files.mapped(path)
+        else:
+            state |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    names = _full.names_of(model).values()
+    buffers = [[name] for name, _ in _full.persistent_buffers(model)]
+    missing = [own[0] for own in (*names, *buffers) if not state.keys() & set(own)]
+    if missing:
+        raise RuntimeError(f"{folder} lacks weights of the model: {missing}")
+    model.load_full_state_dict(state, strict=False)
 
 
 def load_into_whole(model: torch.nn.Module, folder: str) -> None:

@@ -61,8 +61,13 @@ class FullyShardedDataParallel(ShardedModule):
 
     auto_wrap_policy: called with each module below (module, recurse, nonwrapped_numel),
     the inner ones first; where it says so they become units with these options, or what
-    auto_wrapper_callable makes of them. param_init_fn: called with each module that has
-    parameters on the meta device, to give it values on the CPU.
+    auto_wrapper_callable makes of them.
+
+    param_init_fn: called with each module that has parameters or buffers of its own on
+    the meta device, to give it values on the CPU; without it _init_weights(module) of a
+    module around, as transformers' models have, or the module's reset_parameters().
+    sync_module_states: all ranks begin with the first one's values, of which each has a
+    unit's at a time; only that rank needs some, and on others modules may be on meta.
 
     What only a compiler or a TPU needs has nothing to do here: the optimization
     barriers, mark_step_on_finalization, sync_on_finalization, pin_layout,

@@ -71,6 +71,8 @@ def test_every_spelling_means_the_same(
         (True, {"xla_fsdp_v2": True}, "xla_fsdp_v2 is not supported: .* SPMD"),
         (True, {"activation_checkpointing_offload": True}, "in host memory already"),
         (True, {"xla_fsdp_settings": {"compute_dtype": "float16"}}, "go with xla=True"),
+        (True, {"cpu_ram_efficient_loading": True, "sync_module_states": False},
+         "leaves the values to rank 0"),
         (True, {"xla": True, "xla_fsdp_settings": {"flatten_parameters": True}},
          "has flatten_parameters=True; honoured are"),
     ],

@@ -1,0 +1,190 @@
+"""What values parameters and buffers have before they are shared: a module's own, new
+ones where it is on the meta device, or those of the first rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ctrainer import _C
+from ctrainer.adapters.parallel import describe
+
+Init = Callable[[nn.Module], object]
+
+
+def settle(
+    module: nn.Module, init: Init, groups: Sequence[_C.Communicator], unit: type
+) -> None:
+    """Give what of `module` is not in a unit below it values.
+
+    init: called with each module that has parameters or buffers of its own on the meta
+    device. groups: the first rank's values go to all ranks of the first, then of the
+    next group, and only that rank needs some; empty: each rank has its own. Collective
+    over these.
+
+    Raises ValueError, on all ranks of the groups, for what init leaves on the meta
+    device, and where names, shapes or dtypes differ.
+    """
+    own = [m for m, _ in _outside(module, unit)]
+    first = all(group.rank == 0 for group in groups)
+    problem = _materialize(own, init) if first else ""
+    for group in groups:
+        problem = group.broadcast_bytes(problem.encode(), 0).decode()
+    if problem:
+        raise ValueError(problem)
+    if groups:
+        _take(module, groups, unit)
+
+
+def is_on_meta(module: nn.Module, recurse: bool = True) -> bool:
+    """Has it a parameter or buffer without values?"""
+    tensors = (*module.parameters(recurse), *module.buffers(recurse))
+    return any(tensor.is_meta for tensor in tensors)
+
+
+def _outside(
+    module: nn.Module, unit: type, prefix: str = ""
+) -> Iterator[tuple[nn.Module, str]]:
+    """The module and those below, without units and what is in them."""
+    yield module, prefix
+    for name, child in module.named_children():
+        if not isinstance(child, unit):
+            yield from _outside(child, unit, f"{prefix}{name}.")
+
+
+def _materialize(own: list[nn.Module], init: Init) -> str:
+    """What is wrong, or nothing. Tied parameters stay tied."""
+    future = torch.__future__
+    before = future.get_swap_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        for module in own:
+            if is_on_meta(module, recurse=False):
+                init(module)
+                if is_on_meta(module, recurse=False):
+                    return (
+                        "param_init_fn has left parameters of a "
+                        f"{type(module).__name__} on the meta device; expected "
+                        "module.to_empty(device='cpu', recurse=False) and their values"
+                    )
+    except ValueError as error:  # for the other ranks, too
+        return str(error)
+    finally:
+        future.set_swap_module_params_on_conversion(before)
+    return ""
+
+
+# ---- the first rank's
+
+
+@torch.no_grad()
+def _take(module: nn.Module, groups: Sequence[_C.Communicator], unit: type) -> None:
+    named = dict(_named(module, unit))
+    different = {id(tensor): tensor.detach() for tensor in named.values()}
+    for group in groups:
+        _C.check_ranks_agree(group, "parameter or buffer", describe(named))
+        _C.broadcast_tensors(group, list(different.values()))
+
+
+def _named(module: nn.Module, unit: type) -> Iterator[tuple[str, torch.Tensor]]:
+    """On the CPU, those of the meta device without values."""
+    for part, prefix in _outside(module, unit):
+        give_memory(part)
+        for name, tensor in _own(part):
+            if not hasattr(tensor, "_sharded_param"):  # of another unit
+                yield f"{prefix}{name}", tensor
+
+
+def give_memory(module: nn.Module, fill: Callable[..., object] | None = None) -> None:
+    """Put the module's own parameters and buffers that are on the meta device on the
+    CPU. They stay the same objects, with what was set on them; only transformers' mark
+    that there are values goes.
+
+    fill: called with each. Raises RuntimeError for one that something else refers to.
+    """
+    for table in (module._parameters, module._buffers):
+        for tensor in table.values():
+            if tensor is not None and tensor.is_meta:
+                _move(tensor)
+                if fill is not None:
+                    fill(tensor)
+
+
+def _move(tensor: torch.Tensor) -> None:
+    kept = {k: v for k, v in tensor.__dict__.items() if k != "_is_hf_initialized"}
+    made = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+    tensor.__dict__.update(kept)
+
+
+# ---- new ones
+
+
+def initializer(root: nn.Module) -> Init:
+    """What gives modules below `root` the values that they begin a training with.
+
+    `_init_weights(module)` of the innermost module around that has it, as transformers'
+    models do, or else the module's own reset_parameters().
+    """
+    around = {root: getattr(root, "_init_weights", None)}
+    for module in root.modules():  # those around before those in them
+        for child in module.children():
+            own = getattr(child, "_init_weights", around[module])
+            around.setdefault(child, own)
+    return lambda module: _initialize(module, around.get(module))
+
+
+def _initialize(module: nn.Module, outer: Any) -> None:
+    """Raises ValueError where some of the module's own values are not set."""
+    give_memory(module, _mark)
+    versions = {name: t._version for name, t in _own(module)}
+    left = list(versions)
+    for way in _ways(module, outer):
+        way()
+        left = _unset(module, versions)
+        if not left:
+            return
+    if left:
+        raise ValueError(
+            f"{', '.join(left)} of a {type(module).__name__} on the meta device got no "
+            "values: it has no reset_parameters(), and no module around it has an "
+            "_init_weights(module) that knows it. Pass param_init_fn, or make the "
+            "model on the CPU on the first rank"
+        )
+
+
+def _ways(module: nn.Module, outer: Any) -> Iterator[Callable[[], object]]:
+    if outer is not None:
+        yield lambda: outer(module)
+    for name in ("reset_parameters", "_reset_parameters"):
+        if hasattr(module, name):
+            yield getattr(module, name)
+
+
+def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    return [(name, tensor) for name, tensor in tensors if tensor is not None]
+
+
+@torch.no_grad()
+def _mark(tensor: torch.Tensor) -> None:
+    """NaN says that an element has no value."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+
+def _unset(module: nn.Module, versions: dict[str, int]) -> list[str]:
+    """Numbers that cannot be NaN are set when anything has been written."""
+    return [
+        name
+        for name, tensor in _own(module)
+        if (
+            bool(tensor.isnan().any())
+            if tensor.is_floating_point()
+            else tensor._version == versions[name]
+        )
+    ]
