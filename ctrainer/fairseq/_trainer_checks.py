@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ctrainer.fairseq import _sharding
+from ctrainer.fairseq import _sharding, _zero
 
 
 def setting(cfg: Any, group: str, name: str, default: Any) -> Any:
@@ -21,6 +21,7 @@ def check_config(cfg: Any) -> None:
         AssertionError: fp16 together with amp, as in fairseq.
     """
     _check_sharding(cfg)
+    _zero.check(setting, cfg)
     _check_slowmo(cfg)
     if setting(cfg, "common", "fp16", False):
         assert not setting(cfg, "common", "amp", False), (
@@ -68,6 +69,5 @@ _REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("common", "tpu", (False,), "there is no support for TPUs here"),
     ("common", "model_parallel_size", (1,), _WHOLE),
     ("distributed_training", "pipeline_model_parallel", (False,), _WHOLE),
-    ("distributed_training", "zero_sharding", ("none",), _WHOLE),
     ("model", "base_layers", (0,), f"BASE layers are spread over workers; {_WHOLE}"),
 ]

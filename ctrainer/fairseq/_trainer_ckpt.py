@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
-from ctrainer.fairseq import _sharding
+from ctrainer.fairseq import _sharding, _zero
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
 from ctrainer.fairseq._trainer_checks import setting
 from ctrainer.fairseq._trainer_core import Core
@@ -35,7 +35,10 @@ class Checkpoints(Core):
     """state_dict(), save_checkpoint() and load_checkpoint()."""
 
     def consolidate_optimizer(self) -> None:
-        """Nothing: every process holds the whole state of the optimizer."""
+        """Bring the state of the optimizer to the first process, where each has a part;
+        then all call this before it is saved."""
+        if _zero.is_wanted(self.cfg) and self.data_parallel_world_size > 1:
+            self.optimizer.optimizer.consolidate_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in fairseq's layout; tensors are not copied."""

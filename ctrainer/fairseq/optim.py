@@ -13,6 +13,7 @@ from typing import Any
 from ctrainer import _C, optim
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.bmuf import BMUF
+from ctrainer.fairseq import _zero
 from ctrainer.fairseq._composite import groups_of, is_composite, schedules_of
 from ctrainer.fairseq._optim_options import OPTIMIZERS, name_of, options_of
 from ctrainer.fairseq._optimizers import (
@@ -53,6 +54,9 @@ __all__ = [
 ]
 
 
+Sharing = _C.Communicator | None
+
+
 def _face(cfg: Any, params: list[Any]) -> tuple[Any, dict[str, Any]]:
     """The class in ctrainer.optim for a config group, and its arguments."""
     name, options = options_of(cfg)
@@ -67,8 +71,11 @@ def _composite(cfg: Any, params: list[Any], **precision: Any) -> Any:
     return optim.Composite(groups, **precision)
 
 
-def _inner(cfg: Any, params: Iterable[Any], **precision: Any) -> Any:
-    """Our engine's optimizer for a config group."""
+def _inner(
+    cfg: Any, params: Iterable[Any], sharing: Sharing = None, **precision: Any
+) -> Any:
+    """Our engine's optimizer for a config group, its state shared out over the ranks
+    where there are any."""
     params = list(params)
     if not tools.on_host(params):
         raise ValueError(
@@ -78,6 +85,8 @@ def _inner(cfg: Any, params: Iterable[Any], **precision: Any) -> Any:
     if is_composite(cfg):
         return _composite(cfg, params, **precision)
     cls, options = _face(cfg, params)
+    if sharing is not None:
+        return _zero.share_out(sharing, cls, precision, **options)
     return cls(**options, **precision)
 
 
@@ -88,13 +97,17 @@ def _with_schedules(cfg: Any, made: FairseqOptimizer) -> FairseqOptimizer:
     return made
 
 
-def build_optimizer(cfg: Any, params: Iterable[Any]) -> FairseqOptimizer:
-    """The optimizer of a config group, as --optimizer names it.
+def build_optimizer(
+    cfg: Any, params: Iterable[Any], sharing: Sharing = None
+) -> FairseqOptimizer:
+    """The optimizer of a config group, as --optimizer names it. sharing: the group
+    whose ranks have a part of the state each.
 
     Raises ValueError for a name that fairseq has not, and for an option that is out of
     range or that this package does not have.
     """
-    return _with_schedules(cfg, CLASSES[name_of(cfg)](cfg, _inner(cfg, params)))
+    inner = _inner(cfg, params, sharing)
+    return _with_schedules(cfg, CLASSES[name_of(cfg)](cfg, inner))
 
 
 def _supports(cfg: Any, params: list[Any], what: str) -> bool:
@@ -225,14 +238,18 @@ def build_trainer_optimizer(
 
     communicator: the group of the workers; None: this process trains alone.
     """
-    optimizer = build_precise_optimizer(cfg, params)
+    sharing = communicator if _zero.is_wanted(cfg) else None
+    optimizer = build_precise_optimizer(cfg, params, sharing)
     if not getattr(cfg.optimization, "use_bmuf", False):
         return optimizer
     return FairseqBMUF(cfg.bmuf, optimizer, communicator)
 
 
-def build_precise_optimizer(cfg: Any, params: Iterable[Any]) -> FairseqOptimizer:
-    """The optimizer of a whole config, wrapped as its precision asks.
+def build_precise_optimizer(
+    cfg: Any, params: Iterable[Any], sharing: Sharing = None
+) -> FairseqOptimizer:
+    """The optimizer of a whole config, wrapped as its precision asks; its state shared
+    out over the ranks of `sharing`.
 
     Raises ValueError and RuntimeError, in fairseq's words, for an optimizer that the
     precision excludes.
@@ -247,11 +264,14 @@ def build_precise_optimizer(cfg: Any, params: Iterable[Any]) -> FairseqOptimizer
         )
     fp16, bf16 = getattr(common, "fp16", False), getattr(common, "bf16", False)
     if not (fp16 or bf16 or getattr(common, "amp", False)):
-        return build_optimizer(cfg.optimizer, params)
-    return _with_schedules(cfg.optimizer, _wrapped(cfg, params, fp16, bf16))
+        return build_optimizer(cfg.optimizer, params, sharing)
+    made = _wrapped(cfg, params, fp16, bf16, sharing)
+    return _with_schedules(cfg.optimizer, made)
 
 
-def _wrapped(cfg: Any, params: list[Any], fp16: bool, bf16: bool) -> FairseqOptimizer:
+def _wrapped(
+    cfg: Any, params: list[Any], fp16: bool, bf16: bool, sharing: Sharing
+) -> FairseqOptimizer:
     common, kind = cfg.common, CLASSES[name_of(cfg.optimizer)]
     if is_sharded(cfg) and (fp16 or bf16):
         core = _scaler(cfg) if fp16 else None
@@ -263,10 +283,10 @@ def _wrapped(cfg: Any, params: list[Any], fp16: bool, bf16: bool) -> FairseqOpti
         if not _supports(cfg.optimizer, params, "supports_memory_efficient_fp16"):
             raise ValueError(f"Unsupported optimizer: {kind.__name__}")
         core = _scaler(cfg) if fp16 else None
-        inner = _inner(cfg.optimizer, params, fp32_state=True)
+        inner = _inner(cfg.optimizer, params, sharing, fp32_state=True)
         return MemoryEfficientFP16Optimizer(cfg.optimizer, inner, core, "fp16")
     if not (fp16 or bf16):
-        inner = _inner(cfg.optimizer, params)
+        inner = _inner(cfg.optimizer, params, sharing)
         return AMPOptimizer(cfg.optimizer, inner, _amp_scaler(common), "amp")
     flat = fp16 and not getattr(common, "fp16_no_flatten_grads", False)
     if flat and not _supports(cfg.optimizer, params, "supports_flat_params"):
@@ -275,7 +295,7 @@ def _wrapped(cfg: Any, params: list[Any], fp16: bool, bf16: bool) -> FairseqOpti
             "set --fp16-no-flatten-grads"
         )
     core = _scaler(cfg) if fp16 else None
-    inner = _inner(cfg.optimizer, params, master_weights=True)
+    inner = _inner(cfg.optimizer, params, sharing, master_weights=True)
     return FP16Optimizer(cfg.optimizer, inner, core, flat)
 
 

@@ -97,6 +97,36 @@ def shards(**options):
         "scales": [t.optimizer.scaler.loss_scale for t in (ours, again)],
     }
 
+def zero(name, **options):
+    # Each worker has a part of the optimizer's state, or all of it; and goes on from
+    # what was saved by the one or the other.
+    now = two | options | {"distributed_training__ddp_backend": "pytorch_ddp"}
+    kinds = ("none", "os")
+    made = [tiny.trainer(**now, distributed_training__zero_sharding=k) for k in kinds]
+    losses = [[t.train_step(u)["loss"] for u in mine[:3]] for t in made]
+    paths = [f"{folder}/{name}-{kind}.pt" for kind in kinds]
+    for ours, path in zip(made, paths):
+        ours.consolidate_optimizer()
+        if rank == 0:
+            ours.save_checkpoint(path, {"epoch": 3})
+    dist.barrier()
+    last = [t.train_step(mine[3])["loss"] for t in made]
+    resumed = {}
+    for kind in kinds:
+        for path in paths:
+            again = tiny.trainer(**now, distributed_training__zero_sharding=kind)
+            again.load_checkpoint(path)
+            resumed[f"{path[len(folder) + 1:-3]} {kind}"] = [
+                again.train_step(mine[3])["loss"], *(max(
+                    float((a - b).abs().max()) for a, b in zip(
+                        again.get_model().parameters(), t.get_model().parameters()))
+                for t in made)]
+    told[name] = {
+        "losses": losses, "last": last, "resumed": resumed,
+        "own": len(made[1].optimizer.optimizer.optim.state),
+        "all": len(made[0].optimizer.optimizer.state),
+    }
+
 run("flat")
 run("scaled", common__fp16=True, common__fp16_init_scale=4)
 run("apart", distributed_training__not_fsdp_flatten_parameters=True,
@@ -107,6 +137,9 @@ same_as_wrapped("fp16", common__fp16=True, **SCALE,
 same_as_wrapped("memory_efficient_fp16", common__fp16=True,
                 common__memory_efficient_fp16=True, **SCALE)
 same_as_wrapped("bf16", common__bf16=True)
+zero("zero")
+zero("zero_fp16", common__fp16=True, common__fp16_no_flatten_grads=True, **SCALE)
+zero("zero_in_place", common__fp16=True, common__memory_efficient_fp16=True, **SCALE)
 same_as_wrapped("amp", common__amp=True, **SCALE)
 same_as_wrapped("ema", **EMA)
 shards(**EMA, **SCALE, common__fp16=True)
@@ -187,6 +220,44 @@ def test_a_run_under_a_loss_scale_goes_on_from_the_whole_state(
         assert scaled["last"][0] == scaled["last"][1]
         assert scaled["same"]
         assert scaled["scale"] == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["zero", "zero_fp16", "zero_in_place"])
+def test_workers_may_share_out_the_state_of_the_optimizer(
+    ranks: list[Any], name: str
+) -> None:
+    """With the update's arithmetic, but for gradients that are divided before it, which
+    rounds them once more, to 11 bits where they are of 16. Losses are logged to 1e-3,
+    weights are below 1."""
+    far = 1e-6 if name == "zero" else 2**-11
+    for found in (rank[name] for rank in ranks):
+        whole, shared = found["losses"]
+        assert shared == pytest.approx(whole, abs=1e-3)
+        assert 0 < found["own"] < found["all"]
+        to_the_bit = found["resumed"][f"{name}-os os"]
+        assert to_the_bit[0] == found["last"][1]
+        assert to_the_bit[2] == 0.0
+        for loss, *apart in found["resumed"].values():
+            assert loss == pytest.approx(found["last"][0], abs=1e-3)
+            assert max(apart) <= far
+    assert sum(r[name]["own"] for r in ranks) == ranks[0][name]["all"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"optimization__use_bmuf": True}, "--use-bmuf does not go with"),
+        ({"distributed_training__ddp_backend": "slowmo"}, "slowmo does not go with"),
+        ({"optimizer___name": "composite"}, "composite does not go with"),
+        ({"common__fp16": True}, "Please use --fp16-no-flatten-grads"),
+        ({"distributed_training__zero_sharding": "grads"}, "expected none or os"),
+    ],
+)
+def test_what_does_not_go_with_shared_state_is_named(
+    changes: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        tiny.trainer(**{"distributed_training__zero_sharding": "os", **changes})
 
 
 def test_averages_of_sharded_weights_are_those_of_whole_ones(
