@@ -37,7 +37,7 @@ class ShardsMixin(CheckpointMixin):
             self._check_has_values(self.model)
             return
         self.is_fsdp_enabled = True
-        _check(self.args, self._sharding, on_host=self._inputs_stay)
+        _check(self.args, self._sharding)
         if self.optimizer is not None:
             raise ValueError(
                 "fsdp: the optimizer that was passed has the parameters of the whole "
@@ -217,12 +217,8 @@ def _has_shards(folder: str) -> bool:
     return bool(glob.glob(os.path.join(glob.escape(folder), "shard-[0-9]*-of-*")))
 
 
-def _check(args: Any, sharding: Sharding, on_host: bool) -> None:
+def _check(args: Any, sharding: Sharding) -> None:
     """Raise ValueError for what does not go with sharding, naming it."""
-    if not on_host:
-        raise ValueError(
-            "fsdp: shards are in host memory, and the run is on a GPU; set use_cpu=True"
-        )
     if args.gradient_checkpointing and sharding.recomputes:
         raise ValueError(
             "fsdp: activation_checkpointing in fsdp_config and gradient_checkpointing "

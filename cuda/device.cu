@@ -5,6 +5,12 @@
 #include "kernels.h"
 #include "status.h"
 
+/* kDLCUDA. A host emulation, in whose device memory torch may compute as it does in the
+ * host's, brings its own. */
+#ifndef CT_CUDA_DLPACK
+#define CT_CUDA_DLPACK 2
+#endif
+
 /* Waits: cudaFree, when a block is outgrown, until the device is idle. Doubling makes
  * that a handful of times in a process. */
 ct_status
@@ -66,4 +72,5 @@ const ct_device ct_device_cuda = {
     ct_cuda_scratch_grow,
     ct_cuda_scratch_release,
     &ct_cuda_mapping_ops,
+    CT_CUDA_DLPACK,
 };

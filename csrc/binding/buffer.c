@@ -242,9 +242,23 @@ int
 ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
                ct_span *span)
 {
+    return ctpy_span_on(state, op, what, writable, 0, span);
+}
+
+int
+ctpy_span_on(ctpy_state *state, PyObject *op, const char *what, int writable,
+             int on_cuda, ct_span *span)
+{
     const ctpy_place place = {what, -1, -1};
     ctpy_view view;
-    if (ctpy_view_of(state, op, &place, &view) < 0) {
+    if (view_of(state, op, &place, on_cuda != 0, &view) < 0) {
+        return -1;
+    }
+    if (on_cuda && !view.on_cuda) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s is in the host's memory; expected that of the GPU: move it "
+                     "with .cuda()",
+                     what);
         return -1;
     }
     if (view.strides != NULL) {

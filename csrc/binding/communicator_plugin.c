@@ -1,5 +1,7 @@
-/* Communicators of a device's plugin: NCCL's, of ctrainer._cuda. */
+/* A device's plugin, ctrainer._cuda's: its table, and communicators over its memory,
+ * NCCL's. */
 #include "binding/communicator.h"
+#include "binding/device.h"
 
 #include "core/ct_plugin.h"
 
@@ -22,6 +24,16 @@ plugin_of(PyObject *capsule)
         return NULL;
     }
     return plugin;
+}
+
+const ct_device *
+ctpy_device_borrow(PyObject *capsule)
+{
+    if (Py_IsNone(capsule)) {
+        return &ct_device_cpu;
+    }
+    const ct_plugin *plugin = plugin_of(capsule);
+    return plugin == NULL ? NULL : plugin->device;
 }
 
 const char ctpy_plugin_communicator_doc[] =

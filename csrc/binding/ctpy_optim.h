@@ -70,4 +70,8 @@ int ctpy_grads_drop(ctpy_state *state, PyObject *optimizer);
 int ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
                    ct_span *span);
 
+/* The same in a GPU's memory if on_cuda, of torch 2.10 and newer. */
+int ctpy_span_on(ctpy_state *state, PyObject *op, const char *what, int writable,
+                 int on_cuda, ct_span *span);
+
 #endif

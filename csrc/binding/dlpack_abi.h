@@ -1,4 +1,5 @@
-/* The part of DLPack's C exchange table (ABI version 1) that reads a tensor's address.
+/* The parts of DLPack that read a tensor's address, by its C exchange table (ABI
+ * version 1), and hand over memory, by its older capsule.
  *
  * torch publishes the table from 2.10 on as the capsule "dlpack_exchange_api" in
  * torch.Tensor.__dlpack_c_exchange_api__. Declared here since we build without torch.
@@ -45,7 +46,17 @@ typedef struct ctpy_dlpack_api {
     void *managed_tensor_from_object;
     void *managed_tensor_to_object;
     int (*tensor_from_object)(void *op, ctpy_dl_tensor *out); /* or NULL */
-    void *current_work_stream;
+    /* The stream that torch works on now, of the GPU of that number; or NULL. */
+    int (*current_work_stream)(int32_t device_type, int32_t device_id, void **stream);
 } ctpy_dlpack_api;
+
+/* A tensor that is handed over in a capsule named so, renamed by who takes it. */
+#define CTPY_DLPACK_TENSOR "dltensor"
+
+typedef struct ctpy_dl_managed {
+    ctpy_dl_tensor tensor;
+    void *context; /* the producer's */
+    void (*deleter)(struct ctpy_dl_managed *self);
+} ctpy_dl_managed;
 
 #endif

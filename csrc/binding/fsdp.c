@@ -1,6 +1,7 @@
 /* ctrainer._C.FSDPUnit: parameters that are sharded, gathered and reduced together. */
 #include "binding/fsdp.h"
 
+#include "binding/device.h"
 #include "binding/mapped_memory.h"
 #include "core/ct_alloc.h"
 #include "core/ct_fsdp_codes.h"
@@ -122,8 +123,9 @@ read_groups(PyObject *groups, size_t *sizes, bool *trainable)
 }
 
 static int
-lay_out(FSDPUnit *self, PyObject *groups, int world_size)
+lay_out(FSDPUnit *self, PyObject *plugin, PyObject *groups, int world_size)
 {
+    const ct_device *device = ctpy_device_borrow(plugin);
     const size_t n = (size_t)PyTuple_GET_SIZE(groups);
     size_t *sizes = PyMem_New(size_t, n + 1);
     bool *trainable = PyMem_New(bool, n + 1);
@@ -132,10 +134,10 @@ lay_out(FSDPUnit *self, PyObject *groups, int world_size)
     if (sizes == NULL || trainable == NULL) {
         PyErr_NoMemory();
     }
-    else if (read_groups(groups, sizes, trainable) == 0) {
+    else if (device != NULL && read_groups(groups, sizes, trainable) == 0) {
         ct_fsdp made;
         const ct_status status =
-            ct_fsdp_init(&made, &ct_device_cpu, sizes, trainable, n, world_size, &err);
+            ct_fsdp_init(&made, device, sizes, trainable, n, world_size, &err);
         if (status == CT_OK) {
             made.ledger = &self->ledger;
             self->core = made;
@@ -147,28 +149,14 @@ lay_out(FSDPUnit *self, PyObject *groups, int world_size)
     return result;
 }
 
-static PyObject *
-new_memory(const ctpy_state *state, size_t bytes, int watched)
-{
-    PyObject *args = Py_BuildValue("(n)", (Py_ssize_t)bytes);
-    PyObject *kwargs = Py_BuildValue("{s:i}", "watched", watched);
-    PyObject *memory =
-        args == NULL || kwargs == NULL
-            ? NULL
-            : PyObject_Call((PyObject *)state->MappedMemory, args, kwargs);
-    Py_XDECREF(kwargs);
-    Py_XDECREF(args);
-    return memory;
-}
-
 static int
-map_memory(FSDPUnit *self, ct_dtype compute, int watched)
+map_memory(FSDPUnit *self, PyObject *plugin, ct_dtype compute, int watched)
 {
-    const ctpy_state *state = fsdp_state_borrow(self);
-    self->full = new_memory(state, ct_fsdp_full_bytes(&self->core, compute), watched);
-    self->grads = self->full == NULL
-                      ? NULL
-                      : new_memory(state, ct_fsdp_grad_bytes(&self->core), watched);
+    const size_t full = ct_fsdp_full_bytes(&self->core, compute);
+    const size_t grads = ct_fsdp_grad_bytes(&self->core);
+    self->full = fsdp_new_memory(self, plugin, full, watched);
+    self->grads =
+        self->full == NULL ? NULL : fsdp_new_memory(self, plugin, grads, watched);
     if (self->grads == NULL) {
         return -1;
     }
@@ -179,10 +167,9 @@ map_memory(FSDPUnit *self, ct_dtype compute, int watched)
 
 /* What codes miss has to stay from one update to the next. */
 static int
-map_residual(FSDPUnit *self)
+map_residual(FSDPUnit *self, PyObject *plugin)
 {
-    self->residual =
-        new_memory(fsdp_state_borrow(self), ct_fsdp_grad_bytes(&self->core), 0);
+    self->residual = fsdp_new_zeros(self, plugin, ct_fsdp_grad_bytes(&self->core));
     if (self->residual == NULL) {
         return -1;
     }
@@ -204,20 +191,29 @@ check_bits(const char *name, int bits)
 static int
 FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"communicator", "groups",         "compute_dtype",
-                            "reduce_dtype", "watched",        "lone_gather",
-                            "lone_reduce",  "replicas",       "gather_bits",
-                            "reduce_bits",  "error_feedback", NULL};
+    static char *names[] = {"communicator",
+                            "groups",
+                            "compute_dtype",
+                            "reduce_dtype",
+                            "watched",
+                            "lone_gather",
+                            "lone_reduce",
+                            "replicas",
+                            "gather_bits",
+                            "reduce_bits",
+                            "error_feedback",
+                            "plugin",
+                            NULL};
     FSDPUnit *self = (FSDPUnit *)op;
-    PyObject *communicator, *groups, *replicas = Py_None;
+    PyObject *communicator, *groups, *replicas = Py_None, *plugin = Py_None;
     const char *compute = "float32", *reduce = "float32";
     int watched = 0, lone_gather = 0, lone_reduce = 0, feedback = 1;
     ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$sspppOiip:FSDPUnit", names,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$sspppOiipO:FSDPUnit", names,
                                      &communicator, &PyTuple_Type, &groups, &compute,
                                      &reduce, &watched, &lone_gather, &lone_reduce,
                                      &replicas, &config.gather_bits,
-                                     &config.reduce_bits, &feedback) ||
+                                     &config.reduce_bits, &feedback, &plugin) ||
         check_bits("gather_bits", config.gather_bits) < 0 ||
         check_bits("reduce_bits", config.reduce_bits) < 0 ||
         dtype_of(compute, &config.compute) < 0 ||
@@ -232,9 +228,9 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (comm == NULL ||
         (!Py_IsNone(replicas) &&
          ctpy_comm_borrow(fsdp_state_borrow(self), replicas) == NULL) ||
-        lay_out(self, groups, comm->world_size) < 0 ||
-        map_memory(self, config.compute, watched) < 0 ||
-        (config.reduce_bits != 0 && feedback && map_residual(self) < 0)) {
+        lay_out(self, plugin, groups, comm->world_size) < 0 ||
+        map_memory(self, plugin, config.compute, watched) < 0 ||
+        (config.reduce_bits != 0 && feedback && map_residual(self, plugin) < 0)) {
         return -1;
     }
     config.postdivide = (double)comm->world_size;
@@ -343,7 +339,7 @@ PyDoc_STRVAR(
     "FSDPUnit(communicator, groups, *, compute_dtype='float32',\n"
     "         reduce_dtype='float32', watched=False, lone_gather=False,\n"
     "         lone_reduce=False, replicas=None, gather_bits=0,\n"
-    "         reduce_bits=0, error_feedback=True)\n--\n\n"
+    "         reduce_bits=0, error_feedback=True, plugin=None)\n--\n\n"
     "Parameters that are sharded over the ranks of a group, gathered and reduced\n"
     "together; ctrainer.fsdp.FullyShardedDataParallel has one for a module.\n\n"
     "groups: a tuple of (elements with padding, trainable). watched: parameters that\n"
@@ -353,7 +349,8 @@ PyDoc_STRVAR(
     "gradients are averaged. gather_bits, reduce_bits: parameters and gradients "
     "travel\n"
     "as codes of so many bits. error_feedback: what these miss of a gradient is added\n"
-    "to the next, which takes a float32 for each of all ranks' elements.\n\n"
+    "to the next, which takes a float32 for each of all ranks' elements. plugin: of a\n"
+    "device, in whose memory all of it is, which the communicators have to take.\n\n"
     "Its hooks: _grad_enabled(), _graph_task(), _queue(), _new_gradient(group),\n"
     "_check_order(what) and assert_state(states).");
 

@@ -63,6 +63,16 @@ int fsdp_expect(FSDPUnit *self, unsigned states);
 ctpy_state *fsdp_state_borrow(FSDPUnit *self);
 FSDPUnit *fsdp_root_borrow(FSDPUnit *self); /* itself where that is not known */
 
+/* fsdp_device.c: a tensor in the memory of the unit's device; -1 with an exception that
+ * names `what`. And where torch works now, for what the unit does there. */
+int fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
+                   ct_span *span);
+int fsdp_use_stream(FSDPUnit *self);
+PyObject *fsdp_new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int watched);
+/* Memory that stays there, of zeros. */
+PyObject *fsdp_new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes);
+void fsdp_discard_spares(FSDPUnit *root); /* without the GIL: it waits for a device */
+
 /* fsdp_attributes.c */
 extern PyMemberDef fsdp_members[];
 extern PyGetSetDef fsdp_getset[];

@@ -134,7 +134,8 @@ store(FSDPUnit *self, fsdp_leaf *leaf, PyObject *grad)
     ct_status status;
     ct_error err;
     if (refuse_second_order(state, grad) < 0 ||
-        ctpy_span_from(state, grad, "a gradient", 0, &span) < 0) {
+        fsdp_span_from(self, grad, "a gradient", 0, &span) < 0 ||
+        fsdp_use_stream(self) < 0) {
         return -1;
     }
     if (span.n != leaf->n) {
@@ -253,6 +254,6 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
         return NULL;
     }
     root->queued = false;
-    ct_spares_discard(&root->ledger.spares);
+    fsdp_discard_spares(root);
     Py_RETURN_NONE;
 }

@@ -11,17 +11,38 @@ typedef struct clip_job {
     size_t n;
     double p, max_norm, total;
     int alone; /* of this rank's shards */
+    const ct_device *device;
+    void *stream;
 } clip_job;
+
+/* The sum of this rank's powers. */
+static ct_status
+own_sum(const clip_job *job, double *sum, ct_error *err)
+{
+    const ct_device *device = job->device;
+    ct_scratch scratch = {NULL, 0}, made = {NULL, 0};
+    *sum = 0.0;
+    if (job->n == 0) {
+        return CT_OK;
+    }
+    ct_status status = device->scratch_grow(&made, sizeof *sum, err);
+    if (status == CT_OK) {
+        status = device->norm(job->stream, &scratch, job->p, job->spans, job->n,
+                              made.data, err);
+    }
+    if (status == CT_OK) {
+        status = device->read(job->stream, made.data, sum, err);
+    }
+    device->scratch_release(&made);
+    device->scratch_release(&scratch);
+    return status;
+}
 
 static ct_status
 norm_over_ranks(clip_job *job, ct_comm *comm, ct_error *err)
 {
-    ct_scratch scratch = {NULL, 0};
-    double sum = 0.0;
-    ct_status status = job->n == 0 ? CT_OK
-                                   : ct_device_cpu.norm(NULL, &scratch, job->p,
-                                                        job->spans, job->n, &sum, err);
-    ct_device_cpu.scratch_release(&scratch);
+    double sum;
+    ct_status status = own_sum(job, &sum, err);
     const ct_span span = {&sum, 1, CT_F64};
     if (status == CT_OK && !job->alone) {
         status = comm->ops->all_reduce(
@@ -40,18 +61,20 @@ clip(clip_job *job, ct_comm *comm, ct_error *err)
     if (status != CT_OK || job->n == 0 || factor >= 1.0) {
         return status;
     }
-    return ct_device_cpu.scale(NULL, factor, (double)INFINITY, job->spans, job->n, err);
+    return job->device->scale(job->stream, factor, (double)INFINITY, job->spans, job->n,
+                              err);
 }
 
 /* The gradients that are there; *owners keeps them. */
 static int
-read_grads(ctpy_state *state, PyObject *params, clip_job *job, PyObject *owners)
+read_grads(FSDPUnit *self, PyObject *params, clip_job *job, PyObject *owners)
 {
+    PyObject *name = fsdp_state_borrow(self)->str_grad;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
-        PyObject *grad = PyObject_GetAttr(PyList_GET_ITEM(params, i), state->str_grad);
+        PyObject *grad = PyObject_GetAttr(PyList_GET_ITEM(params, i), name);
         int result = grad == NULL ? -1 : 0;
         if (result == 0 && !Py_IsNone(grad)) {
-            result = ctpy_span_from(state, grad, "a gradient", 1, &job->spans[job->n]);
+            result = fsdp_span_from(self, grad, "a gradient", 1, &job->spans[job->n]);
             job->n += result == 0;
             result = result < 0 ? -1 : PyList_Append(owners, grad);
         }
@@ -66,14 +89,17 @@ read_grads(ctpy_state *state, PyObject *params, clip_job *job, PyObject *owners)
 static int
 run(PyObject *op, PyObject *params, clip_job *job, PyObject *owners)
 {
-    ctpy_state *state = ctpy_state_borrow(op);
-    Communicator *group = (Communicator *)((FSDPUnit *)op)->communicator;
-    ct_comm *comm = ctpy_comm_borrow(state, (PyObject *)group);
+    FSDPUnit *self = (FSDPUnit *)op;
+    Communicator *group = (Communicator *)self->communicator;
+    ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), (PyObject *)group);
     ct_status status;
     ct_error err;
-    if (comm == NULL || read_grads(state, params, job, owners) < 0) {
+    if (comm == NULL || read_grads(self, params, job, owners) < 0 ||
+        fsdp_use_stream(self) < 0) {
         return -1;
     }
+    job->device = self->core.device;
+    job->stream = self->core.stream;
     Py_INCREF(group);
     group->busy++;
     Py_BEGIN_ALLOW_THREADS

@@ -12,14 +12,13 @@
 static int
 read_shards(FSDPUnit *self, ct_span *spans)
 {
-    ctpy_state *state = fsdp_state_borrow(self);
     for (size_t i = 0; i < self->core.n_groups; i++) {
-        if (ctpy_span_from(state, PyTuple_GET_ITEM(self->shards, (Py_ssize_t)i),
+        if (fsdp_span_from(self, PyTuple_GET_ITEM(self->shards, (Py_ssize_t)i),
                            "the shard of a parameter", 0, &spans[i]) < 0) {
             return -1;
         }
     }
-    return 0;
+    return fsdp_use_stream(self);
 }
 
 typedef ct_status
@@ -95,7 +94,7 @@ void
 fsdp_return_memory(FSDPUnit *root)
 {
     if (root->return_memory) {
-        ct_spares_discard(&root->ledger.spares);
+        fsdp_discard_spares(root);
         ct_malloc_trim();
         root->resident = ct_memory_resident();
     }
@@ -199,7 +198,7 @@ reduce_into(FSDPUnit *self, size_t group, PyObject *grad, int add)
     ct_error err;
     const bool ready =
         comm != NULL &&
-        ctpy_span_from(state, grad, "the gradient of a shard", 1, &span) == 0 &&
+        fsdp_span_from(self, grad, "the gradient of a shard", 1, &span) == 0 &&
         fsdp_lend_replicas(self) == 0;
     if (ready) {
         ((Communicator *)communicator)->busy++;
@@ -241,7 +240,8 @@ reduce_group(FSDPUnit *self, size_t group)
     PyObject *owner = Py_NewRef(PyTuple_GET_ITEM(owners, (Py_ssize_t)group));
     PyObject *grad = shard_grad(self, owner, group, &add);
     if (grad != NULL) {
-        result = clear_gaps(self, group, &err) == CT_OK
+        result = fsdp_use_stream(self) < 0 ? -1
+                 : clear_gaps(self, group, &err) == CT_OK
                      ? reduce_into(self, group, grad, add)
                      : ctpy_raise_int(&err);
     }

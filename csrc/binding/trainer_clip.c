@@ -107,6 +107,11 @@ device_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm)
     int result =
         norms == NULL ? -1 : take_norms(norms, clip->norm_type, list, by_group);
     Py_XDECREF(norms);
+    if (result == 0) { /* without groups the total is all that there is */
+        double *sums = by_group ? list->sums : ct_grads_total(list);
+        result = ctpy_update_share_sums(op, u, clip->norm_type, sums,
+                                        by_group ? list->n_groups + 1 : 1);
+    }
     if (result == 0) {
         *norm = ct_clip_decide(clip, list, u->loss_scale);
     }

@@ -21,7 +21,7 @@ extern "C" {
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 17
+#define CT_DEVICE_VERSION 18
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -137,6 +137,7 @@ typedef struct ct_device {
     ct_scratch_grow_fn *scratch_grow;
     ct_scratch_release_fn *scratch_release;
     const ct_mapping_ops *mapping; /* of its memory; NULL: the host's */
+    int dlpack; /* the kind of its memory, a DLDeviceType of DLPack */
 } ct_device;
 
 extern const ct_device ct_device_cpu;

@@ -43,4 +43,5 @@ const ct_device ct_device_cpu = {
     .read = cpu_read,
     .scratch_grow = cpu_scratch_grow,
     .scratch_release = cpu_scratch_release,
+    .dlpack = 1, /* kDLCPU */
 };

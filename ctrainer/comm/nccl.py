@@ -28,7 +28,7 @@ def communicator(
 
     Raises RuntimeError saying what is missing: the plugin, a driver, a GPU or NCCL.
     """
-    cuda = _plugin()
+    cuda = plugin()
     group = world() if over is None else over
     mine = _current_stream() if stream is None else stream
     id = group.broadcast_bytes(cuda.comm_id() if group.rank == 0 else None, 0)
@@ -37,7 +37,8 @@ def communicator(
     )
 
 
-def _plugin() -> Any:
+def plugin() -> Any:
+    """ctrainer._cuda; RuntimeError says what is missing."""
     try:
         from ctrainer import _cuda
     except ImportError as error:

@@ -15,7 +15,7 @@ def _residuals(root: Any) -> dict[str, torch.Tensor]:
     for name, unit in root.named_modules():
         memory = getattr(getattr(unit, "_unit", None), "residual", None)
         if memory is not None and unit in root.units():
-            size = torch.Size([len(memoryview(memory)) // torch.float32.itemsize])
+            size = torch.Size([memory.nbytes // torch.float32.itemsize])
             found[name] = tensor_over(memory, torch.float32, 0, size)
     return found
 

@@ -20,7 +20,8 @@ def _without_memory(unit: Any) -> Iterator[None]:
     own = [entry.param for group in unit._groups for entry in group.entries]
     homes = [(p, p.data) for p in [*own, *(p for _, p in unit.borrowed)]]
     for param, home in homes:
-        param.data = torch.zeros((), dtype=home.dtype).expand(home.shape)
+        one = torch.zeros((), dtype=home.dtype, device=home.device)
+        param.data = one.expand(home.shape)
     try:
         yield
     finally:
@@ -41,8 +42,8 @@ def deep_copy(unit: M, memo: dict[int, Any]) -> M:
     source._assert_idle()
     made: Any = object.__new__(type(source))
     memo[id(source)] = made
-    for group in (source.communicator, source.replicas):
-        memo[id(group)] = group
+    for shared in (source.communicator, source.replicas, source.home):
+        memo[id(shared)] = shared
     if "_lenders" in source.__dict__:
         made.__dict__["_lenders"] = None
     with _without_memory(source):

@@ -92,7 +92,7 @@ class Sharding:
 
     def shard_of(self, group: Group) -> Any:
         """This rank's part of the group's values, in memory of its own."""
-        shard = new_zeros(group.shard_shape)
+        shard = new_zeros(group.shard_shape, group.entries[0].param.device)
         begin = self.rank * shard.numel()
         flat = shard.view(-1)
         for entry in group.entries:

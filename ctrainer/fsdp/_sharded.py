@@ -13,6 +13,7 @@ from torch import nn
 from ctrainer import _C
 from ctrainer.fsdp import (
     _copies,
+    _device,
     _groups,
     _layout,
     _metadata,
@@ -107,7 +108,7 @@ class ShardedModule(nn.Module):
         self._debug_dummy_forward_pass = _debug_dummy_forward_pass
         self._debug_dummy_all_reduce_op = _debug_dummy_all_reduce_op
         self._debug_msg, self._debug_print = _debug_msg, _debug_print
-        self.communicator, self.replicas = _groups.groups_of(
+        communicator, replicas = _groups.groups_of(
             process_group,
             device_mesh,
             sharding_groups,
@@ -115,8 +116,9 @@ class ShardedModule(nn.Module):
             sharding_rank,
             sharding_world_size,
         )
-        self.rank = self.communicator.rank
-        self.world_size = self.communicator.world_size
+        self.communicator: _C.Communicator = communicator
+        self.replicas: _C.Communicator | None = replicas
+        self.rank, self.world_size = communicator.rank, communicator.world_size
         self._sharding = _layout.Sharding(
             self.rank,
             self.world_size,
@@ -137,6 +139,9 @@ class ShardedModule(nn.Module):
         sources = [self.replicas, self.communicator] if sync_module_states else []
         groups = [group for group in sources if group is not None]
         _values.settle(module, init, groups, ShardedModule)
+        self.home = _device.home_of(module)
+        self.communicator = self.home.group(communicator) or communicator
+        self.replicas = self.home.group(replicas)
         self.borrowed = self._borrow(module)
         _options.check_parameters(module)
         self._wrap(module)
@@ -159,8 +164,9 @@ class ShardedModule(nn.Module):
         hooked: Any = self  # this has no types in torch
         hooked.register_load_state_dict_pre_hook(_views.before_load)
         hooked.register_load_state_dict_post_hook(_after_load)
-        self._unit.return_memory = return_memory
-        if return_memory:
+        on_host = self.home.plugin is None  # activations elsewhere are not malloc's
+        self._unit.return_memory = return_memory and on_host
+        if self._unit.return_memory:
             _C.malloc_keep(_KEPT_BYTES)
         if execute_sharding_on_init and not on_neuron:
             self.communicator.barrier()
@@ -212,6 +218,7 @@ class ShardedModule(nn.Module):
             gather_bits=self.gather_bits or 0,
             reduce_bits=self.reduce_bits or 0,
             error_feedback=self.error_feedback,
+            plugin=self.home.plugin,
         )
         unit.owner = weakref.ref(self)
         unit.forward_prefetch = self.forward_prefetch

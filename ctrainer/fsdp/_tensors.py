@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.dlpack import from_dlpack
 
 from ctrainer import _C
 
@@ -47,6 +48,13 @@ def tensor_over(
     memory: _C.MappedMemory, dtype: torch.dtype, offset: int, shape: torch.Size
 ) -> torch.Tensor:
     """A view of memory that begins at element `offset`."""
+    if not memory.on_host:
+        row = from_dlpack(memory)
+        if shape.numel() == 0:
+            return torch.empty(shape, dtype=dtype, device=row.device)
+        begin = offset * dtype.itemsize
+        row = row[begin : begin + shape.numel() * dtype.itemsize]
+        return row.view(dtype).view(shape)
     if shape.numel() == 0:
         return torch.empty(shape, dtype=dtype)
     flat = torch.frombuffer(
@@ -58,10 +66,11 @@ def tensor_over(
     return flat.view(shape)
 
 
-def new_zeros(shape: torch.Size) -> torch.Tensor:
-    """float32 zeros whose pages go back to the system with the tensor.
-
-    What malloc frees in pieces of a few MiB may stay with the process; this does not.
+def new_zeros(shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """float32 zeros whose pages, in the host's memory, go back to the system with the
+    tensor: what malloc frees in pieces of a few MiB may stay with the process.
     """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.float32, device=device)
     memory = _C.MappedMemory(shape.numel() * torch.float32.itemsize)
     return tensor_over(memory, torch.float32, 0, shape)

@@ -86,7 +86,11 @@ def _take(module: nn.Module, groups: Sequence[_C.Communicator], unit: type) -> N
     different = {id(tensor): tensor.detach() for tensor in named.values()}
     for group in groups:
         _C.check_ranks_agree(group, "parameter or buffer", describe(named))
-        _C.broadcast_tensors(group, list(different.values()))
+        pairs = [(tensor, tensor.cpu()) for tensor in different.values()]
+        _C.broadcast_tensors(group, [on_host for _, on_host in pairs])
+        for tensor, on_host in pairs:
+            if on_host is not tensor:  # of a GPU, through the host's memory
+                tensor.copy_(on_host)
 
 
 def _named(module: nn.Module, unit: type) -> Iterator[tuple[str, torch.Tensor]]:

@@ -55,7 +55,7 @@ class Views:
                 continue
             if base.view(-1)[begin:].data_ptr() == grad.data_ptr():
                 return base.view(-1)
-        return torch.zeros(self.numel)
+        return torch.zeros(self.numel, device=self.pieces[0][0].device)
 
     def follow(self, shard: nn.Parameter) -> None:
         """Be views of another shard: optimizers go on with them."""

@@ -27,7 +27,9 @@ class FullyShardedDataParallel(ShardedModule):
     float32. Wrap inner modules first and then those around them: a unit shards what
     is below it and not sharded yet. All ranks build and call the same.
 
-    module: on the CPU, its parameters float32 and the same on every rank.
+    module: on the CPU or the current CUDA device, its parameters float32 and the same
+    on every rank. On a GPU the ranks of the group come together over NCCL, by the
+    plugin ctrainer._cuda.
     reshard_after_forward: release the parameters after the forward and gather them
     again for the backward. flatten_parameters: the trainable parameters as one row and
     the frozen ones as another, rather than each by itself. disable_reshard_on_root: the
@@ -148,7 +150,7 @@ class FullyShardedDataParallel(ShardedModule):
     def _dummy_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The sum of the means of all inputs and parameters, of inner units too."""
         recursive = kwargs.pop("_xla_fsdp_dummy_forward_resursive", True)
-        out = torch.zeros(1)
+        out = torch.zeros(1, device=self.home.device)
         for tensor in (*args, *kwargs.values(), *self.full_params):
             if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
                 out = out + tensor.mean()
@@ -231,7 +233,7 @@ class FullyShardedDataParallel(ShardedModule):
             float(norm_type),
             self._debug_dummy_all_reduce_op,
         )
-        return torch.tensor(total, dtype=torch.float32)
+        return torch.tensor(total, dtype=torch.float32, device=self.home.device)
 
     # ---- the full parameters
 

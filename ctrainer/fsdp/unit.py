@@ -28,7 +28,8 @@ class Unit(_C.FSDPUnit):
         Variable._execution_engine.queue_callback(module._end_of_backward)
 
     def _new_gradient(self, group: int) -> torch.Tensor:
-        return new_zeros(self.shards[group].shape)
+        shard = self.shards[group]
+        return new_zeros(shard.shape, shard.device)
 
     def _check_order(self, what: str) -> None:
         """Raise ValueError on all ranks where they do not come to the same unit."""

@@ -60,7 +60,7 @@ def cuda() -> Any:
 def on_every_rank(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, work: Callable[[_C.Communicator], Any]
 ) -> list[Any]:
-    monkeypatch.setattr(nccl, "_plugin", lambda: cuda)
+    monkeypatch.setattr(nccl, "plugin", lambda: cuda)
     id = cuda.comm_id()
 
     def be_rank(rank: int) -> Any:

@@ -10,6 +10,7 @@ extern "C" {
 #endif
 
 #define CUDART_VERSION 13000
+#define CT_CUDA_DLPACK 1 /* kDLCPU: see emul_show_memory */
 
 typedef enum cudaError {
     cudaSuccess = 0,

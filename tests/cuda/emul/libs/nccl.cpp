@@ -25,6 +25,7 @@ enum {
     LONG = 4,
     HALF = 6,
     FLOAT = 7,
+    DOUBLE = 8,
     BFLOAT = 9,
     IN_PROGRESS = 7,
     NO_COLOR = -1
@@ -86,6 +87,7 @@ size_of(int dtype)
     case FLOAT:
         return 4;
     case LONG:
+    case DOUBLE:
         return 8;
     default:
         return 0;
@@ -122,8 +124,9 @@ reduce_as(const std::vector<call> &calls, size_t i, int op, char *to)
 void
 reduce(const std::vector<call> &calls, size_t i, int dtype, int op, char *to)
 {
-    dtype == BYTE   ? reduce_as<unsigned char>(calls, i, op, to)
-    : dtype == LONG ? reduce_as<int64_t>(calls, i, op, to)
+    dtype == BYTE     ? reduce_as<unsigned char>(calls, i, op, to)
+    : dtype == LONG   ? reduce_as<int64_t>(calls, i, op, to)
+    : dtype == DOUBLE ? reduce_as<double>(calls, i, op, to)
     : dtype == HALF ? average_halves<ct_f32_from_f16, ct_f16_from_f64>(calls, i, op, to)
     : dtype == BFLOAT
         ? average_halves<ct_f32_from_bf16, ct_bf16_from_f64>(calls, i, op, to)

@@ -1,0 +1,12 @@
+/* Devices as Python names them. */
+#ifndef CTPY_DEVICE_H
+#define CTPY_DEVICE_H
+
+#include "binding/ctpy.h"
+#include "core/ct_device.h"
+
+/* communicator_plugin.c: the table of a plugin's capsule, the host's of None; NULL with
+ * an exception. It lives as long as the process. */
+const ct_device *ctpy_device_borrow(PyObject *capsule);
+
+#endif

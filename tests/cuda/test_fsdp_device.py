@@ -1,0 +1,191 @@
+"""Sharded modules over a device: the plugin over the emulation, in whose memory torch
+computes as in the host's. Ranks are threads; what comes out is what the CPU gives."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from ctrainer import _C  # noqa: E402
+from ctrainer.fsdp import FullyShardedDataParallel as FSDP  # noqa: E402
+from ctrainer.fsdp import _device  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATION = ROOT / "build/emul"
+RANKS = 2
+Values = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Iterator[Any]:
+    """ctrainer._cuda of the emulation, its memory shown to the host."""
+    made = subprocess.run(
+        ["make", "-s", "cuda-emul-python"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    spec = importlib.util.spec_from_file_location("_cuda", EMULATION / "_cuda.so")
+    assert spec is not None
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
+    try:
+        module = importlib.util.module_from_spec(spec)
+    finally:
+        sys.setdlopenflags(flags)
+    sys.path.insert(0, str(EMULATION / "wheels"))
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    sys.path.remove(str(EMULATION / "wheels"))
+    library = ctypes.CDLL(str(EMULATION / "_cuda.so"))
+    library.emul_show_memory(1)
+    yield module
+    library.emul_show_memory(0)
+
+
+def on_every_rank(cuda: Any, work: Callable[[_C.Communicator], Any]) -> list[Any]:
+    id = cuda.comm_id()
+
+    def be_rank(rank: int) -> Any:
+        group = _C.plugin_communicator(cuda.plugin, id, rank, RANKS, 0, 30.0)
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        begun = [pool.submit(be_rank, rank) for rank in range(RANKS)]
+        return [done.result(60) for done in begun]
+
+
+def sharded(group: _C.Communicator, **options: Any) -> Any:
+    """Two inner units and the root; the weights are those of a seed."""
+    source = torch.Generator().manual_seed(5)
+    first, second, last = nn.Linear(9, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+    for layer in (first, second, last):
+        for param in layer.parameters():
+            param.data = torch.randn(param.shape, generator=source) / 4
+    given: dict[str, Any] = {"on_neuron": False, "flatten_parameters": True}
+    given |= {"process_group": group, **options}
+    return FSDP(
+        nn.Sequential(FSDP(first, **given), nn.GELU(), FSDP(second, **given), last),
+        **given,
+    )
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    source = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 9, generator=source)
+
+
+def trained(group: _C.Communicator, **options: Any) -> Values:
+    """What three updates make of the weights, and the norms on the way."""
+    model = sharded(group, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    norms = []
+    for step in range(3):
+        with model.no_sync():
+            model(batch(group.rank, 2 * step)).pow(2).mean().backward()
+        model(batch(group.rank, 2 * step + 1)).pow(2).mean().backward()
+        norms.append(model.clip_grad_norm_(0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    state: Values = model.full_state_dict()
+    return state | {"norms": torch.stack(norms)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compute_dtype": "bfloat16", "watch_released": True},
+        {"gather_bits": 8, "reduce_bits": 4},
+        {"forward_prefetch": True, "backward_prefetch": "BACKWARD_PRE"},
+        {"use_orig_params": True, "reshard_after_forward": False},
+    ],
+    ids=["plain", "bfloat16", "codes", "prefetch", "views"],
+)
+def test_updates_on_the_device_are_those_on_the_host(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    on_host = on_every_rank(cuda, lambda group: trained(group, **options))
+    home = _device.Home(torch.device("cpu"), cuda.plugin)
+    monkeypatch.setattr(_device, "home_of", lambda module: home)
+    on_device = on_every_rank(cuda, lambda group: trained(group, **options))
+    before = on_every_rank(cuda, lambda group: sharded(group).full_state_dict())
+    assert not torch.equal(on_host[0]["3.weight"], before[0]["3.weight"])
+    for rank in range(RANKS):
+        assert on_device[rank].keys() == on_host[rank].keys()
+        for name, value in on_host[rank].items():
+            if name == "norms":  # powers are added in another order
+                torch.testing.assert_close(on_device[rank][name], value)
+            else:
+                assert torch.equal(on_device[rank][name], value), name
+
+
+def test_memory_is_the_devices_and_comes_and_goes(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = _device.Home(torch.device("cpu"), cuda.plugin)
+    monkeypatch.setattr(_device, "home_of", lambda module: home)
+
+    def work(group: _C.Communicator) -> list[Any]:
+        model = sharded(group)
+        unit = model.module[0]._unit
+        addresses = [p.data_ptr() for p in model.module[0].full_params]
+        unit.gather()
+        gathered = [p.detach().clone() for p in model.module[0].full_params]
+        unit.release()
+        twin = copy.deepcopy(model)
+        twin(batch(group.rank, 0)).sum().backward()
+        same = [p.data_ptr() for p in model.module[0].full_params] == addresses
+        return [unit.full.on_host, unit.live_bytes, same, gathered[0], twin]
+
+    for on_host, live, same, weight, twin in on_every_rank(cuda, work):
+        assert (on_host, live, same) == (False, 0, True)
+        assert weight.std() > 0.1
+        assert all(shard.grad is not None for shard in twin.parameters())
+
+
+def test_memory_of_a_device_is_no_buffer_of_the_hosts(cuda: Any) -> None:
+    memory = _C.MappedMemory(100, plugin=cuda.plugin)
+    with pytest.raises(BufferError, match=r"torch\.from_dlpack"):
+        memoryview(memory)
+    row = torch.from_dlpack(memory)
+    assert row.shape == (100,)
+    assert row.dtype == torch.uint8
+    with pytest.raises(ValueError, match="PyCapsule"):
+        _C.MappedMemory(100, plugin="cuda")
+
+
+def test_tensors_keep_the_memory_that_they_are_views_of() -> None:
+    memory = _C.MappedMemory(16)
+    row = torch.from_dlpack(memory)
+    memoryview(memory)[3] = 7
+    del memory
+    assert row.tolist() == [0, 0, 0, 7] + [0] * 12
+    memory = _C.MappedMemory(8)
+    assert memory.__dlpack_device__() == (1, 0)
+    with pytest.raises(BufferError, match="lent where it is"):
+        memory.__dlpack__(copy=True)
+    with pytest.raises(BufferError, match="lent where it is"):
+        memory.__dlpack__(dl_device=(2, 0))
+
+
+def test_parameters_on_two_devices_are_named() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, device="meta")})
+    with pytest.raises(ValueError, match=r"a\.bias on cpu, b\.bias on meta"):
+        _device.home_of(model)
+    with pytest.raises(ValueError, match="the module is on meta; parameters can be"):
+        _device.home_of(model["b"])

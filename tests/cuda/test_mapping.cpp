@@ -1,0 +1,121 @@
+/* Memory of the device at fixed addresses comes, goes and is handed on, behind the work
+ * on it. */
+#include "cuda_test.h"
+
+static void
+open_maps(ct_mapping *maps, size_t n, const size_t *bytes, bool watched)
+{
+    ct_error err;
+    for (size_t i = 0; i < n; i++) {
+        check_ok(ct_mapping_open_on(ct_device_cuda.mapping, &maps[i], bytes[i], watched,
+                                    &err),
+                 err);
+    }
+}
+
+static void
+obtain(ct_mapping *map, ct_spares *spares)
+{
+    ct_error err;
+    check_ok(ct_mapping_obtain(map, map->bytes, spares, &err), err);
+}
+
+static void
+test_memory_is_handed_on_when_it_is_needed()
+{
+    const size_t bytes[] = {1 << 20, (1 << 20) - 5, 3 << 20};
+    ct_mapping maps[3];
+    ct_spares spares = {};
+    open_maps(maps, 3, bytes, false);
+    const size_t before = emul::vm.created;
+    obtain(&maps[0], &spares);
+    const void *address = maps[0].data;
+    ct_mapping_release(&maps[0], &spares);
+    const size_t waits = emul::seen.waits;
+    obtain(&maps[0], &spares); /* it has not gone yet: nobody waits */
+    CHECK(emul::seen.waits == waits && emul::vm.created == before + 1);
+    ct_mapping_release(&maps[0], &spares);
+    obtain(&maps[1], &spares); /* as many pages: they go there when their work ends */
+    CHECK(emul::seen.waits == waits + 1 && emul::vm.created == before + 1);
+    obtain(&maps[2], &spares);
+    obtain(&maps[0], &spares);
+    CHECK(emul::vm.created == before + 3 && maps[0].data == address);
+    for (ct_mapping &map : maps) {
+        ct_mapping_release(&map, &spares);
+    }
+    ct_spares_discard(&spares);
+    CHECK(emul::vm.blocks == 0);
+    obtain(&maps[0], &spares);
+    ct_spares_close(&spares);
+    for (ct_mapping &map : maps) {
+        ct_mapping_close(&map);
+    }
+    CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
+}
+
+/* Where memory is short, what lies ready for others goes first. */
+static void
+test_memory_that_is_short()
+{
+    const size_t bytes[] = {1 << 20, 2 << 20};
+    ct_mapping maps[2];
+    ct_spares spares = {};
+    ct_error err;
+    open_maps(maps, 2, bytes, false);
+    emul::fail_create = 1;
+    CHECK(ct_mapping_obtain(&maps[0], bytes[0], &spares, &err) == CT_ENOMEM);
+    CHECK(strstr(err.message, "the GPU's memory is used up") != NULL);
+    obtain(&maps[0], &spares);
+    ct_mapping_release(&maps[0], &spares);
+    emul::fail_create = 1;
+    obtain(&maps[1], &spares);
+    CHECK(emul::vm.blocks == 1);
+    ct_mapping_close(&maps[0]);
+    ct_mapping_close(&maps[1]);
+    ct_spares_close(&spares);
+    CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
+}
+
+/* Gradients that are kept wide and then are not. */
+static void
+test_a_mapping_takes_as_much_as_is_asked_for()
+{
+    const size_t bytes = 4 << 20;
+    ct_mapping map;
+    ct_spares spares = {};
+    ct_error err;
+    open_maps(&map, 1, &bytes, true);
+    for (size_t part : {bytes, bytes / 2, bytes}) {
+        check_ok(ct_mapping_obtain(&map, part, &spares, &err), err);
+        const ct_span span = {map.data, part, CT_U8};
+        check_ok(ct_device_cuda.zero(NULL, &span, 1, &err), err);
+        ct_mapping_release(&map, &spares);
+    }
+    CHECK(emul::vm.blocks == 2);
+    ct_mapping_close(&map);
+    ct_spares_close(&spares);
+    CHECK(emul::vm.blocks == 0);
+}
+
+static void
+test_an_old_driver_is_told()
+{
+    const size_t bytes = 1 << 20;
+    ct_mapping map;
+    ct_error err;
+    emul::without_vm = true;
+    CHECK(ct_mapping_open_on(ct_device_cuda.mapping, &map, bytes, false, &err) ==
+          CT_EDEVICE);
+    CHECK(strstr(err.message, "NVIDIA's driver has no cuMem") != NULL);
+    emul::without_vm = false;
+}
+
+int
+main()
+{
+    test_an_old_driver_is_told(); /* first: what is found is kept */
+    test_memory_is_handed_on_when_it_is_needed();
+    test_memory_that_is_short();
+    test_a_mapping_takes_as_much_as_is_asked_for();
+    return 0;
+}
