@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import re
 import signal
 import subprocess
 import sys
@@ -242,11 +243,14 @@ print("alive", flush=True)
 model.module.module.weight.sum().item()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
-        timeout=120,
+        [sys.executable, "-X", "faulthandler", "-c", code], capture_output=True,
+        text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.stdout == "alive\n"
     assert done.returncode == -signal.SIGSEGV
+    last = code.count("\n")  # Python tells the line that has used the parameter
+    assert re.search(rf'Segmentation fault.*File "<string>", line {last} in <module>',
+                     done.stderr, re.DOTALL)  # fmt: skip
 
 
 def test_units_are_collected() -> None:

@@ -58,6 +58,22 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], object]]] = [
         lambda: wrap(nn.ModuleList([linear()])),
     ),
     (
+        TypeError,
+        "only fp32 parameters are supported",
+        lambda: wrap(nn.Sequential(linear(), linear().bfloat16())),
+    ),
+    (
+        ValueError,
+        "compute_dtype must be one of [torch.float32, torch.float16, torch.bfloat16], "
+        "not torch.int32",
+        lambda: wrap(linear(), compute_dtype=torch.int32),
+    ),
+    (
+        ValueError,
+        "Incorrect external data list: 2 vs. 1",
+        lambda: list(FlattenParamsWrapper(linear()).get_param_views([None, None])),
+    ),
+    (
         AssertionError,
         "there are parameters in params_to_shard not belonging to this module.",
         lambda: _layout.entries_of(linear(), linear().parameters()),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_scenarios import check_parameters, check_same, mse, nested, tree
+from fsdp_scenarios import check_parameters, check_same, mse, nested, tree, wrap
 from rank_threads import LIMIT_SECONDS, on_ranks
 from torch import nn
 
@@ -182,6 +182,29 @@ def test_a_collective_that_fails_leaves_the_module_usable(
 
     counts = on_ranks(WORLD, train)
     assert counts[0] == counts[1] >= 4
+
+
+def test_a_failure_at_the_end_of_a_backward_is_told_as_by_the_original(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a unit that waits for the end: one of its parameters gets no gradient."""
+
+    def fail(group: _C.Communicator) -> None:
+        backend = Backend(group)
+        module = nn.Linear(6, 4)
+        module.unused = nn.Parameter(torch.ones(1))
+        sharded = wrap(_C.Communicator(backend), module, _debug_msg="of this test")
+        loss = mse(sharded, 0, group)
+        backend.fails_at = backend.made + 1
+        with pytest.raises(RuntimeError, match="reduce_scatter"):
+            loss.backward()
+
+    on_ranks(WORLD, fail)
+    assert (
+        "Exception below occurred in post-backward (_debug_msg: of this test). This is "
+        "often due to some inner FSDP modules not being used in an outer FSDP module's "
+        "forward pass." in capsys.readouterr().out
+    )
 
 
 # ---- on one rank
