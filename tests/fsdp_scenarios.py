@@ -38,8 +38,8 @@ def batch(step: int, group: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets: this rank's part, or everybody's."""
     generator = torch.Generator().manual_seed(step)
     both = (
-        torch.randn(8, WIDTH, generator=generator),
-        torch.randn(8, 4, generator=generator),
+        torch.randn(12, WIDTH, generator=generator),
+        torch.randn(12, 4, generator=generator),
     )
     if group is None:
         return both
@@ -132,12 +132,13 @@ def scenario_every_layout_trains_like_one_process(group: Any) -> None:
     layouts: list[dict[str, Any]] = [
         {},
         {"flatten_parameters": False},
-        {"flatten_parameters": False, "on_neuron": True},
         {"flatten_parameters": False, "shard_param_on_dim_0": True},
         {"_shard_size_multiple": 1},
         {"reshard_after_forward": False},
         {"disable_reshard_on_root": False},
     ]
+    if group.world_size == 2:  # which divides all rows
+        layouts.append({"flatten_parameters": False, "on_neuron": True})
     for layout in layouts:
         plain = tree()
         check_same(group, nested(group, copy.deepcopy(plain), **layout), plain)
@@ -502,21 +503,22 @@ def scenario_norms_without_the_others(group: Any) -> None:
 
 def scenario_divide_factors(group: Any) -> None:
     sharded = nested(group, tree(), flatten_parameters=False)
+    world = group.world_size
     assert sharded.gradient_predivide_factor == 2.0
-    assert sharded.gradient_postdivide_factor == 1.0
+    assert sharded.gradient_postdivide_factor == world / 2
+    rounds = 0.0 if world in (2, 4) else 2**-22  # powers of two are exact
     mse(sharded, 0, group).backward()
     means = [p.grad.clone() for p in sharded.parameters()]
     sharded.zero_grad()
-    sharded.set_gradient_divide_factors(4.0, 0.5, recursive=True)
+    sharded.set_gradient_divide_factors(4.0, world / 4, recursive=True)
     mse(sharded, 0, group).backward()
     for mean, p in zip(means, sharded.parameters(), strict=True):
-        # Powers of two: exact.
-        assert torch.equal(p.grad, mean)
+        torch.testing.assert_close(p.grad, mean, rtol=rounds, atol=rounds)
     sharded.zero_grad()
     sharded.set_gradient_divide_factors(1.0, 1.0, recursive=True)
     mse(sharded, 0, group).backward()
     for mean, p in zip(means, sharded.parameters(), strict=True):
-        assert torch.equal(p.grad, mean * 2)
+        torch.testing.assert_close(p.grad, mean * world, rtol=rounds, atol=rounds)
 
 
 def scenario_summoned_parameters_can_be_read_and_written(group: Any) -> None:

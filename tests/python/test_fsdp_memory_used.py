@@ -96,7 +96,9 @@ def resident_kib(field: str) -> int:
     return int(text.split(f"{field}:")[1].split()[0])
 
 
-def test_the_process_takes_less_than_a_third_of_what_it_would_without_sharding() -> None:
+def test_the_process_takes_less_than_a_third_of_what_it_would_without_sharding() -> (
+    None
+):
     """48 MiB of parameters and three times as much for gradients and Adam, over 8
     ranks: 24 MiB, and 2 MiB three times for a unit. The bound leaves room for what
     malloc keeps."""
