@@ -60,6 +60,8 @@ const ct_device ct_device_cuda = {
     ct_cuda_update,
     ct_cuda_average,
     ct_cuda_measure,
+    ct_cuda_settle,
+    ct_cuda_factor_sums,
     ct_cuda_factor,
     ct_cuda_scale,
     ct_cuda_zero,

@@ -13,6 +13,8 @@ ct_norms_fn ct_cuda_norms;
 ct_update_fn ct_cuda_update;
 ct_average_fn ct_cuda_average;
 ct_measure_fn ct_cuda_measure;
+ct_settle_fn ct_cuda_settle;
+ct_factor_sums_fn ct_cuda_factor_sums;
 ct_factor_fn ct_cuda_factor;
 ct_scale_fn ct_cuda_scale;
 ct_zero_fn ct_cuda_zero;

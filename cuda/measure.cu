@@ -1,8 +1,9 @@
-/* The first half of a measured rule on a CUDA device. Mirrors csrc/cpu/measure.c.
+/* The first two parts of an update by a measured rule on a CUDA device. Mirrors
+ * csrc/cpu/measure.c.
  *
  * A block leaves two partial sums of each chunk; then one block for each span folds
- * them and settles the span's constants, so nothing has to come to the host between the
- * halves. */
+ * them, and a thread settles the span's constants, so nothing has to come to the host
+ * between the parts. */
 #include "kernels.h"
 #include "reduce.cuh"
 #include "update.cuh"
@@ -75,22 +76,18 @@ measure_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
 }
 
 CT_KERNEL
-settle_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
-              const double *partials, ct_rule rule, ct_rule_coef *settled)
+fold_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
+            const double *partials, double *sums)
 {
     for (uint32_t i = blockIdx.x; i < batch.n_operands; i += gridDim.x) {
-        const measure_operand &operand = batch.operands[i];
         const uint32_t begin = i == 0 ? 0 : batch.chunk_end[i - 1];
         const uint32_t n = batch.chunk_end[i] - begin;
-        double sums[CT_MEASURES];
         for (int m = 0; m < CT_MEASURES; m++) {
-            sums[m] = ct_list_sum(CT_NORM_ONE, partials + CT_MEASURES * begin + m, n,
-                                  CT_MEASURES);
-        }
-        if (threadIdx.x == 0) {
-            ct_rule_coef coef = operand.constants;
-            ct_rule_settle(rule, &coef, sums, operand.n);
-            settled[operand.number] = coef;
+            const double sum = ct_list_sum(
+                CT_NORM_ONE, partials + CT_MEASURES * begin + m, n, CT_MEASURES);
+            if (threadIdx.x == 0) {
+                sums[CT_MEASURES * batch.operands[i].number + m] = sum;
+            }
         }
     }
 }
@@ -112,8 +109,7 @@ kernel_of(ct_rule rule)
 }
 
 static ct_status
-enqueue(void *stream, double *partials, const ct_update &u, ct_rule_coef *settled,
-        ct_error *err)
+enqueue(void *stream, double *partials, const ct_update &u, double *sums, ct_error *err)
 {
     const measure_kernel_fn kernel = kernel_of(u.rule);
     double *next = partials;
@@ -125,8 +121,8 @@ enqueue(void *stream, double *partials, const ct_update &u, ct_rule_coef *settle
                       stream, batch, next);
             ct_status status = ct_cuda_launched("launch measure", err);
             if (status == CT_OK) {
-                CT_LAUNCH(settle_kernel, ct_cuda_grid_size(batch.n_operands),
-                          ct_cuda_block_size, stream, batch, next, u.rule, settled);
+                CT_LAUNCH(fold_kernel, ct_cuda_grid_size(batch.n_operands),
+                          ct_cuda_block_size, stream, batch, next, sums);
                 status = ct_cuda_launched("launch measure's last sums", err);
             }
             next += (size_t)CT_MEASURES * batch.n_chunks;
@@ -136,8 +132,9 @@ enqueue(void *stream, double *partials, const ct_update &u, ct_rule_coef *settle
 
 ct_status
 ct_cuda_measure(void *stream, ct_scratch *scratch, const ct_update *update,
-                ct_rule_coef *settled, ct_error *err)
+                double *sums, ct_error *err)
 {
+    const ct_span all = {sums, CT_MEASURES * update->n_spans, CT_F64};
     ct_status status = ct_measure_check(update, err);
     size_t n_chunks = 0;
     for (size_t i = 0; status == CT_OK && i < update->n_spans; i++) {
@@ -147,7 +144,55 @@ ct_cuda_measure(void *stream, ct_scratch *scratch, const ct_update *update,
         status =
             ct_cuda_scratch_grow(scratch, CT_MEASURES * n_chunks * sizeof(double), err);
     }
+    if (status == CT_OK && update->n_spans != 0) {
+        status = ct_cuda_zero(stream, &all, 1, err); /* empty spans are not launched */
+    }
     return status == CT_OK && n_chunks != 0
-               ? enqueue(stream, (double *)scratch->data, *update, settled, err)
+               ? enqueue(stream, (double *)scratch->data, *update, sums, err)
                : status;
+}
+
+/* ---- the second part: one thread for each span ------------------------------------
+ */
+
+struct settle_operand {
+    size_t n; /* 1: empty spans are settled, too */
+    size_t number, whole;
+    ct_rule_coef constants;
+};
+
+CT_KERNEL
+settle_kernel(const ct_cuda_batch<settle_operand> __grid_constant__ batch,
+              const double *sums, ct_rule rule, ct_rule_coef *settled)
+{
+    const uint32_t step = gridDim.x * blockDim.x;
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < batch.n_operands;
+         i += step) {
+        const settle_operand &operand = batch.operands[i];
+        ct_rule_coef coef = operand.constants;
+        ct_rule_settle(rule, &coef, sums + CT_MEASURES * operand.number, operand.whole);
+        settled[operand.number] = coef;
+    }
+}
+
+ct_status
+ct_cuda_settle(void *stream, const ct_update *update, const double *sums,
+               ct_rule_coef *settled, ct_error *err)
+{
+    const ct_update &u = *update;
+    ct_status status = ct_measure_check(update, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    return ct_cuda_in_batches<settle_operand>(
+        u.n_spans,
+        [&](size_t i) {
+            const ct_update_span &span = u.spans[i];
+            return settle_operand{1, i, ct_update_whole(&span), u.coefs[span.coef]};
+        },
+        [&](const ct_cuda_batch<settle_operand> &batch) {
+            CT_LAUNCH(settle_kernel, 1, ct_cuda_block_size, stream, batch, sums, u.rule,
+                      settled);
+            return ct_cuda_launched("launch settle", err);
+        });
 }

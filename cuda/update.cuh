@@ -60,7 +60,8 @@ __device__ static inline Real
 ct_load_state(const ct_cuda_update_operand &operand, int k, size_t i)
 {
     if (k == 0 && operand.row != NULL) {
-        const size_t row = i / operand.cols, col = i % operand.cols;
+        const size_t at = operand.begin + i;
+        const size_t row = at / operand.cols, col = at % operand.cols;
         return ((const Real *)operand.row)[row] *
                ((const Real *)operand.col)[row / operand.rows * operand.cols + col];
     }

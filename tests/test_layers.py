@@ -53,7 +53,8 @@ FLOORS = (
     | {"ct_exchange", "ct_exchange_slots", "ct_shm_queue"}
     | {"ct_levels", "ct_levels_reduce"},
     set[str](),
-    {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"},
+    {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"}
+    | {"ct_optim_muon", "ct_optim_muon_parts", "ct_optim_parts"},
     {"ct_bucket", "ct_codec", "ct_codec_codes", "ct_codec_half", "ct_low_rank"}
     | {"ct_power_sgd", "ct_reducer"}
     | {"ct_fsdp", "ct_fsdp_codes", "ct_fsdp_prefetch"}

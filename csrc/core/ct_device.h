@@ -58,18 +58,27 @@ ct_average_fn(void *stream, const ct_span *averages, const ct_span *values,
  * stays one), for float dtypes: what clips gradients in place. */
 typedef ct_status ct_scale_fn(void *stream, double factor, double limit,
                               const ct_span *spans, size_t n_spans, ct_error *err);
-/* The first half of an update by a measured rule: brings the state of every span up to
- * date, sums over it, and leaves in settled[i], in the device's memory, the constants
- * that the second half, `update`, takes as spans[i].settled. The order of the sums
- * depends on the spans' lengths alone. */
-typedef ct_status
-ct_measure_fn(void *stream, ct_scratch *scratch, const ct_update *update,
-              ct_rule_coef *settled, ct_error *err);
+/* The first part of an update by a measured rule: brings the state of every span up to
+ * date and leaves the CT_MEASURES sums over spans[i], one behind the other, in the
+ * device's memory. The order of the sums depends on the spans' lengths alone. */
+typedef ct_status ct_measure_fn(void *stream, ct_scratch *scratch,
+                                const ct_update *update, double *sums, ct_error *err);
 
-/* The factored second moment of Adafactor; sums in double, in an order that depends on
- * the shapes alone. */
-typedef ct_status ct_factor_fn(void *stream, ct_scratch *scratch,
-                               const ct_factored *list, size_t n, ct_error *err);
+/* The second part: from such sums, over all parts of the parameter that spans[i] is a
+ * part of, the constants that the third, `update`, takes as spans[i].settled. All lie
+ * in the device's memory. */
+typedef ct_status
+ct_settle_fn(void *stream, const ct_update *update, const double *sums,
+             ct_rule_coef *settled, ct_error *err);
+
+/* The factored second moment of Adafactor, first part: list[i].sums of what is here of
+ * the gradients, in double, in an order that depends on the shapes alone. */
+typedef ct_status ct_factor_sums_fn(void *stream, ct_scratch *scratch,
+                                    const ct_factored *list, size_t n, ct_error *err);
+
+/* The second part: averages and factors, from the sums over whole gradients. */
+typedef ct_status
+ct_factor_fn(void *stream, const ct_factored *list, size_t n, ct_error *err);
 
 /* Every byte of every span becomes 0. */
 typedef ct_status
@@ -125,6 +134,8 @@ typedef struct ct_device {
     ct_update_fn *update;
     ct_average_fn *average;
     ct_measure_fn *measure;
+    ct_settle_fn *settle;
+    ct_factor_sums_fn *factor_sums;
     ct_factor_fn *factor;
     ct_scale_fn *scale;
     ct_zero_fn *zero;

@@ -19,6 +19,13 @@ ct_factor_check(const ct_factored *list, size_t n, ct_error *err)
                            "to be at least 1",
                            i, f->matrices, f->rows, f->cols);
         }
+        const size_t all = f->matrices * f->rows * f->cols;
+        if (f->begin > all || f->n > all - f->begin) {
+            return ct_fail(err, CT_EINVAL,
+                           "factor: number %zu has gradients of %zu elements from "
+                           "number %zu on, of %zu",
+                           i, f->n, f->begin, all);
+        }
         if (!ct_dtype_is_float(f->grad_dtype)) {
             return ct_fail(err, CT_EINVAL,
                            "factor: number %zu has gradients of %s, and only float "

@@ -251,23 +251,23 @@ span_of(const ct_optim_param *param, const ct_optim_group *group, uint32_t coef,
         uint64_t first)
 {
     const unsigned states = ct_optim_states(group);
-    ct_update_span span = {
-        .n = param->n,
-        .grad = param->grad,
-        .param = param->param,
-        .copy = param->copy,
-        .ema = param->ema,
-        .dtype = param->dtype,
-        .grad_dtype = param->grad_dtype,
-        .state_dtype = param->state_dtype,
-        .copy_dtype = param->copy_dtype,
-        .ema_dtype = param->ema_dtype,
-        .coef = coef,
-        .rounding = group->stochastic ? &group->rounding : NULL,
-        .first = first,
-        .rows = param->rows,
-        .cols = param->cols,
-    };
+    ct_update_span span = {.n = param->n,
+                           .grad = param->grad,
+                           .param = param->param,
+                           .copy = param->copy,
+                           .ema = param->ema,
+                           .dtype = param->dtype,
+                           .grad_dtype = param->grad_dtype,
+                           .state_dtype = param->state_dtype,
+                           .copy_dtype = param->copy_dtype,
+                           .ema_dtype = param->ema_dtype,
+                           .coef = coef,
+                           .rounding = group->stochastic ? &group->rounding : NULL,
+                           .first = first,
+                           .begin = param->part.begin,
+                           .whole = param->part.whole,
+                           .rows = param->rows,
+                           .cols = param->cols};
     size_t n = 0;
     for (unsigned k = 0; k < CT_OPTIM_MAX_STATES; k++) {
         if ((states >> k & 1) != 0) {

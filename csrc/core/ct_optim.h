@@ -14,6 +14,7 @@
 #include "core/ct_adamax.h"
 #include "core/ct_adamw.h"
 #include "core/ct_ademamix.h"
+#include "core/ct_comm.h"
 #include "core/ct_device.h"
 #include "core/ct_grads.h"
 #include "core/ct_lamb.h"
@@ -90,6 +91,14 @@ typedef struct ct_optim_group {
     bool master_weights, fp32_state;
 } ct_optim_group;
 
+/* What is here of a parameter that is spread over ranks: elements [begin, begin + n) of
+ * `whole`. The parts of all ranks of the group, in rank order, are the parameter; a
+ * part may be empty. Elementwise rules pass over it. */
+typedef struct ct_part {
+    ct_comm *comm; /* borrowed; NULL: the whole parameter is here */
+    size_t begin, whole;
+} ct_part;
+
 /* Borrowed memory of one parameter; arrays have n elements unless their kind says
  * otherwise. */
 typedef struct ct_optim_param {
@@ -102,7 +111,9 @@ typedef struct ct_optim_param {
     void *product;   /* NAdam's: of its momenta so far, in [0, 1], in host memory */
     float *step_out; /* host memory where the new count is written too, or NULL */
     size_t n;
-    size_t ndim, rows, cols; /* dimensions, and the last two; 1 where there is none */
+    ct_part part;
+    size_t ndim, rows, cols; /* of the whole parameter: dimensions, and the last two; 1
+                              * where there is none */
     uint64_t step; /* updates this parameter has had; 0: its state holds nothing yet,
                     * most kinds' are zeros, SGD's momentum starts as the gradient */
     ct_dtype dtype, grad_dtype, state_dtype, copy_dtype, ema_dtype;
@@ -164,7 +175,9 @@ CT_NODISCARD ct_status ct_optim_zero_grads(ct_optim *optim, void *stream,
                                            ct_error *err);
 
 /* One update of every parameter that has a gradient. CT_EINVAL (a hyperparameter out
- * of range, a missing state array) changes nothing. */
+ * of range, a missing state array, ranks whose parts do not fit each other) changes
+ * nothing. Where rules look at whole parameters of which ranks have parts, all ranks
+ * call it together, and what comes of a failed collective is undefined. */
 CT_NODISCARD ct_status ct_optim_update(ct_optim *optim, void *stream,
                                        const ct_optim_pass *pass, ct_error *err);
 

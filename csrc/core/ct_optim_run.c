@@ -2,7 +2,8 @@
 
 #include "core/ct_alloc.h"
 #include "core/ct_optim_kind.h"
-#include "core/ct_orthogonal.h"
+#include "core/ct_optim_muon.h"
+#include "core/ct_optim_parts.h"
 
 #include <math.h>
 
@@ -13,18 +14,32 @@ void
 ct_optim_room_fini(const ct_device *device, ct_optim_room *room)
 {
     device->scratch_release(&room->partial);
+    device->scratch_release(&room->sums);
     device->scratch_release(&room->settled);
     device->scratch_release(&room->factors);
+    device->scratch_release(&room->factor_sums);
     device->scratch_release(&room->matrices);
-    device->scratch_release(&room->sum_sq);
+    device->scratch_release(&room->exchange);
     ct_free(room->list);
+    ct_free(room->places);
+    ct_free(room->pairs);
+    ct_free(room->described);
+    ct_free(room->numbers);
 }
 
 ct_status
 ct_optim_room_reserve(ct_optim_room *room, size_t n, ct_error *err)
 {
     _Static_assert(sizeof(ct_factored) >= 2 * sizeof(ct_span), "two lists of spans");
-    return ct_grow(&room->list, &room->list_capacity, n, sizeof(ct_factored), err);
+    ct_status status =
+        ct_grow(&room->list, &room->list_capacity, n, sizeof(ct_factored), err);
+    if (status == CT_OK) {
+        status =
+            ct_grow(&room->places, &room->places_capacity, n, sizeof(ct_span), err);
+    }
+    return status == CT_OK ? ct_grow(&room->pairs, &room->pairs_capacity, n,
+                                     2 * sizeof(ct_span), err)
+                           : status;
 }
 
 static bool
@@ -36,106 +51,136 @@ is_adafactor(ct_rule rule)
 static size_t
 matrices_of(const ct_update_span *span)
 {
-    return span->n / (span->rows * span->cols);
+    return ct_update_whole(span) / (span->rows * span->cols);
 }
 
 static bool
 is_factored(const ct_optim_share *share, size_t i)
 {
     const ct_update_span *span = &share->spans[i];
-    return span->n != 0 && share->coefs[span->coef].adafactor.factored;
+    return ct_update_whole(span) != 0 && share->coefs[span->coef].adafactor.factored;
+}
+
+static size_t
+factor_elems(const ct_update_span *span)
+{
+    return matrices_of(span) * (span->rows + span->cols);
 }
 
 /* Both factors of one span, those of the columns behind those of the rows. */
 static size_t
 factor_bytes(const ct_update_span *span)
 {
-    return matrices_of(span) * (span->rows + span->cols) *
-           ct_dtype_size(ct_update_real(span));
+    return factor_elems(span) * ct_dtype_size(ct_update_real(span));
 }
 
-/* What Newton-Schulz runs in: bfloat16 as the original's, but float64 stays. */
-static ct_dtype
-muon_dtype(const ct_update_span *span)
+/* How much of the device's memory a share takes. */
+typedef struct needs {
+    size_t factors, factor_sums, matrices; /* in bytes */
+} needs;
+
+static needs
+needs_of(const ct_optim_share *share)
 {
-    const ct_dtype real = ct_update_real(span);
-    return real == CT_F64 ? CT_F64 : CT_BF16;
+    needs most = {0};
+    for (size_t i = 0; i < share->update.n_spans; i++) {
+        const ct_update_span *span = &share->spans[i];
+        if (share->update.rule == CT_RULE_muon) {
+            const size_t bytes = ct_optim_muon_bytes(share, i);
+            most.matrices = bytes > most.matrices ? bytes : most.matrices;
+        }
+        else if (is_adafactor(share->update.rule) && is_factored(share, i)) {
+            most.factors += factor_bytes(span);
+            most.factor_sums += factor_elems(span) * sizeof(double);
+        }
+    }
+    return most;
 }
 
-static ct_orthogonal
-orthogonal_of(const ct_optim_share *share, size_t i)
+static ct_status
+reserve(const ct_optim_share *share, ct_error *err)
 {
-    const ct_update_span *span = &share->spans[i];
-    const ct_muon_coef *coef = &share->coefs[span->coef].muon;
-    return (ct_orthogonal){
-        .rows = span->rows,
-        .cols = span->cols,
-        .dtype = muon_dtype(span),
-        .a = coef->a,
-        .b = coef->b,
-        .c = coef->c,
-        .n_steps = coef->n_steps,
+    ct_optim_room *room = share->room;
+    const needs most = needs_of(share);
+    const size_t sums = CT_MEASURES * share->update.n_spans * sizeof(double);
+    const struct {
+        ct_scratch *scratch;
+        size_t bytes;
+    } all[] = {
+        {&room->sums,        sums                                             },
+        {&room->settled,     share->update.n_spans * sizeof(ct_rule_coef)     },
+        {&room->factors,     most.factors                                     },
+        {&room->factor_sums, most.factor_sums                                 },
+        {&room->matrices,    most.matrices                                    },
+        {&room->exchange,    most.factor_sums > sums ? most.factor_sums : sums},
     };
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < sizeof all / sizeof *all; i++) {
+        status = share->device->scratch_grow(all[i].scratch, all[i].bytes, err);
+    }
+    return status;
 }
 
 ct_status
 ct_optim_share_prepare(const ct_optim_share *share, ct_error *err)
 {
-    const ct_device *device = share->device;
-    const ct_rule rule = share->update.rule;
-    const size_t n = share->update.n_spans;
-    size_t factors = 0, matrices = 0;
-    if (n == 0 || !ct_rule_is_measured(rule)) {
+    if (share->update.n_spans == 0 || !ct_rule_is_measured(share->update.rule)) {
         return CT_OK;
     }
-    for (size_t i = 0; i < n; i++) {
-        if (is_adafactor(rule) && is_factored(share, i)) {
-            factors += factor_bytes(&share->spans[i]);
-        }
-        else if (rule == CT_RULE_muon) {
-            const ct_orthogonal o = orthogonal_of(share, i);
-            const size_t bytes = ct_orthogonal_bytes(&o);
-            matrices = bytes > matrices ? bytes : matrices;
-        }
-    }
-    ct_optim_room *room = share->room;
-    ct_status status =
-        device->scratch_grow(&room->settled, n * sizeof(ct_rule_coef), err);
-    if (status == CT_OK) {
-        status = device->scratch_grow(&room->sum_sq, sizeof(double), err);
-    }
-    if (status == CT_OK) {
-        status = device->scratch_grow(&room->factors, factors, err);
-    }
-    return status == CT_OK ? device->scratch_grow(&room->matrices, matrices, err)
-                           : status;
+    ct_status status = reserve(share, err);
+    return status == CT_OK ? ct_optim_parts_agree(share, err) : status;
 }
 
 /* ---- LAMB: all gradients together are clipped first --------------------------------
  */
 
+/* The sum of squares of the gradients of one group, or of those that are whole. */
 static ct_status
-lamb_clip(ct_optim_share *share, void *stream, ct_error *err)
+lamb_add(const ct_optim_share *share, void *stream, ct_comm *comm, double *total,
+         ct_error *err)
 {
     const ct_device *device = share->device;
     ct_span *grads = share->room->list;
-    double *const sum_sq = share->room->sum_sq.data;
-    bool wanted = false;
+    double *const on_device = share->room->sums.data;
+    size_t n = 0;
+    double sum = 0.0;
     for (size_t i = 0; i < share->update.n_spans; i++) {
         const ct_update_span *span = &share->spans[i];
-        grads[i] = (ct_span){span->grad, span->n, span->grad_dtype};
-        wanted = wanted || share->coefs[span->coef].lamb.max_grad_norm > 0.0;
+        if (ct_optim_comm_borrow(share, i) == comm) {
+            grads[n++] = (ct_span){span->grad, span->n, span->grad_dtype};
+        }
+    }
+    ct_status status =
+        device->norm(stream, &share->room->partial, 2.0, grads, n, on_device, err);
+    if (status == CT_OK && comm != NULL) {
+        status = ct_optim_sum_add(share, stream, comm, on_device, 1, err);
+    }
+    if (status == CT_OK) {
+        status = device->read(stream, on_device, &sum, err);
+    }
+    *total += sum;
+    return status;
+}
+
+static ct_status
+lamb_clip(ct_optim_share *share, void *stream, ct_error *err)
+{
+    const size_t n = share->update.n_spans;
+    double sum = 0.0;
+    bool wanted = false;
+    ct_status status = CT_OK;
+    for (size_t i = 0; i < n; i++) {
+        wanted = wanted || share->coefs[share->spans[i].coef].lamb.max_grad_norm > 0.0;
     }
     if (!wanted) {
         return CT_OK;
     }
-    double sum = 0.0;
-    ct_status status = device->norm(stream, &share->room->partial, 2.0, grads,
-                                    share->update.n_spans, sum_sq, err);
-    if (status == CT_OK) {
-        status = device->read(stream, sum_sq, &sum, err);
+    for (size_t i = 0; status == CT_OK && i < n; i++) {
+        if (ct_optim_is_first(share, i)) {
+            status = lamb_add(share, stream, ct_optim_comm_borrow(share, i), &sum, err);
+        }
     }
-    for (size_t i = 0; status == CT_OK && i < share->update.n_spans; i++) {
+    for (size_t i = 0; status == CT_OK && i < n; i++) {
         ct_lamb_clip(&share->coefs[share->spans[i].coef].lamb, sqrt(sum));
     }
     return status;
@@ -145,7 +190,7 @@ lamb_clip(ct_optim_share *share, void *stream, ct_error *err)
  */
 
 static ct_factored
-factored_of(const ct_optim_share *share, size_t i, char *factors)
+factored_of(const ct_optim_share *share, size_t i, char *factors, double *sums)
 {
     const ct_update_span *span = &share->spans[i];
     const ct_optim_param *param = &share->params[share->owner[i]];
@@ -155,7 +200,10 @@ factored_of(const ct_optim_share *share, size_t i, char *factors)
         .matrices = matrices_of(span),
         .rows = span->rows,
         .cols = span->cols,
+        .begin = span->begin,
+        .n = span->n,
         .grad = span->grad,
+        .sums = sums,
         .row = param->state[CT_ADAFACTOR_ROW],
         .col = param->state[CT_ADAFACTOR_COL],
         .row_factor = factors,
@@ -169,23 +217,41 @@ factored_of(const ct_optim_share *share, size_t i, char *factors)
     };
 }
 
-static ct_status
-adafactor_factor(ct_optim_share *share, void *stream, ct_error *err)
+/* Lists the parameters that are factored, and where their sums are, span by span. */
+static size_t
+adafactor_list(ct_optim_share *share, ct_factored *list, ct_span *sums)
 {
-    ct_factored *list = share->room->list;
     char *factors = share->room->factors.data;
+    double *at = share->room->factor_sums.data;
     size_t n = 0;
     for (size_t i = 0; i < share->update.n_spans; i++) {
         ct_update_span *span = &share->spans[i];
+        sums[i] = (ct_span){at, 0, CT_F64};
         if (is_factored(share, i)) {
-            list[n] = factored_of(share, i, factors);
+            list[n] = factored_of(share, i, factors, at);
             span->row = list[n].row_factor;
             span->col = list[n].col_factor;
+            sums[i].n = factor_elems(span);
             factors += factor_bytes(span);
+            at += sums[i].n;
             n++;
         }
     }
-    return share->device->factor(stream, &share->room->partial, list, n, err);
+    return n;
+}
+
+static ct_status
+adafactor_factor(ct_optim_share *share, void *stream, ct_error *err)
+{
+    const ct_device *device = share->device;
+    ct_factored *list = share->room->list;
+    ct_span *sums = share->room->places;
+    const size_t n = adafactor_list(share, list, sums);
+    ct_status status = device->factor_sums(stream, &share->room->partial, list, n, err);
+    if (status == CT_OK) {
+        status = ct_optim_parts_add(share, stream, sums, err);
+    }
+    return status == CT_OK ? device->factor(stream, list, n, err) : status;
 }
 
 /* The parameters' root mean squares, out of the settled constants into the state. */
@@ -198,96 +264,40 @@ adafactor_keep_rms(ct_optim_share *share, void *stream, ct_error *err)
     for (size_t i = 0; i < n; i++) {
         const ct_optim_param *param = &share->params[share->owner[i]];
         char *const rms = (char *)&settled[i] + offsetof(ct_adafactor_coef, rms);
-        from[i] = (ct_span){rms, share->spans[i].n != 0, CT_F64};
+        from[i] = (ct_span){rms, ct_update_whole(&share->spans[i]) != 0, CT_F64};
         to[i] = (ct_span){param->state[CT_ADAFACTOR_RMS], from[i].n,
                           ct_update_real(&share->spans[i])};
     }
     return share->device->copy(stream, to, from, n, err);
 }
 
-/* ---- Muon, one parameter after the other -------------------------------------------
- */
-
-/* The momentum's direction, of norm 1, at the beginning of the room's matrices. */
-static ct_status
-muon_direction(ct_optim_share *share, void *stream, const ct_update_span *span,
-               ct_error *err)
-{
-    ct_optim_room *room = share->room;
-    ct_update_span direction = *span;
-    ct_update update = share->update;
-    direction.param = room->matrices.data;
-    direction.dtype = muon_dtype(span);
-    direction.copy = direction.ema = NULL;
-    direction.rounding = NULL;
-    update.spans = &direction;
-    update.n_spans = 1;
-    ct_status status = share->device->measure(stream, &room->partial, &update,
-                                              room->settled.data, err);
-    direction.settled = room->settled.data;
-    return status == CT_OK ? share->device->update(stream, &update, err) : status;
-}
-
-static ct_status
-muon_descend(ct_optim_share *share, void *stream, const ct_update_span *span,
-             void *direction, ct_error *err)
-{
-    const ct_muon_coef *muon = &share->coefs[span->coef].muon;
-    const double factor =
-        ct_muon_rate_factor((ct_muon_adjust)muon->adjust, span->rows, span->cols);
-    const ct_rule_coef coef = {
-        .descend = {.decay = 1.0 - muon->lr * muon->weight_decay,
-                    .step_size = muon->lr * factor}
-    };
-    ct_update_span step = *span;
-    step.grad = direction;
-    step.grad_dtype = muon_dtype(span);
-    step.coef = 0;
-    const ct_update update = {
-        .rule = CT_RULE_descend,
-        .coefs = &coef,
-        .spans = &step,
-        .n_spans = 1,
-        .ema_decay = share->update.ema_decay,
-    };
-    return share->device->update(stream, &update, err);
-}
-
-static ct_status
-muon_run(ct_optim_share *share, void *stream, ct_error *err)
-{
-    ct_status status = CT_OK;
-    for (size_t i = 0; status == CT_OK && i < share->update.n_spans; i++) {
-        const ct_update_span *span = &share->spans[i];
-        const ct_orthogonal o = orthogonal_of(share, i);
-        void *direction = NULL;
-        if (span->n == 0) {
-            continue;
-        }
-        status = muon_direction(share, stream, span, err);
-        if (status == CT_OK) {
-            status = ct_orthogonal_run(share->device, stream, &share->room->partial, &o,
-                                       share->room->matrices.data, &direction, err);
-        }
-        if (status == CT_OK) {
-            status = muon_descend(share, stream, span, direction, err);
-        }
-    }
-    return status;
-}
-
 /* ---- any rule ----------------------------------------------------------------------
  */
+
+ct_status
+ct_optim_share_measure(ct_optim_share *share, void *stream, ct_error *err)
+{
+    const ct_device *device = share->device;
+    double *const sums = share->room->sums.data;
+    ct_rule_coef *const settled = share->room->settled.data;
+    ct_span *const places = share->room->places;
+    for (size_t i = 0; i < share->update.n_spans; i++) {
+        places[i] = (ct_span){sums + CT_MEASURES * i, CT_MEASURES, CT_F64};
+        share->spans[i].settled = &settled[i];
+    }
+    ct_status status =
+        device->measure(stream, &share->room->partial, &share->update, sums, err);
+    if (status == CT_OK) {
+        status = ct_optim_parts_add(share, stream, places, err);
+    }
+    return status == CT_OK ? device->settle(stream, &share->update, sums, settled, err)
+                           : status;
+}
 
 static ct_status
 measured_run(ct_optim_share *share, void *stream, ct_error *err)
 {
-    ct_rule_coef *settled = share->room->settled.data;
-    ct_status status = share->device->measure(stream, &share->room->partial,
-                                              &share->update, settled, err);
-    for (size_t i = 0; i < share->update.n_spans; i++) {
-        share->spans[i].settled = &settled[i];
-    }
+    ct_status status = ct_optim_share_measure(share, stream, err);
     if (status == CT_OK && is_adafactor(share->update.rule)) {
         status = adafactor_keep_rms(share, stream, err);
     }
@@ -304,7 +314,7 @@ ct_optim_share_run(ct_optim_share *share, void *stream, ct_error *err)
         return share->device->update(stream, &share->update, err);
     }
     if (rule == CT_RULE_muon) {
-        return muon_run(share, stream, err);
+        return ct_optim_muon_run(share, stream, err);
     }
     if (rule == CT_RULE_lamb) {
         status = lamb_clip(share, stream, err);

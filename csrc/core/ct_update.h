@@ -48,7 +48,10 @@ typedef struct ct_update_span {
     ct_dtype dtype, grad_dtype, state_dtype, copy_dtype, ema_dtype;
     uint32_t coef;               /* index into the update's list of constants */
     const ct_rule_coef *settled; /* the device's, in place of that; or NULL */
-    /* What the span is a list of, one behind the other, where that matters. */
+    /* Which elements of a parameter these are, where a rule looks at a whole one: from
+     * `begin` on, of `whole`; 0: of n, which are all. */
+    size_t begin, whole;
+    /* What the whole is a list of, one behind the other, where that matters. */
     size_t rows, cols;
     /* Unless NULL, state[0] is not stored: in matrix b it is row[b][i] * col[b][j].
      * Both are arrays of the type that is computed in. */
@@ -65,6 +68,13 @@ static inline ct_dtype
 ct_update_real(const ct_update_span *span)
 {
     return span->dtype == CT_F64 ? CT_F64 : CT_F32;
+}
+
+/* Elements of the parameter that the span is a part of. */
+static inline size_t
+ct_update_whole(const ct_update_span *span)
+{
+    return span->whole != 0 ? span->whole : span->n;
 }
 
 typedef struct ct_update {

@@ -1,7 +1,7 @@
 /* Factored second moments on the CPU. Mirrors cuda/factor.cu.
  *
- * A matrix is cut into slabs of rows. A slab leaves the new averages of its rows and
- * sums of its columns, which are folded in order when all slabs are done. */
+ * A matrix is cut into slabs of rows. A slab leaves sums of its rows and of its
+ * columns, which are folded in order when all slabs are done. */
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 
@@ -32,6 +32,123 @@ typedef struct factor_job {
     double *columns;         /* sums [matrix][slab][col] */
 } factor_job;
 
+static size_t
+least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* ---- sums: slabs of rows, then the columns of matrices -----------------------------
+ */
+
+/* Row number `row` of the list, as far as it is here. */
+static double
+sum_row(const factor_job *job, size_t row, double *columns)
+{
+    const ct_factored *f = job->f;
+    const size_t first = row * f->cols, end = f->begin + f->n;
+    const size_t low = first > f->begin ? first : f->begin;
+    const size_t high = least(first + f->cols, end);
+    return low < high
+               ? bodies[job->isa][f->grad_dtype](f->grad, low - f->begin, high - low,
+                                                 f->grad_scale, columns + (low - first))
+               : 0.0;
+}
+
+static void
+run_slab(const factor_job *job, size_t slab)
+{
+    const ct_factored *f = job->f;
+    const size_t matrix = slab / job->slabs;
+    const size_t begin = slab % job->slabs * job->slab_rows;
+    const size_t end = least(begin + job->slab_rows, f->rows);
+    double *columns = job->columns + slab * f->cols;
+    memset(columns, 0, f->cols * sizeof *columns);
+    for (size_t i = begin; i < end; i++) {
+        const size_t row = matrix * f->rows + i;
+        f->sums[row] = sum_row(job, row, columns);
+    }
+}
+
+static void
+run_slabs(void *arg, size_t batch)
+{
+    const factor_job *job = arg;
+    const size_t end = least((batch + 1) * job->group, job->f->matrices * job->slabs);
+    for (size_t slab = batch * job->group; slab < end; slab++) {
+        run_slab(job, slab);
+    }
+}
+
+static void
+fold_columns(void *arg, size_t batch)
+{
+    const factor_job *job = arg;
+    const ct_factored *f = job->f;
+    const size_t end = least((batch + 1) * job->group, f->matrices);
+    for (size_t matrix = batch * job->group; matrix < end; matrix++) {
+        double *sums = f->sums + f->matrices * f->rows + matrix * f->cols;
+        const double *slab = job->columns + matrix * job->slabs * f->cols;
+        memcpy(sums, slab, f->cols * sizeof *sums);
+        for (size_t s = 1; s < job->slabs; s++) {
+            slab += f->cols;
+            for (size_t j = 0; j < f->cols; j++) {
+                sums[j] += slab[j];
+            }
+        }
+    }
+}
+
+static size_t
+batches(const factor_job *job, size_t n)
+{
+    return (n - 1) / job->group + 1;
+}
+
+static size_t
+plan_slabs(factor_job *job)
+{
+    const ct_factored *f = job->f;
+    const size_t whole = SLAB_ELEMS / f->cols + 1;
+    const size_t share = (f->rows - 1) / MOST_SLABS + 1;
+    job->slab_rows = least(whole > share ? whole : share, f->rows);
+    job->slabs = (f->rows - 1) / job->slab_rows + 1;
+    job->group = SLAB_ELEMS / (job->slab_rows * f->cols) + 1;
+    return f->matrices * job->slabs * f->cols * sizeof(double);
+}
+
+static ct_status
+sum_one(ct_scratch *scratch, factor_job *job, ct_error *err)
+{
+    ct_status status = ct_device_cpu.scratch_grow(scratch, plan_slabs(job), err);
+    if (status == CT_OK) {
+        job->columns = scratch->data;
+        ct_pool_run(run_slabs, job, batches(job, job->f->matrices * job->slabs));
+        ct_pool_run(fold_columns, job, batches(job, job->f->matrices));
+    }
+    return status;
+}
+
+ct_status
+ct_cpu_factor_sums(void *stream, ct_scratch *scratch, const ct_factored *list, size_t n,
+                   ct_error *err)
+{
+    (void)stream;
+    factor_job job;
+    ct_status status = ct_isa_get(&job.isa, err);
+    if (status == CT_OK) {
+        status = ct_factor_check(list, n, err);
+    }
+    for (size_t i = 0; status == CT_OK && i < n; i++) {
+        job.f = &list[i];
+        status = sum_one(scratch, &job, err);
+    }
+    return status;
+}
+
+/* ---- averages and factors ----------------------------------------------------------
+ */
+
 static double
 get(ct_dtype dtype, const void *data, size_t i)
 {
@@ -58,58 +175,13 @@ blend(const ct_factored *f, void *average, size_t i, double mean)
         old * f->decay + (1.0 - f->decay) * (mean + f->eps));
 }
 
-static size_t
-least(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
-/* ---- slabs: averages of rows, sums of columns -------------------------------------
- */
-
 static void
-run_slab(const factor_job *job, size_t slab)
+finish_columns(const ct_factored *f, size_t matrix)
 {
-    const ct_factored *f = job->f;
-    const size_t matrix = slab / job->slabs;
-    const size_t begin = slab % job->slabs * job->slab_rows;
-    const size_t end = least(begin + job->slab_rows, f->rows);
-    double *columns = job->columns + slab * f->cols;
-    memset(columns, 0, f->cols * sizeof *columns);
-    for (size_t i = begin; i < end; i++) {
-        const size_t row = matrix * f->rows + i;
-        const double sum = bodies[job->isa][f->grad_dtype](
-            f->grad, row * f->cols, f->cols, f->grad_scale, columns);
-        blend(f, f->row, row, sum / (double)f->cols);
-    }
-}
-
-static void
-run_slabs(void *arg, size_t batch)
-{
-    const factor_job *job = arg;
-    const size_t end = least((batch + 1) * job->group, job->f->matrices * job->slabs);
-    for (size_t slab = batch * job->group; slab < end; slab++) {
-        run_slab(job, slab);
-    }
-}
-
-/* ---- matrices: averages of columns, both factors -----------------------------------
- */
-
-static void
-finish_columns(const factor_job *job, size_t matrix)
-{
-    const ct_factored *f = job->f;
-    double *sums = job->columns + matrix * job->slabs * f->cols;
-    for (size_t s = 1; s < job->slabs; s++) {
-        for (size_t j = 0; j < f->cols; j++) {
-            sums[j] += sums[s * f->cols + j];
-        }
-    }
+    const double *sums = f->sums + f->matrices * f->rows;
     for (size_t j = 0; j < f->cols; j++) {
         const size_t col = matrix * f->cols + j;
-        blend(f, f->col, col, sums[j] / (double)f->rows);
+        blend(f, f->col, col, sums[col] / (double)f->rows);
         put(f->real, f->col_factor, col, 1.0 / sqrt(get(f->state_dtype, f->col, col)));
     }
 }
@@ -117,75 +189,36 @@ finish_columns(const factor_job *job, size_t matrix)
 static void
 finish_rows(const ct_factored *f, size_t matrix)
 {
-    const size_t first = matrix * f->rows;
+    const size_t first = matrix * f->rows, end = first + f->rows;
     double sum = 0.0;
-    for (size_t i = 0; i < f->rows; i++) {
-        sum += get(f->state_dtype, f->row, first + i);
+    for (size_t row = first; row < end; row++) {
+        blend(f, f->row, row, f->sums[row] / (double)f->cols);
+        sum += get(f->state_dtype, f->row, row);
     }
     const double mean = sum / (double)f->rows;
-    for (size_t i = 0; i < f->rows; i++) {
-        const double average = get(f->state_dtype, f->row, first + i);
-        put(f->real, f->row_factor, first + i, 1.0 / sqrt(average / mean));
+    for (size_t row = first; row < end; row++) {
+        const double average = get(f->state_dtype, f->row, row);
+        put(f->real, f->row_factor, row, 1.0 / sqrt(average / mean));
     }
 }
 
 static void
-run_matrices(void *arg, size_t batch)
+finish(void *arg, size_t i)
 {
-    const factor_job *job = arg;
-    const size_t end = least((batch + 1) * job->group, job->f->matrices);
-    for (size_t matrix = batch * job->group; matrix < end; matrix++) {
-        finish_columns(job, matrix);
-        finish_rows(job->f, matrix);
+    const ct_factored *f = (const ct_factored *)arg + i;
+    for (size_t matrix = 0; matrix < f->matrices; matrix++) {
+        finish_columns(f, matrix);
+        finish_rows(f, matrix);
     }
-}
-
-/* ---- the entry ---------------------------------------------------------------------
- */
-
-static size_t
-batches(const factor_job *job, size_t n)
-{
-    return (n - 1) / job->group + 1;
-}
-
-static size_t
-plan_slabs(factor_job *job)
-{
-    const ct_factored *f = job->f;
-    const size_t whole = SLAB_ELEMS / f->cols + 1;
-    const size_t share = (f->rows - 1) / MOST_SLABS + 1;
-    job->slab_rows = least(whole > share ? whole : share, f->rows);
-    job->slabs = (f->rows - 1) / job->slab_rows + 1;
-    job->group = SLAB_ELEMS / (job->slab_rows * f->cols) + 1;
-    return f->matrices * job->slabs * f->cols * sizeof(double);
-}
-
-static ct_status
-factor_one(ct_scratch *scratch, factor_job *job, ct_error *err)
-{
-    ct_status status = ct_device_cpu.scratch_grow(scratch, plan_slabs(job), err);
-    if (status == CT_OK) {
-        job->columns = scratch->data;
-        ct_pool_run(run_slabs, job, batches(job, job->f->matrices * job->slabs));
-        ct_pool_run(run_matrices, job, batches(job, job->f->matrices));
-    }
-    return status;
 }
 
 ct_status
-ct_cpu_factor(void *stream, ct_scratch *scratch, const ct_factored *list, size_t n,
-              ct_error *err)
+ct_cpu_factor(void *stream, const ct_factored *list, size_t n, ct_error *err)
 {
     (void)stream;
-    factor_job job;
-    ct_status status = ct_isa_get(&job.isa, err);
-    if (status == CT_OK) {
-        status = ct_factor_check(list, n, err);
-    }
-    for (size_t i = 0; status == CT_OK && i < n; i++) {
-        job.f = &list[i];
-        status = factor_one(scratch, &job, err);
+    ct_status status = ct_factor_check(list, n, err);
+    if (status == CT_OK && n != 0) {
+        ct_pool_run(finish, (void *)list, n);
     }
     return status;
 }

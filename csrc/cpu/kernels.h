@@ -9,6 +9,8 @@ ct_norms_fn ct_cpu_norms;
 ct_update_fn ct_cpu_update;
 ct_average_fn ct_cpu_average;
 ct_measure_fn ct_cpu_measure;
+ct_settle_fn ct_cpu_settle;
+ct_factor_sums_fn ct_cpu_factor_sums;
 ct_factor_fn ct_cpu_factor;
 ct_scale_fn ct_cpu_scale;
 ct_zero_fn ct_cpu_zero;

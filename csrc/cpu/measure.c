@@ -1,4 +1,5 @@
-/* The first half of a measured rule on the CPU. Mirrors cuda/measure.cu.
+/* The first two parts of an update by a measured rule on the CPU. Mirrors
+ * cuda/measure.cu.
  *
  * Element k of a piece is added to lane k % LANES, the lanes of a piece are folded in
  * index order, then the pieces of a span are: neither the instruction set nor the
@@ -91,20 +92,9 @@ run_batch(void *arg, size_t batch)
     }
 }
 
-/* Sums of nothing settle an empty span, which nobody will ask for. */
-static void
-settle(const ct_update *update, const double *sums, ct_rule_coef *settled)
-{
-    for (size_t i = 0; i < update->n_spans; i++) {
-        const ct_update_span *span = &update->spans[i];
-        settled[i] = update->coefs[span->coef];
-        ct_rule_settle(update->rule, &settled[i], sums + CT_MEASURES * i, span->n);
-    }
-}
-
 ct_status
-ct_cpu_measure(void *stream, ct_scratch *scratch, const ct_update *update,
-               ct_rule_coef *settled, ct_error *err)
+ct_cpu_measure(void *stream, ct_scratch *scratch, const ct_update *update, double *sums,
+               ct_error *err)
 {
     (void)stream;
     ct_cuts cuts;
@@ -118,16 +108,28 @@ ct_cpu_measure(void *stream, ct_scratch *scratch, const ct_update *update,
     }
     job.n_states = ct_rule_n_states(update->rule);
     ct_cuts_init(&cuts, &update->spans[0].n, sizeof update->spans[0], update->n_spans);
-    const size_t n_sums = CT_MEASURES * update->n_spans;
-    const size_t n_partial = n_sums + CT_MEASURES * cuts.n_batches;
-    status =
-        ct_device_cpu.scratch_grow(scratch, (n_partial + n_sums) * sizeof(double), err);
+    const size_t n_partial = CT_MEASURES * (update->n_spans + cuts.n_batches);
+    status = ct_device_cpu.scratch_grow(scratch, n_partial * sizeof(double), err);
     if (status == CT_OK) {
         job.partial = scratch->data;
         ct_pool_run(run_batch, &job, cuts.n_batches);
-        double *sums = job.partial + n_partial;
         ct_cuts_fold(&cuts, job.partial, CT_MEASURES, update->n_spans, sums);
-        settle(update, sums, settled);
+    }
+    return status;
+}
+
+/* Sums of nothing settle an empty parameter, which nobody will ask for. */
+ct_status
+ct_cpu_settle(void *stream, const ct_update *update, const double *sums,
+              ct_rule_coef *settled, ct_error *err)
+{
+    (void)stream;
+    ct_status status = ct_measure_check(update, err);
+    for (size_t i = 0; status == CT_OK && i < update->n_spans; i++) {
+        const ct_update_span *span = &update->spans[i];
+        settled[i] = update->coefs[span->coef];
+        ct_rule_settle(update->rule, &settled[i], sums + CT_MEASURES * i,
+                       ct_update_whole(span));
     }
     return status;
 }

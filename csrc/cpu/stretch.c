@@ -46,8 +46,9 @@ static void *
 fill_outer(const ct_stretch *s, ct_tile *tile)
 {
     const size_t rows = s->span->rows, cols = s->span->cols;
+    const size_t first = s->span->begin + s->at;
     for (size_t k = 0; k < s->n;) {
-        const size_t row = (s->at + k) / cols, j = (s->at + k) % cols;
+        const size_t row = (first + k) / cols, j = (first + k) % cols;
         const size_t left = s->n - k, n = cols - j < left ? cols - j : left;
         fill_row(s, tile, k, row, row / rows * cols + j, n);
         k += n;

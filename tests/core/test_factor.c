@@ -8,6 +8,7 @@
 typedef struct factors {
     ct_factored f;
     float row[700], col[700], row_factor[700], col_factor[700];
+    double sums[1400];
 } factors;
 
 static void
@@ -15,6 +16,8 @@ factor(factors *s, const ct_factored *shape)
 {
     ct_scratch scratch = {0};
     s->f = *shape;
+    s->f.n = shape->matrices * shape->rows * shape->cols;
+    s->f.sums = s->sums;
     s->f.row = s->row;
     s->f.col = s->col;
     s->f.row_factor = s->row_factor;
@@ -23,7 +26,8 @@ factor(factors *s, const ct_factored *shape)
         s->row[i] = s->col[i] = 0.5f;
         s->row_factor[i] = s->col_factor[i] = 0.0f;
     }
-    CHECK(ct_device_cpu.factor(NULL, &scratch, &s->f, 1, NULL) == CT_OK);
+    CHECK(ct_device_cpu.factor_sums(NULL, &scratch, &s->f, 1, NULL) == CT_OK);
+    CHECK(ct_device_cpu.factor(NULL, &s->f, 1, NULL) == CT_OK);
     ct_device_cpu.scratch_release(&scratch);
 }
 
@@ -116,16 +120,63 @@ test_factors_of_16_bits_are_refused(void)
 {
     ct_error err;
     ct_factored f = {.matrices = 1, .rows = 1, .cols = 1, .state_dtype = CT_BF16};
-    CHECK(ct_device_cpu.factor(NULL, NULL, &f, 1, &err) == CT_EINVAL);
+    CHECK(ct_device_cpu.factor_sums(NULL, NULL, &f, 1, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "number 0 has averages of bfloat16") != NULL);
     f = (ct_factored){.matrices = 1, .rows = 0, .cols = 1};
-    CHECK(ct_device_cpu.factor(NULL, NULL, &f, 1, &err) == CT_EINVAL);
+    CHECK(ct_device_cpu.factor(NULL, &f, 1, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "1 matrices of 0 x 1") != NULL);
+    f = (ct_factored){.matrices = 1, .rows = 2, .cols = 2, .begin = 2, .n = 3};
+    CHECK(ct_device_cpu.factor(NULL, &f, 1, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "3 elements from number 2 on, of 4") != NULL);
+}
+
+/* Parts of a list, cut anywhere, have sums that add up to those of all of it. */
+static void
+test_sums_of_parts_add_up(void)
+{
+    enum {
+        MATRICES = 2,
+        ROWS = 9,
+        COLS = 70,
+        N = MATRICES * ROWS * COLS,
+        SUMS = MATRICES * (ROWS + COLS)
+    };
+    static const size_t cuts[] = {0, 0, 3, 70, 75, 300, 700, 1259, N};
+    static float grad[N];
+    double whole[SUMS], part[SUMS], added[SUMS] = {0.0};
+    ct_scratch scratch = {0};
+    ct_random r = {4};
+    for (size_t i = 0; i < N; i++) {
+        grad[i] = (float)ct_random_unit(&r);
+    }
+    ct_factored f = {.matrices = MATRICES,
+                     .rows = ROWS,
+                     .cols = COLS,
+                     .n = N,
+                     .grad = grad,
+                     .sums = whole,
+                     .grad_scale = 0.7};
+    CHECK(ct_device_cpu.factor_sums(NULL, &scratch, &f, 1, NULL) == CT_OK);
+    f.sums = part;
+    for (size_t k = 0; k + 1 < sizeof cuts / sizeof *cuts; k++) {
+        f.grad = grad + cuts[k];
+        f.begin = cuts[k];
+        f.n = cuts[k + 1] - cuts[k];
+        CHECK(ct_device_cpu.factor_sums(NULL, &scratch, &f, 1, NULL) == CT_OK);
+        for (size_t i = 0; i < SUMS; i++) {
+            added[i] += part[i];
+        }
+    }
+    for (size_t i = 0; i < SUMS; i++) { /* at most COLS roundings of a sum of squares */
+        CHECK(fabs(added[i] - whole[i]) <= COLS * 0x1p-53 * whole[i]);
+    }
+    ct_device_cpu.scratch_release(&scratch);
 }
 
 int
 main(void)
 {
+    test_sums_of_parts_add_up();
     test_factors_equal_plain_loops_and_are_always_alike();
     test_factors_of_16_bits_are_refused();
     return 0;

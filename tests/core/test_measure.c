@@ -1,4 +1,5 @@
-/* The first half of measured rules, and factored second moments, against plain loops.
+/* The first two parts of measured rules, and factored second moments, against plain
+ * loops.
  */
 #include "core/ct_alloc.h"
 #include "ct_kernels.h"
@@ -83,7 +84,9 @@ measure(problem *p, ct_rule_coef *settled)
     }
     const ct_update update = {
         .rule = p->rule, .coefs = p->coefs, .spans = p->spans, .n_spans = p->n_spans};
-    CHECK(ct_device_cpu.measure(NULL, &scratch, &update, settled, NULL) == CT_OK);
+    double sums[CT_MEASURES * MOST_SPANS];
+    CHECK(ct_device_cpu.measure(NULL, &scratch, &update, sums, NULL) == CT_OK);
+    CHECK(ct_device_cpu.settle(NULL, &update, sums, settled, NULL) == CT_OK);
     ct_device_cpu.scratch_release(&scratch);
 }
 
@@ -227,6 +230,7 @@ test_a_rule_that_measures_nothing_is_refused(void)
     const ct_update update = {.rule = CT_RULE_sgd};
     CHECK(ct_device_cpu.measure(NULL, &scratch, &update, NULL, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "sgd: there is nothing to measure") != NULL);
+    CHECK(ct_device_cpu.settle(NULL, &update, NULL, NULL, &err) == CT_EINVAL);
 }
 
 /* A state that is row[b][i] * col[b][j] gives what the same state in memory gives. */
@@ -268,6 +272,17 @@ test_an_outer_product_stands_for_the_first_state(void)
     span.state[0] = NULL;
     span.row = row;
     span.col = col;
+    CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
+    CHECK(memcmp(a, b, sizeof a) == 0);
+    span.n = 301; /* of a part, that of its place */
+    span.begin = 140;
+    span.whole = N;
+    span.grad = grad + 140;
+    span.param = b + 140;
+    CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
+    span.param = a + 140;
+    span.row = span.col = NULL;
+    span.state[0] = stored + 140;
     CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
     CHECK(memcmp(a, b, sizeof a) == 0);
 }

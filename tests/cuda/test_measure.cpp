@@ -11,6 +11,30 @@
 #include "../../cuda/dynlib.h"
 #endif
 
+/* A group of one rank whose spans may lie on the device. */
+static ct_status
+move_on_device(ct_comm *, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    return ct_device_cuda.copy(NULL, out, in, 1, err);
+}
+
+struct lone_group {
+    ct_comm *comm = ct_comm_self_new();
+    ct_comm_ops ops = *comm->ops;
+
+    lone_group()
+    {
+        ops.takes_device_memory = true;
+        ops.all_to_all = move_on_device;
+        comm->ops = &ops;
+    }
+
+    ~lone_group()
+    {
+        ops.free(comm);
+    }
+};
+
 static const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
 
 /* Spans with all arrays of one dtype or of several. */
@@ -59,17 +83,22 @@ struct operands {
 static std::vector<ct_rule_coef>
 measure_on_device(const ct_update &update)
 {
-    ct_scratch scratch = {}, settled = {};
+    ct_scratch scratch = {}, sums = {}, settled = {};
     ct_error err;
+    const size_t n_sums = CT_MEASURES * update.n_spans;
     const size_t bytes = update.n_spans * sizeof(ct_rule_coef);
     std::vector<ct_rule_coef> back(update.n_spans);
     check_ok(ct_device_cuda.scratch_grow(&settled, bytes, &err), err);
+    check_ok(ct_device_cuda.scratch_grow(&sums, n_sums * sizeof(double), &err), err);
     ct_rule_coef *to = (ct_rule_coef *)settled.data;
-    check_ok(ct_device_cuda.measure(NULL, &scratch, &update, to, &err), err);
+    double *measured = (double *)sums.data;
+    check_ok(ct_device_cuda.measure(NULL, &scratch, &update, measured, &err), err);
+    check_ok(ct_device_cuda.settle(NULL, &update, measured, to, &err), err);
     CHECK(cudaMemcpyAsync(back.data(), to, bytes, cudaMemcpyDeviceToHost, NULL) ==
           cudaSuccess);
     CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
     ct_device_cuda.scratch_release(&scratch);
+    ct_device_cuda.scratch_release(&sums);
     ct_device_cuda.scratch_release(&settled);
     return back;
 }
@@ -127,7 +156,10 @@ check_rule(ct_rule rule)
     ct_scratch scratch = {};
     ct_error err;
     update.spans = all.host.data();
-    check_ok(ct_device_cpu.measure(NULL, &scratch, &update, on_host.data(), &err), err);
+    std::vector<double> sums(CT_MEASURES * k);
+    check_ok(ct_device_cpu.measure(NULL, &scratch, &update, sums.data(), &err), err);
+    check_ok(ct_device_cpu.settle(NULL, &update, sums.data(), on_host.data(), &err),
+             err);
     ct_device_cpu.scratch_release(&scratch);
     for (size_t i = 0; i < k; i++) {
         CHECK(all.first[i].agree() && all.second[i].agree() && all.params[i].agree());
@@ -161,15 +193,16 @@ check_array(const twin &array, const twin &other, size_t n)
     }
 }
 
+/* Of the elements from `begin` on, all but the last few. */
 static void
 check_factors(size_t matrices, size_t rows, size_t cols, ct_dtype grad_dtype,
-              ct_dtype real)
+              ct_dtype real, size_t begin = 0, size_t missing = 0)
 {
     random_numbers numbers = {12};
-    const size_t n = matrices * rows * cols;
+    const size_t n = matrices * rows * cols - begin - missing;
     twin grad(grad_dtype, n, 1), row(real, matrices * rows, 0);
     twin col(real, matrices * cols, 0), row_factor(real, row.n, 0);
-    twin col_factor(real, col.n, 0);
+    twin col_factor(real, col.n, 0), sums(CT_F64, row.n + col.n, 0);
     grad.fill(&numbers, -1.0, 1.0);
     row.fill(&numbers, 0.1, 1.0);
     col.fill(&numbers, 0.1, 1.0);
@@ -178,7 +211,10 @@ check_factors(size_t matrices, size_t rows, size_t cols, ct_dtype grad_dtype,
     ct_factored f = {matrices,
                      rows,
                      cols,
+                     begin,
+                     n,
                      grad.device(),
+                     (double *)sums.device(),
                      row.device(),
                      col.device(),
                      row_factor.device(),
@@ -189,14 +225,17 @@ check_factors(size_t matrices, size_t rows, size_t cols, ct_dtype grad_dtype,
                      0.7,
                      0.8,
                      1e-3};
-    check_ok(ct_device_cuda.factor(NULL, &on_device, &f, 1, &err), err);
+    check_ok(ct_device_cuda.factor_sums(NULL, &on_device, &f, 1, &err), err);
+    check_ok(ct_device_cuda.factor(NULL, &f, 1, &err), err);
     f.grad = grad.host.data();
+    f.sums = (double *)sums.host.data();
     f.row = row.host.data();
     f.col = col.host.data();
     f.row_factor = row_factor.host.data();
     f.col_factor = col_factor.host.data();
-    check_ok(ct_device_cpu.factor(NULL, &on_host, &f, 1, &err), err);
-    for (const twin *array : {&row, &col, &row_factor, &col_factor}) {
+    check_ok(ct_device_cpu.factor_sums(NULL, &on_host, &f, 1, &err), err);
+    check_ok(ct_device_cpu.factor(NULL, &f, 1, &err), err);
+    for (const twin *array : {&sums, &row, &col, &row_factor, &col_factor}) {
         check_array(*array, *array, n);
     }
     ct_device_cuda.scratch_release(&on_device);
@@ -212,6 +251,8 @@ test_factors_equal_the_cpus()
         check_factors(3, 130, 70, dtype, real);
         check_factors(1, 300, 37, dtype, real);
         check_factors(40, 3, 3, dtype, real);
+        check_factors(3, 130, 70, dtype, real, 9200, 333);
+        check_factors(1, 300, 37, dtype, real, 40, 11000);
     }
 }
 
@@ -310,6 +351,35 @@ check_steps(const ct_optim_group &group, double bound, size_t most_waits)
     ct_optim_free(device);
 }
 
+/* What is a part, of all elements here, takes the same steps to the bit. */
+static void
+check_part_steps(const ct_optim_group &group)
+{
+    model whole, part;
+    const lone_group lone;
+    ct_optim *first = whole.optimizer(&ct_device_cuda, group);
+    ct_optim *second = part.optimizer(&ct_device_cuda, group);
+    random_numbers numbers = {78}, again = {78};
+    ct_optim_pass pass = {};
+    pass.grad_scale = 0.5;
+    for (size_t i = 0; i < part.params.size(); i++) {
+        ct_optim_params_borrow(second)[i].part = {lone.comm, 0, part.params[i].n};
+    }
+    for (int step = 0; step < 3; step++) {
+        ct_error err;
+        for (size_t i = 0; i < part.params.size(); i++) {
+            whole.grads[i].fill(&numbers, -1.0, 1.0);
+            part.grads[i].fill(&again, -1.0, 1.0);
+        }
+        check_ok(ct_optim_update(first, NULL, &pass, &err), err);
+        check_ok(ct_optim_update(second, NULL, &pass, &err), err);
+    }
+    for (size_t i = 0; i < part.params.size(); i++) {
+        CHECK(whole.params[i].download() == part.params[i].download());
+    }
+    ct_optim_free(first);
+    ct_optim_free(second);
+}
 static void
 test_whole_steps_equal_the_cpus_and_wait_once_at_most()
 {
@@ -318,16 +388,20 @@ test_whole_steps_equal_the_cpus_and_wait_once_at_most()
     group.kind = CT_OPTIM_LAMB;
     group.lamb = {1e-2, 0.9, 0.999, 1e-6, 0.01, 1.0, true, true, true, false};
     check_steps(group, few, 1);
+    check_part_steps(group);
     group.lamb.max_grad_norm = 0.0;
     check_steps(group, few, 0);
+    check_part_steps(group);
     group = {};
     group.kind = CT_OPTIM_LARS;
     group.lars = {0.1, 0.9, 0.0, 0.1, 0.02, 1e-8, true, false};
     check_steps(group, few, 0);
+    check_part_steps(group);
     group = {};
     group.kind = CT_OPTIM_ADAFACTOR;
     group.adafactor = {NAN, 1e-30, 1e-3, 1.0, -0.8, 0.9, 0.01, true, true, false};
     check_steps(group, few, 0);
+    check_part_steps(group);
     group = {};
     group.kind = CT_OPTIM_MUON;
     group.muon.lr = 0.02;
@@ -340,6 +414,7 @@ test_whole_steps_equal_the_cpus_and_wait_once_at_most()
     group.muon.steps = 5;
     group.muon.nesterov = true;
     check_steps(group, 4 * group.muon.lr / 64, 0);
+    check_part_steps(group);
 }
 
 int
