@@ -14,7 +14,8 @@ from ctrainer.checkpoint import Sink
 
 logger = logging.getLogger("ctrainer.trainer")
 
-# Whose update of an element depends on others, which may be on another rank.
+# Of other packages, whose update of an element depends on others, which may be on
+# another rank. Those of ctrainer.optim have these names, too, and ask the ranks.
 _NOT_ELEMENTWISE = frozenset(
     "Adafactor Adalomo APOLLOAdamW Composite GaLoreAdafactor GaLoreAdamW "
     "GaLoreAdamW8bit LAMB LARS Lomo Muon StableAdamW".split()
@@ -75,7 +76,7 @@ class ShardsMixin(CheckpointMixin):
 
     def _check_optimizer(self) -> None:
         """Raise ValueError for an optimizer that needs whole parameters."""
-        if self._shard_group is None:
+        if self._shard_group is None or hasattr(self.optimizer, "_engine"):
             return
         for cls in type(self.optimizer).__mro__:
             if cls.__name__ in _NOT_ELEMENTWISE:

@@ -40,6 +40,7 @@ def sentences(n: int = 31) -> list[dict[str, torch.Tensor]]:
 GPT2 = (tiny.gpt2, tiny.tokens(32, padded=True))
 BERT = (bert, sentences())
 FOREIGN = (torch.optim.AdamW, {"lr": 1e-2})
+LAMB = (ctrainer.optim.LAMB, {"lr": 1e-2, "max_grad_norm": 0.1})
 CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "gpt2": (*GPT2, {"gradient_accumulation_steps": 2, "weight_decay": 0.1},
              {"fsdp": "full_shard auto_wrap"}),
@@ -57,6 +58,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         "fsdp": True, "accelerator_config": {
             "gradient_accumulation_kwargs": {"sync_each_batch": True}}}),
     "hybrid": (*GPT2, {}, {"fsdp": "hybrid_shard"}),
+    "lamb": (*GPT2, {"parts": {"optimizer_cls_and_kwargs": LAMB}}, {"fsdp": True}),
+    "adafactor": (*GPT2, {"optim": "adafactor"}, {"fsdp": True}),
     "bf16": (*GPT2, {"bf16": True}, {"fsdp": True}),
     "fp16": (*GPT2, {"fp16": True}, {
         "fsdp": True, "fsdp_config": {"xla": True, "xla_fsdp_settings": {
@@ -161,6 +164,17 @@ def saved(folder: str) -> dict[str, Any]:
         "best step": first.state.best_global_step,
         "of plain": told(moved)["losses"][-10:],
     }
+
+
+def of_whole_parameters(folder: str) -> list[list[float]]:
+    """What of Adafactor's runs is the same: one that saves shards, and one that goes on
+    from them."""
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+    first = trainer(f"{folder}/factored", "adafactor", **options)
+    first.train()
+    again = trainer(f"{folder}/factored again", "adafactor")
+    again.train(resume_from_checkpoint=f"{folder}/factored/checkpoint-3")
+    return [told(made)["losses"][-3:] for made in (first, again)]
 
 
 def of_other_units(folder: str) -> list[float]:

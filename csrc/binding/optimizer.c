@@ -68,6 +68,7 @@ OptimEngine_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(slot->grad);
         Py_VISIT(slot->state);
         Py_VISIT(slot->master);
+        Py_VISIT(slot->part.communicator);
         for (int i = 0; i < OPTIM_MAX_VALUES; i++) {
             Py_VISIT(slot->values[i]);
         }
@@ -139,9 +140,11 @@ apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
     ct_status status;
     ct_error err;
+    optim_hold_groups(self, true);
     Py_BEGIN_ALLOW_THREADS
     status = ct_step_apply(self->core, NULL, config, loss_scale, &self->result, &err);
     Py_END_ALLOW_THREADS
+    optim_hold_groups(self, false);
     if (status != CT_OK) {
         return ctpy_raise_int(&err);
     }

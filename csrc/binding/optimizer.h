@@ -8,6 +8,13 @@
 
 #include <stdbool.h>
 
+/* What a parameter's `_part` says of it; {0} where it is whole. */
+typedef struct optim_part {
+    PyObject
+        *communicator; /* owned: a Communicator; NULL where its only rank has all */
+    size_t begin, whole, ndim, rows, cols; /* as in ct_optim_param */
+} optim_part;
+
 /* What belongs to one parameter. All objects are owned, so neither another thread nor
  * a hook can free what a pass without the GIL works on. */
 typedef struct optim_slot {
@@ -20,7 +27,8 @@ typedef struct optim_slot {
     PyObject *master;                   /* state[param]["master_param"], or NULL */
     void *step; /* memory of state[param]["step"]; NULL where the kind has none */
     ct_dtype step_dtype;
-    bool fresh; /* the state was made for an update that has not been done yet */
+    bool fresh;      /* the state was made for an update that has not been done yet */
+    optim_part part; /* of kinds that look at whole parameters */
     uint32_t group;
     Py_ssize_t index;   /* in its group */
     Py_ssize_t average; /* its place in the engine's average, -1 without one */
@@ -57,9 +65,13 @@ int optim_write_groups(OptimEngine *self, PyObject *face);
 
 /* Makes slots agree with the face's live param_groups. */
 int optim_plan_params(OptimEngine *self, PyObject *face);
-/* optimizer_parts.c: a ValueError where a group looks at whole parameters and a rank
- * has a part of one. */
-int optim_refuse_parts(OptimEngine *self);
+/* optimizer_parts.c: finds out which parameters are parts of one, where their group
+ * looks at whole ones; a ValueError where it cannot be told of what. */
+int optim_read_parts(OptimEngine *self);
+/* Tells the core what is here of a parameter whose memory and shape it knows. */
+int optim_plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param);
+/* Keeps the groups of all parts from being closed, or no longer. */
+void optim_hold_groups(OptimEngine *self, bool held);
 /* Reads every parameter's .grad into its slot and the core. */
 int optim_plan_grads(OptimEngine *self);
 /* Reads parameters, gradients and state of every slot with a gradient, making state
@@ -70,6 +82,9 @@ int optim_plan_operands(OptimEngine *self, PyObject *face);
 int optim_sync_state(OptimEngine *self, PyObject *face);
 int optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
                      ct_optim_param *param, const ctpy_view *view);
+/* Sets the dimensions; an empty side counts as 1: nobody looks at an empty parameter,
+ * and some divide. */
+void optim_set_shape(ct_optim_param *param, const int64_t *shape, int ndim);
 /* The dimensions of a parameter, for the kinds that ask for them. */
 int optim_plan_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param,
                      const ctpy_view *view);

@@ -18,6 +18,7 @@ slot_clear(optim_slot *slot)
     Py_CLEAR(slot->grad);
     Py_CLEAR(slot->state);
     Py_CLEAR(slot->master);
+    Py_CLEAR(slot->part.communicator);
     for (int i = 0; i < OPTIM_MAX_VALUES; i++) {
         Py_CLEAR(slot->values[i]);
     }
@@ -178,7 +179,7 @@ optim_plan_params(OptimEngine *self, PyObject *face)
     }
     Py_XDECREF(groups);
     if (result == 0 && !self->parts_asked) {
-        result = optim_refuse_parts(self);
+        result = optim_read_parts(self);
         self->parts_asked = result == 0;
     }
     if (result < 0) {
@@ -205,7 +206,8 @@ view_grad(OptimEngine *self, optim_slot *slot, ct_optim_param *param)
                      slot->group, slot->index, ct_dtype_name(span->dtype));
         return -1;
     }
-    param->grad = span->data;
+    /* What is empty lies nowhere, and is a gradient all the same where it is a part. */
+    param->grad = slot->part.whole != 0 && span->n == 0 ? (void *)slot : span->data;
     param->n = span->n;
     param->grad_dtype = span->dtype;
     return 0;
@@ -345,7 +347,8 @@ optim_plan_operands(OptimEngine *self, PyObject *face)
         }
         params[k].param = view.span.data;
         params[k].dtype = view.span.dtype;
-        if (optim_plan_shape(self, slot, &params[k], &view) < 0) {
+        if (optim_plan_shape(self, slot, &params[k], &view) < 0 ||
+            optim_plan_part(self, slot, &params[k]) < 0) {
             return -1;
         }
         if (optim_plan_state(self, face, slot, &params[k], &view) < 0 ||

@@ -1,15 +1,14 @@
 /* The shape of a parameter, where its optimizer looks at rows and columns. */
 #include "binding/optimizer.h"
 
-/* An empty side counts as 1: nobody looks at an empty parameter, and some divide. */
 static size_t
 side(int64_t length)
 {
     return length > 0 ? (size_t)length : 1;
 }
 
-static void
-set_shape(ct_optim_param *param, const int64_t *shape, int ndim)
+void
+optim_set_shape(ct_optim_param *param, const int64_t *shape, int ndim)
 {
     param->ndim = (size_t)ndim;
     param->cols = ndim > 0 ? side(shape[ndim - 1]) : 1;
@@ -31,7 +30,7 @@ ask_for_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)
         result = PyErr_Occurred() ? -1 : 0;
     }
     if (result == 0) {
-        set_shape(param, last, ndim > 2 ? 2 : (int)ndim);
+        optim_set_shape(param, last, ndim > 2 ? 2 : (int)ndim);
         param->ndim = (size_t)ndim;
     }
     Py_XDECREF(shape);
@@ -60,6 +59,6 @@ optim_plan_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *para
     if (view->shape == NULL) {
         return ask_for_shape(self, slot, param);
     }
-    set_shape(param, view->shape, view->ndim);
+    optim_set_shape(param, view->shape, view->ndim);
     return 0;
 }

@@ -59,13 +59,14 @@ view_sized(OptimEngine *self, const optim_slot *slot, const optim_value *value,
 {
     const ctpy_place place = {value->place, slot->group, slot->index};
     const ct_dtype dtype = to->dtype == CT_F64 ? CT_F64 : CT_F32;
-    const size_t n = value->shape == OPTIM_ROWS   ? to->n / to->cols
-                     : value->shape == OPTIM_COLS ? to->n / to->rows
+    const size_t all = to->part.comm != NULL ? to->part.whole : to->n;
+    const size_t n = value->shape == OPTIM_ROWS   ? all / to->cols
+                     : value->shape == OPTIM_COLS ? all / to->rows
                                                   : 1;
     if (ctpy_view_of(self->state, op, &place, view) < 0) {
         return -1;
     }
-    if ((view->span.n == n || to->n == 0) && view->span.dtype == dtype &&
+    if ((view->span.n == n || all == 0) && view->span.dtype == dtype &&
         view->strides == NULL) {
         return 0;
     }

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ctrainer.fsdp import _layout, _views
+from ctrainer.fsdp import _views
 
 M = TypeVar("M")
 
@@ -57,7 +57,7 @@ def deep_copy(unit: M, memo: dict[int, Any]) -> M:
 def _settle(made: Any, source: Any) -> None:
     """Give the copy an engine like its source's."""
     for shard, group in zip(made.sharded_params, made._groups, strict=True):
-        _layout.mark(shard, group)
+        made._sharding.mark(shard, group)
     views = made.__dict__.get("_views")
     made._share_out()
     if views is not None:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from ctrainer.fsdp._tensors import new_zeros, tensor_over
 
 if TYPE_CHECKING:
+    from ctrainer import _C
     from ctrainer.fsdp.unit import Unit
 
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
@@ -63,10 +64,27 @@ class Group:
         return self.size != self.shard_shape.numel()
 
 
+class Part(NamedTuple):
+    """What of a parameter a rank has: its elements in C order, from `begin` on. The
+    ranks of the group have all of them, in rank order. Optimizers that look at whole
+    parameters read it, as the attribute `_part` of what they update."""
+
+    communicator: _C.Communicator
+    begin: int
+    shape: tuple[int, ...]  # of the whole parameter
+
+
+def part_of(entry: Entry, begin: int, communicator: _C.Communicator) -> Part:
+    """The part of a parameter in what begins at element `begin` of its group."""
+    own = min(max(begin - entry.at, 0), entry.numel)
+    return Part(communicator, own, tuple(entry.param.size()))
+
+
 @dataclass(frozen=True)
 class Sharding:
     """Whose part is which. on_dim_0: whole rows; pads: with zeros up to a multiple."""
 
+    communicator: _C.Communicator
     rank: int
     world_size: int
     multiple: int
@@ -104,17 +122,20 @@ class Sharding:
                     low - entry.at : high - entry.at
                 ]
         made = nn.Parameter(shard, requires_grad=group.requires_grad)
-        mark(made, group)
+        self.mark(made, group)
         return made
 
-
-def mark(shard: Any, group: Group) -> None:
-    """The attributes by which checkpoints and outer units know a shard."""
-    shard._is_sharded = True
-    shard._orig_size = group.orig_size
-    shard._orig_name = group.name
-    shard._is_part = group.is_divided or len(group.entries) > 1  # for optimizers
-    shard._name = f"_fsdp_shard.{group.name}".replace(".", SEPARATOR)
+    def mark(self, shard: Any, group: Group) -> None:
+        """The attributes by which checkpoints, outer units and optimizers know a
+        shard."""
+        shard._is_sharded = True
+        shard._orig_size = group.orig_size
+        shard._orig_name = group.name
+        shard._is_part = group.is_divided or len(group.entries) > 1
+        if len(group.entries) == 1:
+            begin = self.rank * shard.numel()
+            shard._part = part_of(group.entries[0], begin, self.communicator)
+        shard._name = f"_fsdp_shard.{group.name}".replace(".", SEPARATOR)
 
 
 def entries_of(root: nn.Module, params: Iterable[nn.Parameter]) -> list[Entry]:

@@ -20,6 +20,9 @@ from ctrainer.fsdp._stored import Item, Stored, joined
 
 State = dict[str, Any]
 
+# What Adafactor keeps of a whole parameter: the same on all ranks, of whatever shape.
+OF_WHOLE = frozenset({"exp_avg_sq_row", "exp_avg_sq_col"})
+
 
 def parameter_keys(shard: Shard) -> dict[int, str]:
     """Which tensor of the model's state_dict each index of the optimizer's is.
@@ -191,14 +194,16 @@ def _values(shards: list[Shard], states: list[State], key: str) -> dict[str, Fou
     for name, value in states[0].items():
         values = [state.get(name) for state in states]
         where = f"{readable(key)!r}, {name!r},"
-        if isinstance(value, Stored) and value.shape == shards[0].model[key].shape:
-            found[name] = _of_each_rank(shards, values, where)
+        if name in OF_WHOLE and isinstance(value, Stored):
+            found[name] = item_of(_alike(shards, values, where)[0])
+        elif isinstance(value, Stored) and value.shape == shards[0].model[key].shape:
+            found[name] = _Parts(_alike(shards, values, where))
         else:
             found[name] = _same(shards, values, where)
     return found
 
 
-def _of_each_rank(shards: list[Shard], values: list[Any], where: str) -> _Parts:
+def _alike(shards: list[Shard], values: list[Any], where: str) -> list[Stored]:
     first = values[0]
     for shard, value in zip(shards, values, strict=True):
         if not isinstance(value, Stored) or (value.tag, value.shape) != (
@@ -209,7 +214,7 @@ def _of_each_rank(shards: list[Shard], values: list[Any], where: str) -> _Parts:
                 f"{shard.path}: the optimizer's state of {where} is not like that of "
                 f"{shards[0].path}, {first.tag} of shape {first.shape}"
             )
-    return _Parts(values)
+    return values
 
 
 def _same(shards: list[Shard], values: list[Any], where: str) -> Any:

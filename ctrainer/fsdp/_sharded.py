@@ -120,6 +120,7 @@ class ShardedModule(nn.Module):
         self.replicas: _C.Communicator | None = replicas
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self._sharding = _layout.Sharding(
+            self.communicator,
             self.rank,
             self.world_size,
             _shard_size_multiple,
@@ -379,7 +380,7 @@ def _after_load(module: Any, incompatible: object) -> None:
     """What was gathered is old, and shards may have been assigned."""
     shards = [module._parameters[shard._name] for shard in module.sharded_params]
     for shard, group in zip(shards, module._groups, strict=True):
-        _layout.mark(shard, group)
+        module._sharding.mark(shard, group)
     module.sharded_params = module._unit.shards = shards
     if module.use_orig_params:
         _views.after_load(module)

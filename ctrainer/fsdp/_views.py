@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ctrainer.fsdp._layout import Group
+from ctrainer import _C
+from ctrainer.fsdp._layout import Group, part_of
 
 Pieces = list[tuple[nn.Parameter, int]]  # a view, and where it begins in the shard
 
@@ -17,8 +18,10 @@ Pieces = list[tuple[nn.Parameter, int]]  # a view, and where it begins in the sh
 class Views:
     """The views of a shard, whose gradients side by side are its gradient."""
 
-    def __init__(self, shard: nn.Parameter, group: Group, rank: int) -> None:
-        self.pieces = _cut(shard, group, rank)
+    def __init__(
+        self, shard: nn.Parameter, group: Group, communicator: _C.Communicator
+    ) -> None:
+        self.pieces = _cut(shard, group, communicator)
         self.numel = shard.numel()
         self.shape = shard.shape
 
@@ -67,13 +70,13 @@ def _place(row: torch.Tensor, view: torch.Tensor, begin: int) -> torch.Tensor:
     return row[begin : begin + view.numel()].view(view.shape)
 
 
-def _cut(shard: Any, group: Group, rank: int) -> Pieces:
+def _cut(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces:
     """A view of every parameter's part in the shard: of one dimension, or its rows.
 
     One that has nothing on this rank has a view of no elements: all ranks' optimizers
     then have the same parameters.
     """
-    flat, offset = shard.detach().view(-1), rank * shard.numel()
+    flat, offset = shard.detach().view(-1), communicator.rank * shard.numel()
     pieces: Pieces = []
     for entry in group.entries:
         low = min(max(entry.at - offset, 0), shard.numel())
@@ -83,7 +86,7 @@ def _cut(shard: Any, group: Group, rank: int) -> Pieces:
             values = values.view(-1, *shard.shape[1:])
         view: Any = nn.Parameter(values, requires_grad=group.requires_grad)
         view._is_sharded = True
-        view._is_part = group.is_divided
+        view._part = part_of(entry, offset, communicator)
         view._orig_size = entry.param.size()
         pieces.append((view, low))
     return pieces
@@ -95,7 +98,7 @@ def _cut(shard: Any, group: Group, rank: int) -> Pieces:
 def make(unit: Any) -> None:
     """Give the unit's modules views of its shards for parameters."""
     unit._views = [
-        Views(shard, group, unit.rank)
+        Views(shard, group, unit.communicator)
         for shard, group in zip(unit.sharded_params, unit._groups, strict=True)
     ]
     unit._unit.grad_owners = unit._views

@@ -17,6 +17,7 @@ from torch import nn
 
 from ctrainer.fsdp import _full, _metadata
 from ctrainer.fsdp._optim_rows import Held, Row, held_in, rows_of, whole_in
+from ctrainer.fsdp._optimizer_state import OF_WHOLE
 
 State = dict[str, Any]
 Optimizer = torch.optim.Optimizer
@@ -99,6 +100,8 @@ def _is_elementwise(one: Held, key: str, value: Any) -> bool:
     """Whether a value has an element for each of the parameter's; else one for all.
 
     A parameter of one element counts by the dimensions of the value."""
+    if key in OF_WHOLE:
+        return False
     if not isinstance(value, torch.Tensor) or value.shape == one.param.shape:
         return isinstance(value, torch.Tensor)
     if value.numel() > 1:
@@ -244,6 +247,8 @@ def _own_value(owner: Held, key: str, values: list[Any]) -> Any:
     some = next(v for v in values if v is not None)
     if owner.unit is None:
         return some
+    if key in OF_WHOLE and len(owner.names) == 1:
+        return some.clone()
     if isinstance(some, torch.Tensor) and some.dim() > 0:
         return _own_part(owner, key, values, some.dtype)
     for name, value in zip(owner.names, values, strict=True):

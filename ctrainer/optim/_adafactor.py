@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face
+from ctrainer.optim._face import Face, shape_of
 from ctrainer.optim._precision import Precision
 
 
@@ -81,9 +81,10 @@ class Adafactor(Face):
         state: dict[str, Any] = {"step": 0}
         if group["beta1"] is not None:
             state["exp_avg"] = torch.zeros_like(param, dtype=wide)
-        if param.dim() >= 2:
-            by_column = param.shape[:-2] + param.shape[-1:]
-            state["exp_avg_sq_row"] = torch.zeros(param.shape[:-1], dtype=wide)
+        shape = shape_of(param)
+        if len(shape) >= 2:
+            by_column = shape[:-2] + shape[-1:]
+            state["exp_avg_sq_row"] = torch.zeros(shape[:-1], dtype=wide)
             state["exp_avg_sq_col"] = torch.zeros(by_column, dtype=wide)
         else:
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=wide)

@@ -33,6 +33,12 @@ def zeros(param: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
+def shape_of(param: torch.Tensor) -> torch.Size:
+    """Return the shape of a parameter, of one that is sharded that of the whole."""
+    part = getattr(param, "_part", None)
+    return param.shape if part is None else torch.Size(part.shape)
+
+
 class Face(torch.optim.Optimizer):
     """A mixin in front of torch's class of the same name, or of torch's Optimizer."""
 

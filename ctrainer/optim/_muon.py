@@ -7,14 +7,22 @@ from typing import Any, Literal, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face
+from ctrainer.optim._face import Face, shape_of
 from ctrainer.optim._precision import Precision
 
 # torch has Muon from 2.9 on.
 _Original: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 
 
-class Muon(Face, _Original):  # type: ignore[misc]
+class _AnyShape(torch.optim.Optimizer):
+    """In front of torch's Muon, whose constructor looks at the shapes of what it is
+    given: of a sharded matrix that is a row."""
+
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
+        torch.optim.Optimizer.__init__(self, params, defaults)
+
+
+class Muon(Face, _AnyShape, _Original):  # type: ignore[misc]
     """Muon, as torch.optim.Muon: momentum, made orthogonal by Newton-Schulz.
 
     For matrices alone; give other parameters to another optimizer, in one step with
@@ -50,29 +58,29 @@ class Muon(Face, _Original):  # type: ignore[misc]
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         **precision: Unpack[Precision],
     ) -> None:
-        options: dict[str, Any] = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
-        if _Original is torch.optim.Optimizer:
-            options = {"defaults": options}
-        super().__init__(params, **options, **precision)
+        super().__init__(
+            params,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+            **precision,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices."""
         super().add_param_group(param_group)
-        odd = [p for p in self.param_groups[-1]["params"] if p.dim() != 2]
+        shapes = [shape_of(p) for p in self.param_groups[-1]["params"]]
+        odd = [shape for shape in shapes if len(shape) != 2]
         if odd:
             del self.param_groups[-1]
             raise ValueError(
                 "Muon is for matrices; got a parameter of shape "
-                f"{tuple(odd[0].shape)}: give it to another optimizer, for example in "
+                f"{tuple(odd[0])}: give it to another optimizer, for example in "
                 "a Composite"
             )
 

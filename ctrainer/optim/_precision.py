@@ -36,7 +36,10 @@ class Precision(TypedDict, total=False):
 
 def new_master(param: torch.Tensor) -> torch.Tensor:
     """Return a float32 copy of a parameter, of its shape and order."""
-    return param.detach().to(torch.float32, copy=True)
+    master: Any = param.detach().to(torch.float32, copy=True)
+    if hasattr(param, "_part"):
+        master._part = param._part
+    return master  # type: ignore[no-any-return]
 
 
 def keep_float32(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

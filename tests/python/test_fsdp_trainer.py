@@ -22,6 +22,7 @@ machines._this_machine = lambda: f"machine {rank}"  # as for hybrid sharding
 results = {name: runs.both(folder, name) for name in runs.CASES}
 results["plain"] = runs.plain(folder)
 results["saved"] = runs.saved(folder)
+results["factored"] = runs.of_whole_parameters(folder)
 results["other"] = runs.of_other_units(folder)
 results["adapted"] = runs.adapted(folder)
 results["spoiled"] = runs.spoiled(folder)
@@ -40,9 +41,10 @@ def told(folder: Path) -> list[Any]:
 
 
 ALIKE = ["gpt2", "bert", "recomputed", "foreign", "each", "hybrid"]
+OF_WHOLE_PARAMETERS = ["lamb", "adafactor"]
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", [*ALIKE, *OF_WHOLE_PARAMETERS])
 def test_a_sharded_model_trains_as_the_whole_one(told: list[Any], name: str) -> None:
     for rank in told:
         whole, sharded, differ = rank[name]
@@ -109,6 +111,19 @@ def test_a_run_goes_on_from_its_shards_to_the_bit(told: list[Any]) -> None:
         assert saved["losses"][0] == saved["losses"][1]
         assert saved["same"]
         assert saved["evals"][0] == saved["evals"][1]
+
+
+def test_adafactor_goes_on_from_its_shards_on_any_number_of_ranks(
+    told: list[Any], folder: Path
+) -> None:
+    for rank in told:
+        first, again = rank["factored"]
+        assert first == again
+    alone = runs.trainer(
+        str(folder / "alone"), "adafactor", False, gradient_accumulation_steps=2
+    )
+    alone.train(resume_from_checkpoint=str(folder / "factored" / "checkpoint-3"))
+    assert runs.told(alone)["losses"][-3:] == pytest.approx(first, rel=1e-5)
 
 
 def test_the_best_weights_are_loaded_at_the_end(told: list[Any]) -> None:

@@ -170,22 +170,19 @@ def test_tied_and_frozen_parameters_have_one_view() -> None:
     on_ranks(2, train)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_optimizers_that_look_at_whole_parameters_refuse_parts(
-    use_orig_params: bool,
-) -> None:
-    rows = {"flatten_parameters": False, "shard_param_on_dim_0": True}
-
+def test_optimizers_that_look_at_whole_parameters_refuse_rows_of_several() -> None:
     def step(group: _C.Communicator) -> None:
-        module = nn.Linear(6, 4, bias=False)
-        sharded = wrap(group, module, use_orig_params=use_orig_params, **rows)
+        sharded = wrap(group, nn.Linear(6, 4))
         mse(sharded, 0, group).backward()
-        for kind in (optim.LAMB, optim.LARS, optim.Adafactor, optim.Muon):
+        for kind in (optim.LAMB, optim.LARS, optim.Adafactor):
             optimizer = kind(sharded.parameters())
-            message = f"is a part of a parameter .* and {kind.__name__.lower()} looks"
+            name = kind.__name__.lower()
+            message = f"is a row of several parameters .* and {name} looks at each"
             for _ in range(2):  # asked anew after a refusal
                 with pytest.raises(ValueError, match=message):
                     optimizer.step()
+        with pytest.raises(ValueError, match="Muon is for matrices"):
+            optim.Muon(sharded.parameters())
 
     on_ranks(2, step)
 

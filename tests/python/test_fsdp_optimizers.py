@@ -1,0 +1,79 @@
+"""Optimizers that look at whole parameters, over parts of them, against one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fsdp_scenarios import check_parameters, mse, nested, tree
+from rank_threads import on_ranks
+from torch import nn
+
+from ctrainer import _C, optim
+
+UPDATES = 20
+FLAT: dict[str, Any] = {"use_orig_params": True, "_shard_size_multiple": 1}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "views of rows": FLAT,
+    "views by rows": {
+        "use_orig_params": True,
+        "flatten_parameters": False,
+        "shard_param_on_dim_0": True,
+    },
+    "shards": {"flatten_parameters": False},
+}
+
+
+def muon_and_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Muon for matrices."""
+    params: list[Any] = list(model.parameters())
+    both = [(p, len(getattr(p, "_orig_size", p.shape)) == 2) for p in params]
+    return optim.Composite(
+        [
+            {"params": [p for p, m in both if m], "optimizer": optim.Muon, "lr": 0.02},
+            {"params": [p for p, m in both if not m], "lr": 1e-2, "eps": 1e-3},
+        ]
+    )
+
+
+MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "LAMB": lambda model: optim.LAMB(model.parameters(), lr=1e-2, weight_decay=0.1),
+    "LARS": lambda model: optim.LARS(
+        model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1
+    ),
+    "Adafactor": lambda model: optim.Adafactor(model.parameters(), beta1=0.9),
+    "Muon": muon_and_adamw,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MADE)
+def test_updates_are_those_of_one_process(name: str, layout: str) -> None:
+    world = 3 if layout == "views of rows" else 2
+    plain = tree()
+    whole = copy.deepcopy(plain)
+    expected = train(whole, MADE[name](whole))
+
+    def work(group: _C.Communicator) -> list[float]:
+        sharded = nested(group, copy.deepcopy(plain), **LAYOUTS[layout])
+        losses = train(sharded, MADE[name](sharded))
+        check_parameters(sharded, whole)
+        return losses
+
+    for losses in on_ranks(world, work):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """All ranks have all of the batch, so that gradients are those of one process."""
+    losses = []
+    for step in range(UPDATES):
+        loss = mse(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
