@@ -19,7 +19,7 @@ from ctrainer.adapters._torch_checkpoint import (
     archive_records,
 )
 from ctrainer.fsdp._shard_layout import dtype_name
-from ctrainer.fsdp._shards import METADATA_KEY, MODEL, OPTIMIZER
+from ctrainer.fsdp._shards import KEYS, METADATA_KEY, MODEL, OPTIMIZER
 from ctrainer.fsdp._stored import Item, Stored, read_safetensors_index
 from ctrainer.fsdp._together import SAVING, write_together
 
@@ -163,16 +163,20 @@ def _split_optimizer(optimizer: State) -> tuple[dict[str, Any], State]:
 
 
 def write_shard(path: str, content: State) -> None:
-    """{"model", "shard_metadata", "optimizer" or none} with Items in the place of
+    """{"model", "shard_metadata", "optimizer" or none, more} with Items in the place of
     tensors: safetensors with JSON in its metadata, or torch.save's format of plain
     types. The name says which, without its SAVING."""
-    content = {key: value for key, value in content.items() if value is not None}
+    if content.get("optimizer") is None:
+        content = {key: v for key, v in content.items() if key != "optimizer"}
     content["shard_metadata"] = plain(content["shard_metadata"])
     if not path.removesuffix(SAVING).endswith(".safetensors"):
         write_archive(path, content)
         return
     tensors = _raw({f"{MODEL}{name}": item for name, item in content["model"].items()})
-    rest = {"shard_metadata": content["shard_metadata"]}
+    rest = {key: value for key, value in content.items() if key not in KEYS}
+    if "names" in rest:
+        raise ValueError(f"{path}: 'names' is a key of the format; choose another")
+    rest["shard_metadata"] = content["shard_metadata"]
     rest["names"] = list(tensors)
     if "optimizer" in content:
         more, rest["optimizer"] = _split_optimizer(content["optimizer"])

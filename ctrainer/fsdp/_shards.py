@@ -15,17 +15,24 @@ from ctrainer.fsdp._torch_archive import read_archive
 METADATA_KEY = "ctrainer.shard"
 MODEL = "model."
 OPTIMIZER = "optimizer."
+KEYS = (
+    "model",
+    "shard_metadata",
+    "optimizer",
+)  # of a shard; what else is there is more
 Metadata = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank saved. `model` and the optimizer's state hold Stored tensors."""
+    """What one rank saved. `model`, the optimizer's state and `more`, what was saved
+    under keys of its own, hold Stored tensors."""
 
     path: str
     model: dict[str, Stored]
     metadata: Metadata
     optimizer: dict[str, Any] | None
+    more: dict[str, Any]
 
     @property
     def rank(self) -> int:
@@ -66,7 +73,8 @@ def read_shard(path: str) -> Shard:
         raise ValueError(f"{path}: holds no 'model', which must be a state_dict")
     check_metadata(path, metadata)
     tensors = {name: t for name, t in model.items() if isinstance(t, Stored)}
-    return Shard(path, tensors, metadata, content.get("optimizer"))
+    more = {key: value for key, value in content.items() if key not in KEYS}
+    return Shard(path, tensors, metadata, content.get("optimizer"), more)
 
 
 def described(path: str) -> tuple[list[str], Metadata]:

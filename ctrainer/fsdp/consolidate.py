@@ -171,7 +171,7 @@ def reshard_checkpoints(
 
     The new files are save_prefix + "-rank-R-of-N" with the old ones' ending; each
     rank loads its own. Padding, division by rows or elements and dtypes are as they
-    were.
+    were. What the ranks saved alike under other keys is in all of them.
 
     Returns:
         Their paths, by rank.
@@ -189,12 +189,26 @@ def reshard_checkpoints(
         for rank in range(world_size)
     ]
     check_none_is_replaced(shards, paths)
+    more = _agreed(shards)
 
     def write(rank: int, path: str) -> None:
-        _files.write_shard(path, one_shard(shards, rank, world_size))
+        _files.write_shard(path, one_shard(shards, rank, world_size) | more)
 
     write_together({path: partial(write, rank) for rank, path in enumerate(paths)})
     return paths
+
+
+def _agreed(shards: list[Shard]) -> dict[str, Any]:
+    """What all ranks have saved alike under keys of its own, such as a step."""
+    agreed = {
+        key: value
+        for key, value in shards[0].more.items()
+        if all(shard.more.get(key) == value for shard in shards)
+    }
+    left = sorted({key for shard in shards for key in shard.more} - agreed.keys())
+    if left:
+        logger.warning("Of each rank alone, and not in the new shards: %s", left)
+    return agreed
 
 
 def one_shard(shards: list[Shard], rank: int, world_size: int) -> dict[str, Any]:

@@ -16,13 +16,14 @@ def save_shard(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
     Args:
         content: {"model": module.state_dict(), "shard_metadata":
             module.get_shard_metadata()}, and "optimizer": optimizer.state_dict() if
-            it is to be saved.
+            it is to be saved. What is under other keys, such as a step, is saved, too.
         path: ".safetensors", with all that is no tensor as JSON in the metadata, or
             else torch.save's format; both hold plain types only, so that they can be
             read with weights_only=True.
 
     Raises:
-        ValueError: something is neither a tensor nor JSON.
+        ValueError: something is neither a tensor nor JSON; or a key of its own is
+            "names", or has tensors, and the file is to be a safetensors file.
         OSError: of the disk; what was at path is still there then.
     """
     made = {key: _map(_files.item_of, value) for key, value in content.items()}
@@ -36,7 +37,7 @@ def load_shard(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: it is damaged or no shard file; the text names it.
     """
     shard = read_shard(os.fspath(path))
-    content: dict[str, Any] = {"model": shard.model, "shard_metadata": shard.metadata}
+    content = {"model": shard.model, "shard_metadata": shard.metadata, **shard.more}
     if shard.optimizer is not None:
         content["optimizer"] = shard.optimizer
     return tensors_of(content)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_shards import Job, Unit, nested_job, save, values
+from fsdp_shards import Job, Unit, nested_job, rank_content, save, values
 from fsdp_trees import WIDTH, Scale
 from torch import nn
 
@@ -18,6 +18,7 @@ from ctrainer import _C
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp import (
     consolidate_sharded_model_checkpoints,
+    load_shard,
     reshard_checkpoints,
     save_shard,
 )
@@ -115,6 +116,48 @@ def test_earlier_files_are_taken_back_with_and_without_links(
     Path(third).rmdir()
     write_together(new)
     assert found_in(tmp_path) == {"a": b"new", "b": b"new", "c": b"new"}
+
+
+# ---- keys of their own
+
+
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+def test_what_is_saved_beside_a_model_comes_back(
+    ending: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = nested_job(2)
+    more = {"step": 5, "scheduler": {"last_lr": [0.5], "verbose": None}, "none": None}
+    for rank in range(2):
+        content = rank_content(job, rank) | more | {"seed": rank}
+        save_shard(content, tmp_path / f"old-{rank}.{ending}")
+        found = load_shard(tmp_path / f"old-{rank}.{ending}")
+        assert {key: found[key] for key in (*more, "seed")} == {**more, "seed": rank}
+    paths = reshard_checkpoints(
+        str(tmp_path / "old"),
+        f"*.{ending}",
+        world_size=3,
+        save_prefix=f"{tmp_path}/new",
+    )
+    for path in paths:
+        found = load_shard(path)
+        assert {key: found.get(key) for key in (*more, "seed")} == {
+            **more,
+            "seed": None,
+        }
+    assert "not in the new shards: ['seed']" in caplog.text
+
+
+def test_a_key_that_the_format_has_and_tensors_elsewhere_are_refused(
+    tmp_path: Path,
+) -> None:
+    content = rank_content(nested_job(2), 0)
+    path = tmp_path / "shard.safetensors"
+    with pytest.raises(ValueError, match="'names' is a key of the format"):
+        save_shard(content | {"names": []}, path)
+    with pytest.raises(ValueError, match=r"shard.safetensors: .* no JSON"):
+        save_shard(content | {"rng": torch.get_rng_state()}, path)
+    save_shard(content | {"rng": torch.get_rng_state()}, tmp_path / "shard.pth")
+    assert load_shard(tmp_path / "shard.pth")["rng"].equal(torch.get_rng_state())
 
 
 # ---- modules in several places
