@@ -86,7 +86,7 @@ bool fsdp_has_grads(const FSDPUnit *self);
 /* Lets go of what only lies ready, of units and of malloc: before memory is shortest.
  */
 void fsdp_return_memory(FSDPUnit *root);
-/* The same where the process has grown in the backward. */
+/* The same where the process is nearly as large as when the backward began. */
 void fsdp_return_growth(FSDPUnit *root);
 void fsdp_drop_grads(FSDPUnit *self);
 PyObject *FSDPUnit_gather(PyObject *op, PyObject *unused);

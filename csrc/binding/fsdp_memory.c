@@ -100,16 +100,17 @@ fsdp_return_memory(FSDPUnit *root)
     }
 }
 
-/* What the forward kept goes now, but in pieces that malloc may not give back: a part
- * of all may lie idle. */
+/* What the forward kept goes now, but in pieces that malloc may not give back. They may
+ * lie idle until it is nearly as much again as when the backward began: the next unit
+ * needs room for what it computes with, too. */
 void
 fsdp_return_growth(FSDPUnit *root)
 {
     enum {
-        IDLE_PART = 32
+        ROOM_PART = 32
     };
     if (root->return_memory &&
-        ct_memory_resident() > root->resident + root->resident / IDLE_PART) {
+        ct_memory_resident() > root->resident - root->resident / ROOM_PART) {
         ct_malloc_trim();
     }
 }

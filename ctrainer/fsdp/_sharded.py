@@ -26,7 +26,10 @@ from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.state import TrainingState
 from ctrainer.fsdp.unit import Unit
 
-_KEPT_BYTES = 1 << 20  # longer blocks would leave holes as long, which few others fit
+# Longer blocks would leave holes as long, which few others fit. A tensor of 1 MiB has
+# to be among those that are kept, with what torch and malloc put around it: the next
+# one would be of new pages, zeroed by the system.
+_KEPT_BYTES = (1 << 20) + (1 << 16)
 
 
 class ShardedModule(nn.Module):

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -252,6 +253,19 @@ model.module.module.weight.sum().item()
     last = code.count("\n")  # Python tells the line that has used the parameter
     assert re.search(rf'Segmentation fault.*File "<string>", line {last} in <module>',
                      done.stderr, re.DOTALL)  # fmt: skip
+
+
+def test_a_freed_tensor_of_a_mebibyte_is_used_again() -> None:
+    """Its 256 pages would each be a fault otherwise, and zeroed."""
+    again = 20
+    if not _C.malloc_keep(1):
+        pytest.skip("malloc's settings are the user's")
+    wrap(nn.Linear(2, 2))
+    torch.ones(1 << 18)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(again):
+        torch.ones(1 << 18)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < again * 256 / 4
 
 
 def test_units_are_collected() -> None:
