@@ -22,11 +22,15 @@ def job(ranks: int, **more: str) -> dict[str, str]:
             "CTRAINER_NUM_THREADS": "1", **more}  # fmt: skip
 
 
-def start(ranks: int, **more: str) -> int:
-    """Run the program once for each RANK; the largest of their exit codes."""
+def start(ranks: int, *options: str, **more: str) -> int:
+    """Run the program once for each RANK; the largest of their exit codes.
+
+    options: of the program, after its own.
+    """
     environment = job(ranks, **more)
+    command = [*COMMAND, *options]
     started = [
-        subprocess.Popen(COMMAND, env={**environment, "RANK": str(rank)})
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)})
         for rank in range(ranks)
     ]
     return max(rank.wait() for rank in started)

@@ -52,7 +52,7 @@ NO_EFFECT = {
     "version": "both versions' options are read alike",
     "cpu_offload": "parameters are in host memory",
     "limit_all_gathers": "no more than one unit is gathered ahead",
-    "use_orig_params": "parameters are always sharded each by itself",
+    "use_orig_params": "the optimizer always sees parameters by their names",
 }
 HONOURED = (
     "reshard_after_forward",
@@ -327,7 +327,8 @@ _OPTIONS_WITHOUT_EFFECT = frozenset(
     """
     optimization_barrier_in_forward optimization_barrier_in_backward
     mark_step_on_finalization sync_on_finalization pin_layout_in_collective_ops
-    coalesce_all_gather_ops reduce_scatter_bucket_size_mb execute_sharding_on_init
+    flatten_parameters coalesce_all_gather_ops reduce_scatter_bucket_size_mb
+    execute_sharding_on_init
     """.split()
 )
 
@@ -341,6 +342,6 @@ def _xla_options(settings: Any) -> dict[str, Any]:
         if name not in _OPTIONS and not idle:
             raise ValueError(
                 f"fsdp_config: xla_fsdp_settings has {name}={value!r}; honoured are "
-                f"{', '.join(_OPTIONS)}: parameters are sharded each by itself"
+                f"{', '.join(_OPTIONS)}"
             )
     return {name: _OPTIONS[name](v) for name, v in settings.items() if name in _OPTIONS}

@@ -72,8 +72,7 @@ class RunMixin(
             getattr(args, "save_on_signal", True)
             and threading.current_thread() is threading.main_thread()
         )
-        tunes = getattr(args, "malloc_tuning", True) and self._sharding is None
-        if self._inputs_stay and tunes:
+        if self._inputs_stay and getattr(args, "malloc_tuning", True):
             _C.malloc_tune(True)
         self._hp_search_setup(trial)
         if self.model_init is not None:

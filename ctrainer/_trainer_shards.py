@@ -196,6 +196,29 @@ class ShardsMixin(CheckpointMixin):
             state = _trainer_files.part_of_whole(self.model, self.optimizer, found)
         self._take_optimizer_and_scheduler(checkpoint, state, scheduler)
 
+    def _load_weight_average(self, checkpoint: str | None) -> None:
+        sharded = checkpoint is not None and _has_shards(checkpoint)
+        if self.weight_average is None or checkpoint is None:
+            return
+        from ctrainer.fsdp import _trainer_files
+
+        alone = self._shard_group is None
+        if (alone and not sharded) or (
+            sharded and not alone and _trainer_files.same_layout(self.model, checkpoint)
+        ):
+            super()._load_weight_average(checkpoint)
+            return
+        state = _trainer_files.average_state(
+            None if alone else self.model,
+            self.weight_average,
+            checkpoint,
+            self._adapter.checkpoints.load_object,
+        )
+        if state is None:
+            super()._load_weight_average(checkpoint)
+        else:
+            self.weight_average.load_state_dict(state)
+
     def _load_best_weights(self, folder: str) -> None:
         if self._shard_group is None:
             super()._load_best_weights(folder)

@@ -30,8 +30,13 @@ class WeightAverage:
             name: self._tools.copy_of(value, fp32)
             for name, value in self._values.items()
         }
+        pairs = [
+            pair
+            for name, value in self._values.items()
+            for pair in self._tools.pieces(value, self.averages[name])
+        ]
         self.core = _C.WeightAverage(
-            list(self._values.values()), list(self.averages.values()), **options
+            [value for value, _ in pairs], [average for _, average in pairs], **options
         )
 
     def update(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ctrainer
+from ctrainer.adapters.torch import checkpoints
+from ctrainer.fsdp import (
+    FullyShardedDataParallel,
+    _trainer_files,
+    consolidate_sharded_model_checkpoints,
+    save_shard,
+)
+
+load_object = checkpoints.load_object
 
 
 def updates(name: str) -> int:
@@ -160,6 +170,11 @@ def saved(folder: str) -> dict[str, Any]:
         "losses": halves,
         "same": torch.equal(*weights),
         "evals": [t.evaluate()["eval_loss"] for t in (first, again)],
+        "last": next(
+            log["eval_loss"]
+            for log in first.state.log_history
+            if log["step"] == 20 and "eval_loss" in log
+        ),
         "best": first.state.best_metric,
         "best step": first.state.best_global_step,
         "of plain": told(moved)["losses"][-10:],
@@ -183,6 +198,55 @@ def of_other_units(folder: str) -> list[float]:
     made = trainer(f"{folder}/other", "gpt2", fsdp=True, fsdp_config=config)
     made.train(resume_from_checkpoint=f"{folder}/saved/checkpoint-10")
     return told(made)["losses"][-10:]
+
+
+def older(folder: str) -> Any:
+    """A run that goes on from a checkpoint with each parameter sharded by itself, made
+    of that of `saved`: its last losses, and an evaluation of its average."""
+    source, target = f"{folder}/saved/checkpoint-10", f"{folder}/older/checkpoint-10"
+    group = ctrainer.comm.world()
+    if group.rank == 0:
+        kept = shutil.ignore_patterns("shard-*", "weight_average_*")
+        shutil.copytree(source, target, ignore=kept)
+    group.barrier()
+    _save_each_by_itself(source, target)
+    group.barrier()
+    made = trainer(f"{folder}/older", "gpt2", fsdp=True, ema_decay=0.8)
+    made.train(resume_from_checkpoint=target)
+    return [told(made)["losses"][-10:], made.evaluate()["eval_loss"]]
+
+
+def _save_each_by_itself(source: str, target: str) -> None:
+    """Write this rank's files of a checkpoint as releases did that had no flat rows."""
+    model = FullyShardedDataParallel(
+        tiny.gpt2(), on_neuron=False, auto_wrap_policy=_is_layer
+    )
+    weights, _ = consolidate_sharded_model_checkpoints(
+        f"{source}/shard-", "*.safetensors", save_model=False
+    )
+    model.load_full_state_dict(weights)
+    full = _trainer_files._whole_optimizer(source)
+    assert full is not None
+    shards = dict(model.get_original_names_and_sharded_parameters())
+    groups = [
+        {"params": [shards[n] for n in g["params"]]} for g in full["param_groups"]
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    state = model.shard_full_optim_state_dict(full, model, optim=optimizer)
+    keys = {id(shard): key for key, shard in model.state_dict(keep_vars=True).items()}
+    for own, group in zip(state["param_groups"], groups, strict=True):
+        own["param_names"] = [keys[id(shard)] for shard in group["params"]]
+    content = {"model": model.state_dict(), "optimizer": state,
+               "shard_metadata": model.get_shard_metadata()}  # fmt: skip
+    name = _trainer_files.file_name(model.rank, model.world_size)
+    save_shard(content, f"{target}/{name}")
+    average = ctrainer.average.EMA(model, 0.8)
+    found = _trainer_files.average_state(model, average, source, load_object)
+    torch.save(found, f"{target}/weight_average_{model.rank}.pt")
+
+
+def _is_layer(module: nn.Module, recurse: bool, **unused: Any) -> bool:
+    return recurse or type(module).__name__ == "GPT2Block"
 
 
 def adapted(folder: str) -> Any:

@@ -254,6 +254,8 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
         return NULL;
     }
     root->queued = false;
-    fsdp_discard_spares(root);
+    if (root->return_memory) {
+        fsdp_discard_spares(root);
+    }
     Py_RETURN_NONE;
 }

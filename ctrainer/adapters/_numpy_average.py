@@ -15,6 +15,11 @@ def tensors(model: Any) -> dict[str, Array]:
     return {name: parameter.data for name, parameter in named_parameters(model)}
 
 
+def pieces(value: Array, average: Array) -> list[tuple[Array, Array]]:
+    """What an optimizer updates of an array, and its average: all of it."""
+    return [(value, average)]
+
+
 def copy_of(array: Array, fp32: bool) -> Array:
     return array.astype(np.float32) if fp32 else array.copy()
 

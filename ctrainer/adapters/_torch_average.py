@@ -10,13 +10,28 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What state_dict() holds but for frozen parameters, each tensor once."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    parameters = {id(p): p.requires_grad for p in model.parameters()}
     for name, value in model.state_dict(keep_vars=True).items():
-        trains = parameters.get(id(value), True)  # a buffer changes too
+        trains = not isinstance(value, nn.Parameter) or value.requires_grad
         if isinstance(value, torch.Tensor) and trains and id(value) not in seen:
             seen.add(id(value))
             found[name] = value
     return found
+
+
+def pieces(
+    value: torch.Tensor, average: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What an optimizer updates of a tensor, each with its average: of a shard that has
+    views these, and else the tensor."""
+    views = getattr(value, "_pieces", None)
+    if views is None:
+        return [(value, average)]
+    row = average.view(-1)
+    return [
+        (view, row[begin : begin + view.numel()].view(view.shape))
+        for view, begin in views
+        if view.numel() > 0
+    ]
 
 
 def copy_of(tensor: torch.Tensor, fp32: bool) -> torch.Tensor:

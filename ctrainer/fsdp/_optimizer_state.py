@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,36 @@ State = dict[str, Any]
 OF_WHOLE = frozenset({"exp_avg_sq_row", "exp_avg_sq_col"})
 
 
-def parameter_keys(shard: Shard) -> dict[int, str]:
-    """Which tensor of the model's state_dict each index of the optimizer's is.
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What a parameter of an optimizer is of: of the shards `key` all elements, or
+    those of one whole parameter, [begin, end) of the ranks' shards laid end to end."""
+
+    key: str
+    parts: tuple[Part, ...]  # the whole parameters in it, each once
+    begin: int = 0
+    end: int | None = None  # None: all
+
+    def span(self, first: int, numel: int) -> tuple[int, int]:
+        """What of it is in elements [first, first + numel), counted from begin."""
+        last = first + numel if self.end is None else min(first + numel, self.end)
+        low = max(first, self.begin)
+        return low - self.begin, max(low, last) - self.begin
+
+    def lengths(self, shards: list[Shard]) -> list[int]:
+        """How many elements each rank has of it."""
+        numel = shards[0].model[self.key].numel
+        spans = [self.span(rank * numel, numel) for rank in range(len(shards))]
+        return [end - begin for begin, end in spans]
+
+
+def owned_by(shard: Shard) -> dict[int, Owned]:
+    """What each index of the optimizer's state is of.
 
     By `param_names` in the groups, as torch writes them for an optimizer made of named
-    parameters; else by order, if there are as many as the model has.
+    parameters: keys of the model's state_dict, or names of whole parameters, of which
+    the optimizer has this rank's part. Else by order, if there are as many as the model
+    has shards.
 
     Raises ValueError where neither tells.
     """
@@ -46,10 +72,12 @@ def parameter_keys(shard: Shard) -> dict[int, str]:
             "which: make the optimizer of named_parameters(), so that its groups have "
             "param_names"
         )
-    unknown = [key for key in keys if key not in shard.model]
+    known = _all_owned(shard)
+    keys = [key if key in known else original_name(key) for key in keys]
+    unknown = [key for key in keys if key not in known]
     if unknown:
         raise ValueError(f"{shard.path}: the model has no parameter {unknown[0]!r}")
-    return dict(zip(indices, keys, strict=True))
+    return {i: known[key] for i, key in zip(indices, keys, strict=True)}
 
 
 def _first_keys(shard: Shard) -> list[str]:
@@ -61,6 +89,21 @@ def _first_keys(shard: Shard) -> list[str]:
     return [key for key in sharded_keys(shard.model) if key in named]
 
 
+def _all_owned(shard: Shard) -> dict[str, Owned]:
+    """By the keys of shards and by the names of whole parameters."""
+    parts: dict[str, list[Part]] = {key: [] for key in shard.model}
+    found = {}
+    for part in shard.parts():
+        known = parts[part.key]
+        if part.begin is None or part.begin not in [p.begin for p in known]:
+            known.append(part)  # and not another name of one
+        if part.begin is not None:
+            end = part.begin + part.numel
+            found[part.name] = Owned(part.key, (part,), part.begin, end)
+    shards = {key: Owned(key, tuple(inside)) for key, inside in parts.items()}
+    return found | shards
+
+
 def consolidate_optimizers(shards: list[Shard]) -> State:
     """{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}, of whole
     parameters by the names that they have without wrappers.
@@ -68,19 +111,15 @@ def consolidate_optimizers(shards: list[Shard]) -> State:
     Raises ValueError where a shard has no optimizer, or they do not fit.
     """
     _check_there(shards)
-    parts: dict[str, list[Part]] = {}
-    for part in shards[0].parts():
-        known = parts.setdefault(part.key, [])
-        if part.begin not in [p.begin for p in known]:  # not another name of one
-            known.append(part)
-    keys = parameter_keys(shards[0])
+    owned = owned_by(shards[0])
     state: State = {}
-    for index, values in _states(shards):
-        for part in parts[keys[index]]:
+    for index, values in _states(shards, owned):
+        for part in owned[index].parts:
             state[part.name] = {
-                name: _whole(found, part) for name, found in values.items()
+                name: _whole(found, owned[index], part)
+                for name, found in values.items()
             }
-    names = {i: [part.name for part in parts[key]] for i, key in keys.items()}
+    names = {i: [part.name for part in one.parts] for i, one in owned.items()}
     return {"state": state, "param_groups": _groups(shards[0], names)}
 
 
@@ -89,18 +128,23 @@ def reshard_optimizers(shards: list[Shard], cuts: Mapping[str, Cut]) -> State | 
     if all(shard.optimizer is None for shard in shards):
         return None
     _check_there(shards)
-    keys = parameter_keys(shards[0])
+    owned = owned_by(shards[0])
     state: dict[int, State] = {}
-    for index, values in _states(shards):
-        cut = cuts[keys[index]]
-        state[index] = {name: _cut(found, cut) for name, found in values.items()}
+    for index, values in _states(shards, owned):
+        one = owned[index]
+        cut = cuts[one.key]
+        state[index] = {name: _cut(found, one, cut) for name, found in values.items()}
     optimizer = shards[0].optimizer
     assert optimizer is not None
-    names = {index: [key] for index, key in keys.items()}
+    names = {i: [_name_in_groups(one)] for i, one in owned.items()}
     groups = _groups(shards[0], names)
     for group, given in zip(groups, optimizer["param_groups"], strict=True):
         group["param_names"], group["params"] = group["params"], given["params"]
     return {"state": state, "param_groups": groups}
+
+
+def _name_in_groups(owned: Owned) -> str:
+    return owned.key if owned.end is None else owned.parts[0].name
 
 
 def _check_there(shards: list[Shard]) -> None:
@@ -152,8 +196,11 @@ def _steps(shard: Shard) -> Iterator[tuple[int, Any]]:
     check_optimizer(shard.path, shard.optimizer)
     for index, values in shard.optimizer["state"].items():
         step = values.get("step")
-        if step is not None and not (isinstance(step, Stored) and step.numel > 1):
-            yield index, _plain_value(step)
+        stored = [value for value in values.values() if isinstance(value, Stored)]
+        without = any(value.numel == 0 for value in stored)  # any part of it
+        if step is None or without or (isinstance(step, Stored) and step.numel > 1):
+            continue
+        yield index, _plain_value(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,48 +214,78 @@ class _Parts:
 Found = _Parts | Any
 
 
-def _states(shards: list[Shard]) -> list[tuple[int, dict[str, Found]]]:
-    keys = parameter_keys(shards[0])
+def _states(
+    shards: list[Shard], owned: Mapping[int, Owned]
+) -> list[tuple[int, dict[str, Found]]]:
     optimizers = [shard.optimizer for shard in shards]
     states = [o["state"] for o in optimizers if o is not None]
-    for shard, state in zip(shards, states, strict=True):
-        if state.keys() != states[0].keys():
-            raise ValueError(
-                f"{shard.path}: its optimizer has states of other parameters than that "
-                f"of {shards[0].path}"
-            )
-    unknown = sorted(states[0].keys() - keys.keys())
+    unknown = sorted({index for state in states for index in state} - owned.keys())
     if unknown:
         raise ValueError(
             f"{shards[0].path}: its optimizer has a state of parameter {unknown[0]}, "
             "which is in none of its groups"
         )
-    return [
-        (index, _values(shards, [state[index] for state in states], keys[index]))
-        for index in states[0]
-    ]
-
-
-def _values(shards: list[Shard], states: list[State], key: str) -> dict[str, Found]:
-    found = {}
-    for name, value in states[0].items():
-        values = [state.get(name) for state in states]
-        where = f"{readable(key)!r}, {name!r},"
-        if name in OF_WHOLE and isinstance(value, Stored):
-            found[name] = item_of(_alike(shards, values, where)[0])
-        elif isinstance(value, Stored) and value.shape == shards[0].model[key].shape:
-            found[name] = _Parts(_alike(shards, values, where))
-        else:
-            found[name] = _same(shards, values, where)
+    found = []
+    for index, one in owned.items():
+        holders = _holders(one, shards)
+        there = [index in states[rank] for rank in holders]
+        if any(there) and not all(there):
+            raise ValueError(
+                f"{shards[holders[there.index(False)]].path}: its optimizer has states "
+                "of other parameters than that of "
+                f"{shards[holders[there.index(True)]].path}"
+            )
+        if all(there):
+            own = [states[rank][index] for rank in holders]
+            found.append((index, _values(shards, holders, own, one)))
     return found
 
 
-def _alike(shards: list[Shard], values: list[Any], where: str) -> list[Stored]:
+def _holders(owned: Owned, shards: list[Shard]) -> list[int]:
+    """The ranks that have elements of it; an optimizer may pass over none of them."""
+    lengths = owned.lengths(shards)
+    return [r for r, n in enumerate(lengths) if n > 0] or list(range(len(shards)))
+
+
+def _values(
+    shards: list[Shard], holders: list[int], states: list[State], owned: Owned
+) -> dict[str, Found]:
+    """The values that the holders' states have for a parameter."""
+    found = {}
+    having = [shards[rank] for rank in holders]
+    lengths = owned.lengths(shards)
+    shapes = [_shape(owned, shards[r].model[owned.key], lengths[r]) for r in holders]
+    readable_name = readable(_name_in_groups(owned))
+    for name, value in states[0].items():
+        values = [state.get(name) for state in states]
+        where = f"{readable_name!r}, {name!r},"
+        if name in OF_WHOLE and isinstance(value, Stored):
+            alike = [value.shape] * len(having)
+            found[name] = item_of(_of_each_rank(having, values, alike, where).stored[0])
+        elif isinstance(value, Stored) and value.shape == shapes[0]:
+            found[name] = _of_each_rank(having, values, shapes, where)
+        else:
+            found[name] = _same(having, values, where)
+    return found
+
+
+def _shape(owned: Owned, shard: Stored, numel: int) -> tuple[int, ...]:
+    """What a rank has of it: the shard, or so many elements of it, by rows where it has
+    rows."""
+    if owned.end is None:
+        return shard.shape
+    rest = shard.shape[1:]
+    return (numel // math.prod(rest) if math.prod(rest) else 0, *rest)
+
+
+def _of_each_rank(
+    shards: list[Shard], values: list[Any], shapes: list[Any], where: str
+) -> _Parts:
     first = values[0]
-    for shard, value in zip(shards, values, strict=True):
+    for shard, value, shape in zip(shards, values, shapes, strict=True):
         if not isinstance(value, Stored) or (value.tag, value.shape) != (
             first.tag,
-            first.shape,
+            shape,
         ):
             raise ValueError(
                 f"{shard.path}: the optimizer's state of {where} is not like that of "
@@ -239,16 +316,22 @@ def _plain_value(value: Any) -> Any:
     return tensor_of(item_of(value)).tolist() if isinstance(value, Stored) else value
 
 
-def _whole(found: Found, part: Part) -> Any:
+def _whole(found: Found, owned: Owned, part: Part) -> Any:
     if not isinstance(found, _Parts):
         return found
     assert part.begin is not None
-    excerpts = joined(found.stored, part.begin, part.numel)
+    excerpts = joined(found.stored, part.begin - owned.begin, part.numel)
     return Item(found.stored[0].tag, part.shape, excerpts)
 
 
-def _cut(found: Found, cut: Cut) -> Any:
+def _cut(found: Found, owned: Owned, cut: Cut) -> Any:
     if not isinstance(found, _Parts):
         return found
-    excerpts = joined(found.stored, cut.begin, cut.numel, cut.total)
-    return Item(found.stored[0].tag, cut.shape, excerpts)
+    begin, end = owned.span(cut.begin, cut.numel)
+    shape, total = cut.shape, cut.total
+    if owned.end is not None:
+        rows = math.prod(cut.shape[1:])
+        shape = ((end - begin) // rows if rows else 0, *cut.shape[1:])
+        total = owned.end - owned.begin
+    excerpts = joined(found.stored, begin, end - begin, total)
+    return Item(found.stored[0].tag, shape, excerpts)

@@ -28,22 +28,23 @@ logger = logging.getLogger("ctrainer.trainer")
 class TrainedModel(FullyShardedDataParallel):
     """The outermost unit, with parameters and modules by their names before wrapping.
 
-    named_parameters() gives shards, under the names and in the order that the
-    parameters had; get_submodule() passes over the wrappers. What tells parameters
-    apart by name, such as weight decay, so goes on working.
+    named_parameters() gives each parameter's part of the shards, under the names and in
+    the order that the parameters had; get_submodule() passes over the wrappers. What
+    tells parameters apart by name, such as weight decay, so goes on working.
     """
 
-    _order: list[str]
+    _places: dict[str, int]  # in the model as it was
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        if "_order" not in self.__dict__ or not recurse:
-            yield from super().named_parameters(prefix, recurse, remove_duplicate)
-            return
-        shards = dict(self.get_original_names_and_sharded_parameters())
-        for name in self._order:
-            yield f"{prefix}.{name}" if prefix else name, shards[name]
+        places = self.__dict__.get("_places", {})
+        found = super().named_parameters(prefix, recurse, remove_duplicate)
+        outer = f"{prefix}." if prefix else ""
+        last = len(places)
+        return iter(
+            sorted(found, key=lambda it: places.get(it[0].removeprefix(outer), last))
+        )
 
     def get_submodule(self, target: str) -> nn.Module:
         found: Any = _unwrapped(self)
@@ -75,8 +76,8 @@ def _unwrapped(module: Any) -> Any:
 
 @contextlib.contextmanager
 def without_wrappers(model: TrainedModel) -> Iterator[None]:
-    """Within it the wrapped module looks as it did before: its tree has no wrappers,
-    and its tables shards for parameters. For what reads names and dtypes of modules.
+    """Within it the wrapped module's tree has no wrappers, as before; its tables have
+    parts for parameters. For what reads names and dtypes of modules.
     """
     wrapped = [
         (module, name, child)
@@ -85,22 +86,11 @@ def without_wrappers(model: TrainedModel) -> Iterator[None]:
         for name, child in module._modules.items()
         if isinstance(child, ShardedModule)
     ]
-    places = [
-        (place, shard)
-        for unit in model.units()
-        for group, shard in zip(unit._groups, unit.sharded_params, strict=True)
-        for entry in group.entries
-        for place in entry.places
-    ]
     for module, name, child in wrapped:
         module._modules[name] = _unwrapped(child)
-    for place, shard in places:
-        place.module._parameters[place.name] = shard
     try:
         yield
     finally:
-        for place, _ in places:
-            place.module._parameters.pop(place.name, None)
         for module, name, child in wrapped:
             module._modules[name] = child
 
@@ -122,7 +112,7 @@ def shard(
     chosen = _units.choose(model, sharding)
     if sharding.recomputes:
         _units.recompute(model, chosen)
-    order = [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_parameters()]
     options = _options(sharding, args) | {
         "process_group": groups,
         "param_init_fn": _values.initializer(model),
@@ -140,7 +130,7 @@ def shard(
         auto_wrapper_callable=wrap,
         **options,
     )
-    made._order = order
+    made._places = {name: place for place, name in enumerate(names)}
     return made
 
 
@@ -189,6 +179,9 @@ def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
         "fp32_reduce_scatter": True,
         "reshard_after_forward": sharding.reshard_after_forward,
         "on_neuron": False,
+        "flatten_parameters": True,
+        "use_orig_params": True,
+        "return_memory": not args.malloc_tuning,
         "forward_prefetch": sharding.forward_prefetch,
         "backward_prefetch": sharding.backward_prefetch,
         **sharding.xla_options,

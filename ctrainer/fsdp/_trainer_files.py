@@ -11,15 +11,20 @@ import torch
 
 from ctrainer import _C
 from ctrainer.adapters._torch_checkpoint import weight_files
-from ctrainer.fsdp import _files, _full
+from ctrainer.fsdp import _files, _full, _metadata
 from ctrainer.fsdp._optimizer_state import consolidate_optimizers
 from ctrainer.fsdp._shard_set import find_shards
 from ctrainer.fsdp._shards import Shard, described, read_shard
 from ctrainer.fsdp.consolidate import (
     consolidate_sharded_model_checkpoints,
+    consolidate_sharded_state_dicts,
     one_shard,
 )
-from ctrainer.fsdp.optim_state import rekeyed, shard_full_optim_state_dict
+from ctrainer.fsdp.optim_state import (
+    rekeyed,
+    shard_full_optim_state_dict,
+    sharded_optim_state_dict,
+)
 from ctrainer.fsdp.shard_files import save_shard, tensors_of
 
 PREFIX, SUFFIX = "shard-", "[0-9]*-of-*.safetensors"
@@ -43,31 +48,17 @@ def save(folder: str, model: Any, optimizer: Any) -> None:
     content = {
         "model": model.state_dict(),
         "shard_metadata": model.get_shard_metadata(),
-        "optimizer": _named(model, optimizer),
+        "optimizer": sharded_optim_state_dict(model, optimizer),
     }
     name = file_name(model.rank, model.world_size)
     save_shard(content, os.path.join(folder, name))
-
-
-def _named(model: Any, optimizer: Any) -> State:
-    """The optimizer's state with the names of its parameters, by which the shards of
-    several ranks are put together."""
-    state: State = optimizer.state_dict()
-    names = {id(p): name for name, p in model.state_dict(keep_vars=True).items()}
-    groups = [
-        group | {"param_names": [names[id(p)] for p in own["params"]]}
-        for group, own in zip(
-            state["param_groups"], optimizer.param_groups, strict=True
-        )
-    ]
-    return state | {"param_groups": groups}
 
 
 def gather(model: Any, folder: str, keep: bool) -> dict[str, torch.Tensor]:
     """The unwrapped module's state_dict(), for the ranks that keep it; {} for others.
 
     Its memory is a file without a name in `folder`, so that the process itself has no
-    more of it than one parameter at a time. Collective.
+    more of it than one unit at a time. Collective.
     """
     if not keep:
         for unit, group, shard in _full.groups_of(model.units()):
@@ -167,7 +158,8 @@ def optimizer_state(model: Any, optimizer: Any, folder: str) -> State | None:
     state: State | None = _own(model, folder, "optimizer")
     if state is None:
         return None
-    mine, saved = _named(model, optimizer)["param_groups"], state["param_groups"]
+    mine = sharded_optim_state_dict(model, optimizer)["param_groups"]
+    saved = state["param_groups"]
     sizes = [[len(group["params"]) for group in groups] for groups in (mine, saved)]
     names = [[group.pop("param_names") for group in groups] for groups in (mine, saved)]
     if names[0] != names[1]:
@@ -188,6 +180,58 @@ def part_of_whole(model: Any, optimizer: Any, state: State | None) -> State | No
     params = [p for group in optimizer.param_groups for p in group["params"]]
     own = {number: names[id(p)] for number, p in enumerate(params)}
     return shard_full_optim_state_dict(rekeyed(state, own), model, optim=optimizer)
+
+
+def average_state(model: Any, average: Any, folder: str, load: Any) -> State | None:
+    """What the load_state_dict() of a weight average takes, out of a checkpoint of
+    other ranks or units; None where it has none.
+
+    model: sharded, whose part it is; None: the average is of the whole model. load:
+    reads an object out of a folder, None where it has not that file.
+    """
+    saved: State | None = load(folder, "weight_average.pt")
+    saved = _whole_average(folder, load) if saved is None else saved
+    if saved is None:
+        return None
+    whole = saved["averages"]
+    if model is None:
+        own = {name: whole[name] for name in average.averages if name in whole}
+    else:
+        own = _own_average(model, average, whole)
+    return saved | {"averages": own}
+
+
+def _whole_average(folder: str, load: Any) -> State | None:
+    """Rank 0's counts, and the averages of all ranks' shards put together."""
+    place = os.path.join(glob.escape(folder), f"{PREFIX}{SUFFIX}")
+    _, metadata = described(sorted(glob.glob(place))[0])
+    states = [
+        load(folder, f"weight_average_{rank}.pt")
+        for rank in range(metadata["world_size"])
+    ]
+    if any(state is None for state in states):
+        return None
+    averages = [state["averages"] for state in states]
+    names = metadata | {"shared_info": {}}  # of which frozen ones are no part
+    whole = consolidate_sharded_state_dicts(averages, names)
+    return {**states[0], "averages": whole}
+
+
+def _own_average(model: Any, average: Any, whole: State) -> State:
+    """This rank's part of whole averages, by the names that its own have."""
+    names = _full.names_of(model)
+    keys = {id(v): key for key, v in model.state_dict(keep_vars=True).items()}
+    own = {
+        key: whole[_metadata.original_name(key)]
+        for key in average.averages
+        if _metadata.original_name(key) in whole
+    }
+    for unit, group, shard in _full.groups_of(model.units()):
+        key = keys[id(shard)]
+        if key in average.averages:
+            own[key] = torch.zeros_like(average.averages[key])
+            _full.load_group(unit, group, own[key], names, whole)
+    return own
 
 
 def _numbered(full: State | None) -> State | None:
@@ -235,8 +279,18 @@ def _cut_alike(model: Any, path: str) -> bool:
     )
 
 
+def same_layout(model: Any, folder: str) -> bool:
+    """Are the checkpoint's shards those of as many ranks and the same units?"""
+    path = os.path.join(folder, file_name(model.rank, model.world_size))
+    alike = os.path.isfile(path) and _cut_alike(model, path)
+    return alike and _same_units(model, folder)
+
+
 def _same_units(model: Any, folder: str) -> bool:
-    """Have the shards the names that the model's have?"""
+    """Have the shards the names that the model's have, and of the same parameters?"""
     place = os.path.join(glob.escape(folder), f"{PREFIX}{SUFFIX}")
-    names, _ = described(sorted(glob.glob(place))[0])
-    return names == list(model.state_dict())
+    names, saved = described(sorted(glob.glob(place))[0])
+    own = _files.plain(model.get_shard_metadata())
+    return names == list(model.state_dict()) and all(
+        saved[key] == own[key] for key in ("shard_info", "flatten_info")
+    )

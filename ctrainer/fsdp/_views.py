@@ -122,10 +122,12 @@ def show_views(unit: Any) -> None:
     Attributes stay what forward() computes with: an instance's own come before what
     nn.Module finds in its tables.
     """
-    for shard in unit.sharded_params:
+    for shard, views in zip(unit.sharded_params, unit._views, strict=True):
         unit._parameters.pop(shard._name, None)
+        shard._pieces = views.pieces
     for group, views in zip(unit._groups, unit._views, strict=True):
         for entry, (view, _) in zip(group.entries, views.pieces, strict=True):
+            entry.param._sharded_param = view
             for place in entry.places:
                 place.module._parameters[place.name] = view
 

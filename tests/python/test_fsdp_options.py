@@ -73,8 +73,8 @@ def test_every_spelling_means_the_same(
         (True, {"xla_fsdp_settings": {"compute_dtype": "float16"}}, "go with xla=True"),
         (True, {"cpu_ram_efficient_loading": True, "sync_module_states": False},
          "leaves the values to rank 0"),
-        (True, {"xla": True, "xla_fsdp_settings": {"flatten_parameters": True}},
-         "has flatten_parameters=True; honoured are"),
+        (True, {"xla": True, "xla_fsdp_settings": {"shard_param_on_dim_0": True}},
+         "has shard_param_on_dim_0=True; honoured are"),
     ],
 )  # fmt: skip
 def test_what_is_unknown_or_contradicts_is_named(

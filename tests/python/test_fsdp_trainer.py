@@ -14,6 +14,8 @@ import transformers
 from ctrainer.fsdp import consolidate_sharded_model_checkpoints
 
 BODY = """
+# transformers imports these where they are, and no run here needs them
+sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
 import sharded_trainings as runs
 from ctrainer.comm import machines, world
 
@@ -24,6 +26,7 @@ results["plain"] = runs.plain(folder)
 results["saved"] = runs.saved(folder)
 results["factored"] = runs.of_whole_parameters(folder)
 results["other"] = runs.of_other_units(folder)
+results["older"] = runs.older(folder)
 results["adapted"] = runs.adapted(folder)
 results["spoiled"] = runs.spoiled(folder)
 tell(results)
@@ -135,6 +138,15 @@ def test_the_best_weights_are_loaded_at_the_end(told: list[Any]) -> None:
 def test_a_run_goes_on_from_shards_of_other_units(told: list[Any]) -> None:
     for rank in told:
         assert rank["other"] == pytest.approx(rank["saved"]["losses"][0], rel=1e-6)
+
+
+def test_a_run_goes_on_to_the_bit_where_each_parameter_was_sharded_by_itself(
+    told: list[Any],
+) -> None:
+    for rank in told:
+        losses, evaluated = rank["older"]
+        assert losses == rank["saved"]["losses"][0]
+        assert evaluated == rank["saved"]["last"]
 
 
 def test_adapters_are_trained_and_saved_alone(told: list[Any]) -> None:

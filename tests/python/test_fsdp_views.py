@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,13 @@ from rank_threads import on_ranks
 from torch import nn
 
 from ctrainer import _C, optim
+from ctrainer.fsdp import (
+    FullyShardedDataParallel,
+    consolidate_sharded_model_checkpoints,
+    load_shard,
+    reshard_checkpoints,
+    save_shard,
+)
 
 LAYOUTS: list[dict[str, Any]] = [
     {"_shard_size_multiple": 1},
@@ -185,6 +193,60 @@ def test_optimizers_that_look_at_whole_parameters_refuse_rows_of_several() -> No
             optim.Muon(sharded.parameters())
 
     on_ranks(2, step)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_optimizers_state_of_views_goes_through_files_to_other_ranks(
+    layout: dict[str, Any], tmp_path: Path
+) -> None:
+    def made(group: _C.Communicator) -> tuple[Any, Any]:
+        sharded = nested(group, tree(), use_orig_params=True, **layout)
+        groups = without_decay_of_biases(sharded)
+        return sharded, optim.AdamW(groups, lr=1e-2, weight_decay=0.5)
+
+    def save(group: _C.Communicator) -> Any:
+        sharded, optimizer = made(group)
+        for step in range(2):
+            mse(sharded, step, group).backward()
+            optimizer.step()
+        state = FullyShardedDataParallel.sharded_optim_state_dict(sharded, optimizer)
+        content = {"model": sharded.state_dict(), "optimizer": state,
+                   "shard_metadata": sharded.get_shard_metadata()}  # fmt: skip
+        save_shard(content, tmp_path / f"three-{group.rank}.safetensors")
+        return FullyShardedDataParallel.optim_state_dict(sharded, optimizer)
+
+    def load(group: _C.Communicator) -> Any:
+        sharded, optimizer = made(group)
+        content = load_shard(paths[group.rank])
+        sharded.load_state_dict(content["model"])
+        for own in content["optimizer"]["param_groups"]:
+            own.pop("param_names")
+        optimizer.load_state_dict(content["optimizer"])
+        return FullyShardedDataParallel.optim_state_dict(sharded, optimizer)
+
+    expected = on_ranks(3, save)[0]
+    prefix, suffix = str(tmp_path / "three-"), "*.safetensors"
+    consolidate_sharded_model_checkpoints(
+        prefix, suffix, str(tmp_path / "whole.pth"), save_optimizer=True
+    )
+    check_equal(torch.load(tmp_path / "whole.pth")["optimizer"], expected)
+    paths = reshard_checkpoints(
+        prefix, suffix, world_size=2, save_prefix=str(tmp_path / "two")
+    )
+    check_equal(on_ranks(2, load)[0], expected)
+
+
+def check_equal(found: Any, expected: Any) -> None:
+    """Are two full states of an optimizer the same, and not of nothing?"""
+    assert found["state"].keys() == expected["state"].keys()
+    assert len(expected["state"]) == len(list(tree().parameters()))
+    for name, values in expected["state"].items():
+        assert values["exp_avg"].any(), name
+        for key, value in values.items():
+            assert torch.equal(found["state"][name][key], value), (name, key)
+    assert [group["params"] for group in found["param_groups"]] == [
+        group["params"] for group in expected["param_groups"]
+    ]
 
 
 def test_a_group_of_one_rank_has_whole_parameters() -> None:
