@@ -61,6 +61,32 @@ def test_two_ranks_come_to_the_weights_of_one(tmp_path: Path) -> None:
     assert first_number(r"weights differ by ([\d.e-]+)", first.output) < 2e-5
 
 
+def test_a_sharded_gpt_learns_and_one_process_goes_on_from_its_shards(
+    tmp_path: Path,
+) -> None:
+    script = ROOT / "examples/sharded_gpt.py"
+    body = f"""
+        import runpy
+        sys.path.insert(0, {str(script.parent)!r})
+        sys.argv = ["sharded_gpt.py", "--folder", {str(CORPUS)!r}, "--steps", "8",
+                    "--out", folder + "/run", "--width", "64", "--layers", "2",
+                    "--block", "16"]
+        runpy.run_path({str(script)!r}, run_name="__main__")
+    """
+    first, second = run_ranks(tmp_path, body)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    losses = re.findall(r"step (\d): loss ([\d.]+) on 2 ranks(.*)", first.output)
+    assert [int(step) for step, *_ in losses] == list(range(1, 9))
+    assert float(losses[-1][1]) < float(losses[0][1]) - 0.3
+    for step, loss, aside in losses:
+        assert ("one process" in aside) == (int(step) > 4)
+        if int(step) > 4:  # four digits, of sums over rows in another order
+            again = first_number(r"one process: ([\d.]+)", aside)
+            assert abs(again - float(loss)) <= 2e-4
+    assert first_number(r"data: (\d+) MB a rank", first.output) > 0
+    assert first_number(r", (\d+) MB with the whole", first.output) > 0
+
+
 def test_the_gpt_learns_and_a_resumed_run_ends_where_a_whole_one_does(
     tmp_path: Path,
 ) -> None:
