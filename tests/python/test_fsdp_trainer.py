@@ -210,9 +210,14 @@ def test_a_saved_model_is_what_the_best_shards_are_together(
 def test_one_process_goes_on_from_the_shards_of_two(
     told: list[Any], folder: Path, sharded: bool
 ) -> None:
-    """With both ranks' rows in a batch, up to the rounding of their sums."""
-    options: dict[str, Any] = {"per_device_train_batch_size": 4}
+    """With both ranks' rows in a batch, up to the rounding of their sums; with the
+    average of the weights, which evaluates."""
+    options: dict[str, Any] = {"per_device_train_batch_size": 4, "ema_decay": 0.8}
     made = runs.trainer(f"{folder}/one-{sharded}", "gpt2", sharded, **options)
     made.train(resume_from_checkpoint=f"{folder}/saved/checkpoint-10")
-    losses = runs.told(made)["losses"][-10:]
-    assert losses == pytest.approx(told[0]["saved"]["losses"][0], rel=2e-5)
+    found = runs.told(made)
+    assert found["losses"][-10:] == pytest.approx(
+        told[0]["saved"]["losses"][0], rel=2e-5
+    )
+    assert made.weight_average.core.n_averaged == 20  # 10 of them by the two ranks
+    assert found["eval"] == pytest.approx(told[0]["saved"]["last"], rel=2e-5)
