@@ -29,7 +29,9 @@ class Sharding:
     hybrid: machines replicate what the ranks of one share. layers: class names of
     the modules that become units, None: those that the model names. min_num_params:
     how many parameters a module needs to become a unit, None: units are layers.
-    saves_full: checkpoints have the whole weights beside the shards. xla_options:
+    saves_full: checkpoints have the whole weights beside the shards. gather_bits,
+    reduce_bits: of the codes in which parameters and gradients travel, None: whole.
+    error_feedback: what codes miss is added to the next gradient. xla_options:
     arguments of FullyShardedDataParallel that go before those of the run.
     """
 
@@ -44,6 +46,9 @@ class Sharding:
     synchronizes: bool = True
     forward_prefetch: bool = False
     backward_prefetch: str | None = None
+    gather_bits: int | None = None
+    reduce_bits: int | None = None
+    error_feedback: bool = True
     xla_options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -65,6 +70,9 @@ HONOURED = (
     "cpu_ram_efficient_loading",
     "forward_prefetch",
     "backward_prefetch",
+    "gather_bits",
+    "reduce_bits",
+    "error_feedback",
     "xla",
     "xla_fsdp_settings",
     "xla_fsdp_grad_ckpt",
@@ -208,6 +216,9 @@ def _read(config: dict[str, Any]) -> Sharding:
         synchronizes=synchronizes,
         forward_prefetch=_flag(config, "forward_prefetch", False),
         backward_prefetch=_backward_prefetch(config),
+        gather_bits=_bits(config, "gather_bits"),
+        reduce_bits=_bits(config, "reduce_bits"),
+        error_feedback=_flag(config, "error_feedback", True),
         xla_options=_xla_options(settings),
     )
 
@@ -270,6 +281,17 @@ def _backward_prefetch(config: dict[str, Any]) -> str | None:
     config = {"backward_prefetch": given and word}
     word = _word(config, "backward_prefetch", _PREFETCHES)
     return None if word == _PREFETCHES[0] else word
+
+
+def _bits(config: dict[str, Any], name: str) -> int | None:
+    """8 or 4; None for 32, 0 and nothing."""
+    given = config.get(name)
+    word = str(given).lower()
+    if word in ("none", "", "0", "32"):
+        return None
+    if word not in ("8", "4"):
+        raise ValueError(f"fsdp_config: {name} must be 8, 4 or 32, not {given!r}")
+    return int(word)
 
 
 def _count(config: dict[str, Any]) -> int:

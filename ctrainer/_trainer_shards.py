@@ -127,6 +127,7 @@ class ShardsMixin(CheckpointMixin):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         self._save_shards(output_dir)
+        self._save_feedback(output_dir)
         if self.args.should_save:
             self._save_scheduler(self._sink(output_dir))
 
@@ -143,6 +144,22 @@ class ShardsMixin(CheckpointMixin):
             save(folder)
         else:
             self._add_file(folder, lambda sink: save(sink.folder))
+
+    def _save_feedback(self, folder: str) -> None:
+        """Save what codes have missed of this rank's gradients."""
+        save, name = self._adapter.checkpoints.save_object, self._feedback_file()
+        if self._has_feedback:
+            state = self.model.feedback_state_dict()
+            self._add_file(folder, lambda sink: save(sink, name, state))
+
+    @property
+    def _has_feedback(self) -> bool:
+        plan = self._sharding
+        return plan is not None and bool(plan.reduce_bits) and plan.error_feedback
+
+    def _feedback_file(self) -> str:
+        rank, ranks = self.args.process_index, self.args.world_size
+        return f"code_feedback_{rank:05d}-of-{ranks:05d}.pt"
 
     def _save_weight_average(self, output_dir: str) -> None:
         """Save weight_average.pt, of sharded weights this rank's part as
@@ -195,6 +212,22 @@ class ShardsMixin(CheckpointMixin):
             found = load(checkpoint, "optimizer.pt")
             state = _trainer_files.part_of_whole(self.model, self.optimizer, found)
         self._take_optimizer_and_scheduler(checkpoint, state, scheduler)
+        self._load_feedback(checkpoint)
+
+    def _load_feedback(self, checkpoint: str) -> None:
+        if self._shard_group is None or not self._has_feedback:
+            return
+        name = self._feedback_file()
+        state = self._adapter.checkpoints.load_object(checkpoint, name)
+        if state is None:
+            logger.warning(
+                "%s has no %s: what codes have missed begins with nothing, "
+                "as with another number of ranks",
+                checkpoint,
+                name,
+            )
+            return
+        self.model.load_feedback_state_dict(state)
 
     def _load_weight_average(self, checkpoint: str | None) -> None:
         sharded = checkpoint is not None and _has_shards(checkpoint)

@@ -276,6 +276,28 @@ def adapted(folder: str) -> Any:
     return [*losses, len(weights[0]), furthest(*weights)]
 
 
+def coded(folder: str) -> dict[str, Any]:
+    """A run in codes, one that goes on from its middle, and one that does without what
+    they had missed until then."""
+    config: dict[str, Any] = {"gather_bits": 8, "reduce_bits": "8"}
+    options: dict[str, Any] = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "fsdp": True,
+        "fsdp_config": config,
+    }  # fmt: skip
+    made = [trainer(f"{folder}/coded", "gpt2", **options)]
+    made[0].train()
+    middle = f"{folder}/coded/checkpoint-2"
+    for feedback in (True, False):
+        config["error_feedback"] = feedback
+        made.append(trainer(f"{folder}/coded-{feedback}", "gpt2", **options))
+        made[-1].train(resume_from_checkpoint=middle)
+    weights = [torch.cat([p.flatten() for p in t.model.parameters()]) for t in made]
+    return {
+        "same": [torch.equal(weights[0], other) for other in weights[1:]],
+        "bits": [made[0].model.gather_bits, made[0].model.reduce_bits],
+    }
+
+
 def plain(folder: str) -> list[float]:
     """A run with the whole model that saves, for a sharded one to go on from."""
     made = trainer(f"{folder}/plain", "gpt2", False, save_strategy="steps",

@@ -29,7 +29,22 @@ def wrap(cfg: Any, module: Any, communicator: _C.Communicator) -> Any:
         reshard_after_forward=not getattr(options, "no_reshard_after_forward", False),
         flatten_parameters=not getattr(options, "not_fsdp_flatten_parameters", False),
         cpu_offload=getattr(options, "cpu_offload", False),
+        gather_bits=_bits(options, "gather_bits"),
+        reduce_bits=_bits(options, "reduce_bits"),
     )
+
+
+def _bits(options: Any, name: str) -> int | None:
+    bits = getattr(options, name, 32)
+    if bits not in (32, 8, 4):
+        raise ValueError(f"distributed_training.{name} is {bits}; expected 32, 8 or 4")
+    return None if bits == 32 else int(bits)
+
+
+def reduces_to_codes(cfg: Any) -> bool:
+    """Do gradients travel as codes, which remember what they miss?"""
+    group = getattr(cfg, "distributed_training", None)
+    return is_sharded(cfg) and getattr(group, "reduce_bits", 32) != 32
 
 
 def compute_dtype(cfg: Any) -> Any:

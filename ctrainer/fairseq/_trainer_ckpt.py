@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
-from ctrainer.fairseq import _sharding, _zero
+from ctrainer.fairseq import _code_feedback, _sharding, _zero
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
 from ctrainer.fairseq._trainer_checks import setting
 from ctrainer.fairseq._trainer_core import Core
@@ -62,6 +62,9 @@ class Checkpoints(Core):
             state["shard_metadata"] = _sharding.metadata_of(self.model)
         if not setting(self.cfg, "checkpoint", "no_save_optimizer_state", False):
             state["last_optimizer_state"] = self._optimizer_state()
+            if _sharding.reduces_to_codes(self.cfg):
+                missed = _code_feedback.collect(self.model, self._saves_shards)
+                state["extra_state"][_code_feedback.KEY] = missed
         return state
 
     @property
@@ -135,6 +138,10 @@ class Checkpoints(Core):
         saved = state.get("last_optimizer_state")
         if saved is not None and not reset_optimizer:
             self._load_optimizer(saved, reset_lr_scheduler, optimizer_overrides)
+            if _sharding.reduces_to_codes(self.cfg):
+                _code_feedback.load(
+                    self.model, extra_state or {}, filename, self._saves_shards
+                )
         if extra_state is not None:
             self._load_extra_state(extra_state, reset_meters)
             self._load_ema(extra_state)

@@ -261,9 +261,9 @@ def _values(
         where = f"{readable_name!r}, {name!r},"
         if name in OF_WHOLE and isinstance(value, Stored):
             alike = [value.shape] * len(having)
-            found[name] = item_of(_of_each_rank(having, values, alike, where).stored[0])
+            found[name] = item_of(_alike(having, values, alike, where)[0])
         elif isinstance(value, Stored) and value.shape == shapes[0]:
-            found[name] = _of_each_rank(having, values, shapes, where)
+            found[name] = _Parts(_alike(having, values, shapes, where))
         else:
             found[name] = _same(having, values, where)
     return found
@@ -278,9 +278,9 @@ def _shape(owned: Owned, shard: Stored, numel: int) -> tuple[int, ...]:
     return (numel // math.prod(rest) if math.prod(rest) else 0, *rest)
 
 
-def _of_each_rank(
+def _alike(
     shards: list[Shard], values: list[Any], shapes: list[Any], where: str
-) -> _Parts:
+) -> list[Stored]:
     first = values[0]
     for shard, value, shape in zip(shards, values, shapes, strict=True):
         if not isinstance(value, Stored) or (value.tag, value.shape) != (

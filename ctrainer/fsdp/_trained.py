@@ -184,6 +184,9 @@ def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
         "return_memory": not args.malloc_tuning,
         "forward_prefetch": sharding.forward_prefetch,
         "backward_prefetch": sharding.backward_prefetch,
+        "gather_bits": sharding.gather_bits,
+        "reduce_bits": sharding.reduce_bits,
+        "error_feedback": sharding.error_feedback,
         **sharding.xla_options,
     }
 

@@ -129,6 +129,8 @@ def zero(name, **options):
 
 run("flat")
 run("scaled", common__fp16=True, common__fp16_init_scale=4)
+CODES = {"distributed_training__gather_bits": 8, "distributed_training__reduce_bits": 8}
+run("codes", **CODES)
 run("apart", distributed_training__not_fsdp_flatten_parameters=True,
     distributed_training__no_reshard_after_forward=True)
 SCALE = {"common__fp16_init_scale": 4}
@@ -142,7 +144,7 @@ zero("zero_fp16", common__fp16=True, common__fp16_no_flatten_grads=True, **SCALE
 zero("zero_in_place", common__fp16=True, common__memory_efficient_fp16=True, **SCALE)
 same_as_wrapped("amp", common__amp=True, **SCALE)
 same_as_wrapped("ema", **EMA)
-shards(**EMA, **SCALE, common__fp16=True)
+shards(**EMA, **SCALE, **CODES, common__fp16=True)
 gc.collect()  # torch's wrappers, which keep gloo's threads
 tell(told)
 """
@@ -258,6 +260,26 @@ def test_what_does_not_go_with_shared_state_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         tiny.trainer(**{"distributed_training__zero_sharding": "os", **changes})
+
+
+def test_a_run_in_codes_goes_on_with_what_they_have_missed(
+    ranks: list[Any], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in ranks:
+        assert rank["codes"]["last"][0] == rank["codes"]["last"][1]
+        assert rank["codes"]["same"]
+    saved = torch.load(folder / "codes.pt", weights_only=True)
+    missed = saved["extra_state"]["code_feedback"]
+    assert [any(v.any() for v in own.values()) for own in missed] == [True, True]
+    own = torch.load(folder / "last-shard1.pt", weights_only=True)["extra_state"]
+    assert len(own["code_feedback"]) == 1
+    reduces = {"distributed_training__reduce_bits": 4}
+    alone = tiny.trainer(**SHARDED, **reduces)
+    alone.load_checkpoint(str(folder / "codes.pt"))
+    assert "codes have missed of 2 processes, and these are 1" in caplog.text
+    reduces["distributed_training__reduce_bits"] = 7
+    with pytest.raises(ValueError, match="reduce_bits is 7; expected 32, 8 or 4"):
+        tiny.trainer(**SHARDED, **reduces).train_step(tiny.batches(1))
 
 
 def test_averages_of_sharded_weights_are_those_of_whole_ones(

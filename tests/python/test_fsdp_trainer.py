@@ -27,6 +27,7 @@ results["saved"] = runs.saved(folder)
 results["factored"] = runs.of_whole_parameters(folder)
 results["other"] = runs.of_other_units(folder)
 results["older"] = runs.older(folder)
+results["coded"] = runs.coded(folder)
 results["adapted"] = runs.adapted(folder)
 results["spoiled"] = runs.spoiled(folder)
 tell(results)
@@ -127,6 +128,19 @@ def test_adafactor_goes_on_from_its_shards_on_any_number_of_ranks(
     )
     alone.train(resume_from_checkpoint=str(folder / "factored" / "checkpoint-3"))
     assert runs.told(alone)["losses"][-3:] == pytest.approx(first, rel=1e-5)
+
+
+def test_a_run_in_codes_goes_on_with_what_they_have_missed(
+    told: list[Any], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in told:
+        assert rank["coded"] == {"same": [True, False], "bits": [8, 8]}
+    options: dict[str, Any] = {"fsdp_config": {"reduce_bits": 8}, "max_steps": 3}
+    made = runs.trainer(f"{folder}/coded-alone", "gpt2", **options)
+    made.train(resume_from_checkpoint=f"{folder}/coded/checkpoint-2")
+    assert "has no code_feedback_00000-of-00001.pt: what codes have" in caplog.text
+    with pytest.raises(ValueError, match="reduce_bits must be 8, 4 or 32, not 16"):
+        runs.trainer(str(folder), "gpt2", fsdp_config={"reduce_bits": 16})
 
 
 def test_the_best_weights_are_loaded_at_the_end(told: list[Any]) -> None:

@@ -92,6 +92,9 @@ class FullyShardedDataParallel(Engine):
         state_dict_on_rank_0_only: bool = False,
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
+        *,
+        gather_bits: int | None = None,
+        reduce_bits: int | None = None,
     ) -> None:
         _check(mixed_precision, fp32_reduce_scatter, compute_device, state_dict_device)
         half = torch.float16 if mixed_precision else torch.float32
@@ -106,6 +109,8 @@ class FullyShardedDataParallel(Engine):
             on_neuron=False,
             _shard_size_multiple=1,
             process_group=communicator_of(process_group),
+            gather_bits=gather_bits,
+            reduce_bits=reduce_bits,
         )
         self.process_group = process_group
         self.allow_reset_parameters = allow_reset_parameters

@@ -128,3 +128,13 @@ class DistributedTrainingConfig(FairseqDataclass):
     not_fsdp_flatten_parameters: bool = opt(
         False, "Keep the parameters of a wrapped module apart."
     )
+    gather_bits: int = opt(
+        32,
+        "Bits in which parameters are gathered: 32, or codes of 8 or 4. Not an option "
+        "of fairseq's.",
+    )
+    reduce_bits: int = opt(
+        32,
+        "Bits in which gradients are exchanged: 32, or codes of 8 or 4, which remember "
+        "what they miss. Not an option of fairseq's.",
+    )

@@ -101,6 +101,7 @@ HONOURED = {
     "distributed_training.find_unused_parameters": _WRAPPER,
     "distributed_training.fp32_reduce_scatter": _SHARDS + " with fp16 or bf16",
     "distributed_training.fix_batches_to_gpus": "by fairseq-train",
+    "distributed_training.gather_bits": _SHARDS,
     "distributed_training.gradient_as_bucket_view": _WRAPPER,
     "distributed_training.heartbeat_timeout": "by distributed_init: collectives wait "
     "for that long",
@@ -108,6 +109,7 @@ HONOURED = {
     "distributed_training.no_reshard_after_forward": _SHARDS,
     "distributed_training.not_fsdp_flatten_parameters": _SHARDS,
     "distributed_training.nprocs_per_node": _LOCAL + ", 1 alone",
+    "distributed_training.reduce_bits": _SHARDS,
     "distributed_training.slowmo_base_algorithm": _LOCAL + ", localsgd alone",
     "distributed_training.slowmo_momentum": _LOCAL,
     "distributed_training.use_sharded_state": _SHARDS,
