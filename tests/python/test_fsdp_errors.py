@@ -121,6 +121,65 @@ def test_errors_are_the_originals(
         call()
 
 
+class Adding(FSDP):
+    """With a parameter that nobody has sharded."""
+
+    def _share_out(self) -> None:
+        super()._share_out()
+        self.extra = nn.Parameter(torch.ones(2))
+
+
+def test_parameters_that_are_not_sharded_are_named() -> None:
+    text = re.escape("found unsharded parameter: extra ; torch.Size([2])")
+    with pytest.raises(AssertionError, match=text):
+        Adding(linear(), process_group=_C.Communicator(), on_neuron=False)
+
+
+class Leaving:
+    """Of two ranks the other gives the same, until gradients are exchanged."""
+
+    rank, world_size = 0, 2
+    fails = False
+
+    def begin(
+        self, what: str, out: memoryview, in_: memoryview, *unused: object
+    ) -> Leaving:
+        if what == "all_gather":
+            out[: len(in_)], out[len(in_) :] = in_, in_
+        self.fails = what == "reduce_scatter"
+        return self
+
+    def wait(self) -> None:
+        if self.fails:
+            raise RuntimeError("the other rank is gone")
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.used(x)
+        return found
+
+
+def test_what_fails_after_a_backward_pass_is_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    group = _C.Communicator(Leaving())
+    model = FSDP(Half(), process_group=group, on_neuron=False, _debug_msg="mine")
+    with pytest.raises(RuntimeError, match="reduce_scatter on rank 0 of 2: the other"):
+        model(torch.ones(1, 2)).sum().backward()
+    assert capsys.readouterr().out == (
+        "Exception below occurred in post-backward (_debug_msg: mine). This is often "
+        "due to some inner FSDP modules not being used in an outer FSDP module's "
+        "forward pass. Please make sure that all inner FSDP modules participate in the "
+        "forward pass when using nested FSDP.\n"
+        "RuntimeError: reduce_scatter on rank 0 of 2: the other rank is gone\n"
+    )
+
+
 def test_flat_parameters_need_names_of_their_own() -> None:
     module = linear()
     lists = [[module.weight], [module.bias]]
