@@ -1,6 +1,7 @@
-"""Training a GPT on two ranks: sharded by us, by torch's FSDP, and copied by its DDP.
+"""Training a GPT on two ranks: sharded by us and by others, and copied by torch's DDP.
 
     python benchmarks/bench_fsdp.py [--steps 6] [--blocks 8] [--only ours ddp ...]
+                                    [--cases bf16 hybrid ...]
 
 Each way of training runs alone, in two new processes of one thread each, on the same
 batches: 29.5 million parameters in float32 (8 blocks of width 512, a vocabulary of
@@ -9,159 +10,76 @@ block. The processor time of a step is user and system time of a rank, which oth
 programs disturb least; the memory is the most that a rank has had above what it had
 after its imports, with malloc as it comes. Losses have to agree. Then 24 blocks of
 width 32, whose processor time above DDP's is what it costs to shard a unit however
-small.
+small. Then the cases: other precisions and ways to share, beside those peers that have
+them, or beside ours without ("plain").
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-WORLD, BATCH, LENGTH, VOCABULARY = 2, 4, 128, 8192
-WAYS = ("ours", "ddp", "fsdp1", "fsdp2", "fairscale")
 PEERS = {"ddp": "torch's DDP", "fsdp1": "torch's FSDP1", "fsdp2": "torch's FSDP2",
-         "fairscale": "fairscale's FSDP"}  # fmt: skip
-PACKAGES = {"fairscale": "fairscale"}  # of ways that need one
+         "fairscale": "fairscale's FSDP", "zero3": "DeepSpeed's ZeRO-3",
+         "plain": "ctrainer without"}  # fmt: skip
+WAYS = ("ours", "ddp", "fsdp1", "fsdp2", "fairscale", "zero3")
+PACKAGES = {"fairscale": "fairscale", "zero3": "deepspeed"}  # of ways that need one
+MODEL = "GPT of 29.5M parameters on"
 MIB = 2**20
 
 
-def make_gpt(width: int, blocks: int, wrap: Any) -> Any:
-    import torch
-    from torch import nn
-    from torch.nn import functional
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a run is of. shares: ranks that share, the others being replicas; more: of
+    our constructor."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-            self.qkv = nn.Linear(width, 3 * width)
-            self.out = nn.Linear(width, width)
-            self.up = nn.Linear(width, 4 * width)
-            self.down = nn.Linear(4 * width, width)
-
-        def attend(self, x: torch.Tensor) -> torch.Tensor:
-            parts = self.qkv(x).view(*x.shape[:2], 3, -1, min(64, width))
-            q, k, v = parts.permute(2, 0, 3, 1, 4)
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return self.out(y.transpose(1, 2).flatten(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x + self.attend(self.norms[0](x))
-            return x + self.down(functional.gelu(self.up(self.norms[1](x))))
-
-    class GPT(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(VOCABULARY, width)
-            self.places = nn.Embedding(LENGTH, width)
-            self.blocks = nn.ModuleList(wrap(Block()) for _ in range(blocks))
-            self.norm = nn.LayerNorm(width)
-            for table in (self.tokens, self.places):  # wider: a softmax of zeros
-                nn.init.normal_(table.weight, std=0.02)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.tokens(ids) + self.places.weight
-            for block in self.blocks:
-                x = block(x)
-            logits = functional.linear(self.norm(x), self.tokens.weight)
-            return functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-            )
-
-    return wrap(GPT())
+    steps: int = 6
+    blocks: int = 8
+    width: int = 512
+    batch: int = 4
+    world: int = 2
+    shares: int = 2
+    micro: int = 1
+    bf16: bool = False
+    recomputes: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
 
 
-def wrapped(way: str, width: int, blocks: int, rank: int, folder: str) -> Any:
-    """The model, and what clips its gradients."""
-    import torch
-    from torch.nn.utils import clip_grad_norm_
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A row's name, whom it is compared with, and how far losses may differ."""
 
-    if way == "ours":
-        from ctrainer import _C
-        from ctrainer.fsdp import FullyShardedDataParallel
-
-        group = _C.shared_memory_communicator(folder, rank, WORLD, 120.0)
-        model = make_gpt(
-            width,
-            blocks,
-            lambda m: FullyShardedDataParallel(
-                m, flatten_parameters=True, on_neuron=False, process_group=group
-            ),
-        )
-        return model, model.clip_grad_norm_
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD
-    )
-    if way == "ddp":
-        model = make_gpt(width, blocks, lambda m: m)
-        model = torch.nn.parallel.DistributedDataParallel(model)
-        return model, lambda most: clip_grad_norm_(model.parameters(), most)
-    if way == "fairscale":
-        return sharded_by_fairscale(width, blocks)
-    if way == "fsdp1":
-        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-
-        model = make_gpt(
-            width, blocks, lambda m: FSDP1(m, device_id=torch.device("cpu"))
-        )
-        return model, model.clip_grad_norm_
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (WORLD,))
-    model = make_gpt(width, blocks, lambda m: fully_shard(m, mesh=mesh))
-    return model, lambda most: clip_grad_norm_(model.parameters(), most)
+    name: str
+    peers: tuple[str, ...]
+    apart: float = 1e-3
+    options: dict[str, Any]
 
 
-class Idle:
-    """A stream of a device that does its work at once."""
-
-    def wait_stream(self, stream: object) -> None:
-        pass
-
-
-def sharded_by_fairscale(width: int, blocks: int) -> Any:
-    """fairscale asks for CUDA's streams even where there is no GPU: they become things
-    that wait for nothing."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-
-    os.environ["ENABLE_NCCL_BASE_COLLECTIVES"] = "0"  # gloo refuses their shapes
-    cuda: Any = torch.cuda
-    tensor: Any = torch.Tensor
-    idle = Idle()
-    cuda.current_stream, cuda.stream = lambda *unused: idle, contextlib.nullcontext
-    cuda.synchronize = tensor.record_stream = lambda *unused: None
-    from fairscale.nn import FullyShardedDataParallel
-
-    class OnCPU(FullyShardedDataParallel):  # type: ignore[misc]
-        def _setup_streams(self) -> None:
-            super()._setup_streams()
-            names = ("fp32_to_fp16", "all_gather", "post_backward")
-            self._streams.update(dict.fromkeys(names, idle))
-
-    def clip(most: float) -> None:  # its own brings the norm to a GPU
-        parameters = list(model.parameters())
-        norm = get_total_norm(p.grad for p in parameters if p.grad is not None)
-        total = norm.square()
-        dist.all_reduce(total)
-        clip_grads_with_norm_(parameters, most, total.sqrt())
-
-    cpu = torch.device("cpu")
-    model = make_gpt(width, blocks, lambda m: OnCPU(m, compute_device=cpu))
-    return model, clip
+CASES = {
+    "bf16": Case(name="in bfloat16", peers=("ddp", "fsdp1", "fsdp2"), apart=2e-2,
+                 options={"bf16": True}),
+    "accumulated": Case(name="2 micro-batches, reduced after the second",
+                        peers=("ddp", "fsdp1", "fsdp2"), options={"micro": 2}),
+    "recomputed": Case(name="activations recomputed", peers=("ddp", "fsdp1", "fsdp2"),
+                       options={"recomputes": True}),
+    "hybrid": Case(name="2 replicas of 2 shards", peers=("fsdp2",),
+                   options={"world": 4}),
+    "codes": Case(name="8-bit parameters, 4-bit gradients", peers=("plain",),
+                  apart=5e-2,
+                  options={"more": {"gather_bits": 8, "reduce_bits": 4}}),
+    "prefetch": Case(name="next unit gathered ahead", peers=("plain",), options={
+        "more": {"forward_prefetch": True, "backward_prefetch": "BACKWARD_PRE"}}),
+}  # fmt: skip
 
 
 def status(name: str) -> float:
@@ -175,58 +93,59 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def run(way: str, rank: int, options: Any, folder: str) -> dict[str, Any]:
+def run(way: str, rank: int, options: Options, folder: str) -> dict[str, Any]:
+    import sharding_ways
     import torch
-    import torch.distributed.fsdp  # before memory is counted
 
-    if way == "ours":  # whose settings of malloc and torch are not the peers'
-        import ctrainer.fsdp  # noqa: F401
-
+    sharding_ways.prepare(way)
     torch.set_num_threads(1)
     before = status("VmRSS")
     torch.manual_seed(0)
-    model, clip = wrapped(way, options.width, options.blocks, rank, folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loop = sharding_ways.make(way, options, rank, folder)
     forget_peak()
+    size = (options.batch, sharding_ways.LENGTH)
     cpu, wall, losses = [], [], []
     for step in range(options.steps + 1):
-        generator = torch.Generator().manual_seed(step * WORLD + rank)
-        ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+        generator = torch.Generator().manual_seed(step * options.world + rank)
+        batches = [
+            torch.randint(sharding_ways.VOCABULARY, size, generator=generator)
+            for _ in range(options.micro)
+        ]
         began = time.process_time(), time.perf_counter()
-        loss = model(ids)
-        loss.backward()
-        clip(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        spent = time.process_time() - began[0]
-        losses.append(loss.item())
+        losses.append(loop.step(batches))
         if step > 0:
-            cpu.append(spent)
+            cpu.append(time.process_time() - began[0])
             wall.append(time.perf_counter() - began[1])
+    shards = sum(p.numel() for p in loop.model.parameters()) * 4 / MIB
+    unit = getattr(loop.model, "_unit", None)
     return {
         "cpu": statistics.median(cpu) * 1000,
         "wall": min(wall) * 1000,
         "memory": status("VmHWM") - before,
         "resident": status("VmRSS") - before,
         "losses": losses,
-        "engine": model._unit.peak_bytes / MIB if way == "ours" else None,
-        "shards": sum(p.numel() for p in model.parameters()) * 4 / MIB,
+        "engine": unit.peak_bytes / MIB if way in ("ours", "plain") else None,
+        "shards": shards,
     }
 
 
-def rank_main(way: str, rank: int, options: Any, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+def rank_main(way: str, rank: int, options: Options, folder: str) -> None:
+    os.environ.update(
+        OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(options.world), LOCAL_WORLD_SIZE=str(options.world),
+    )  # fmt: skip
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # peers print what they like
     path = Path(folder) / f"told{rank}.json"
     path.write_text(json.dumps(run(way, rank, options, folder)))
 
 
-def measure(way: str, options: Any) -> dict[str, Any]:
-    """Of rank 0; losses are both ranks' average."""
+def measure(way: str, options: Options) -> dict[str, Any]:
+    """Of rank 0; losses are all ranks' average."""
     start = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             start.Process(target=rank_main, args=(way, r, options, folder), daemon=True)
-            for r in range(WORLD)
+            for r in range(options.world)
         ]
         for process in ranks:
             process.start()
@@ -236,20 +155,20 @@ def measure(way: str, options: Any) -> dict[str, Any]:
                 raise SystemExit(f"{way} ended with {process.exitcode}")
         told = [
             json.loads((Path(folder) / f"told{r}.json").read_text())
-            for r in range(WORLD)
+            for r in range(options.world)
         ]
-    pairs = zip(*(t["losses"] for t in told), strict=True)
-    return {**told[0], "losses": [sum(pair) / WORLD for pair in pairs]}
+    each = zip(*(t["losses"] for t in told), strict=True)
+    return {**told[0], "losses": [sum(losses) / options.world for losses in each]}
 
 
-def cost_of_units(way: str, plain: float, options: Any) -> float:
+def cost_of_units(way: str, plain: float, options: Options) -> float:
     """Processor time of a step above that of `plain`, in ms a unit."""
     above = (measure(way, options)["cpu"] - plain) / (options.blocks + 1)
     return max(above, 1e-3)  # below that it is noise
 
 
 def compare_units() -> None:
-    options = argparse.Namespace(steps=12, blocks=24, width=32)
+    options = Options(steps=12, blocks=24, width=32)
     plain = measure("ddp", options)["cpu"]
     ours = cost_of_units("ours", plain, options)
     name = "GPT of 24 tiny blocks on 2 ranks: processor time of a unit above DDP's"
@@ -264,7 +183,34 @@ def compare(name: str, unit: str, ours: float, peer: str, theirs: float,
     print(json.dumps({**row, "ratio": theirs / ours, "goal": goal}), flush=True)
 
 
-def there(ways: list[str]) -> list[str]:
+def compare_all(what: str, found: dict[str, dict[str, Any]], apart: float,
+                goals: dict[str, float]) -> None:  # fmt: skip
+    """Rows of what was measured of ours beside every other way."""
+    for way, told in found.items():
+        print(json.dumps({"way": way, "of": what, **told}), flush=True)
+    ours = found.pop("ours", None)
+    for way, theirs in found.items() if ours else ():
+        pairs = zip(ours["losses"], theirs["losses"], strict=True)
+        differ = max(abs(a - b) for a, b in pairs)
+        if differ > apart:
+            raise SystemExit(f"{what}: losses differ from those of {way} by {differ}")
+        compare(f"{what}: processor time of a step", "ms", ours["cpu"], PEERS[way],
+                theirs["cpu"], goals.get(way))  # fmt: skip
+        compare(f"{what}: memory of a rank", "MiB", ours["memory"], PEERS[way],
+                theirs["memory"])  # fmt: skip
+
+
+def compare_case(case: Case, given: dict[str, Any]) -> None:
+    options = {**given, **case.options, "steps": min(given["steps"], 4)}
+    found = {"ours": measure("ours", Options(**options))}
+    for way in there(case.peers):
+        more = {} if way == "plain" else options.get("more", {})
+        found[way] = measure(way, Options(**{**options, "more": more}))
+    world = Options(**options).world
+    compare_all(f"{MODEL} {world} ranks, sharded, {case.name}", found, case.apart, {})
+
+
+def there(ways: tuple[str, ...]) -> list[str]:
     """Those whose packages are installed."""
     missing = [
         way
@@ -272,7 +218,7 @@ def there(ways: list[str]) -> list[str]:
         if way in PACKAGES and importlib.util.find_spec(PACKAGES[way]) is None
     ]
     for way in missing:
-        print(f"without {PEERS[way]}: {PACKAGES[way]} is not installed", flush=True)
+        print(f"without {PEERS[way]}: {PACKAGES[way]} is missing", file=sys.stderr)
     return [way for way in ways if way not in missing]
 
 
@@ -281,30 +227,24 @@ def parsed() -> Any:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--only", nargs="*", default=WAYS, choices=WAYS)
+    parser.add_argument("--only", nargs="*", choices=WAYS, help="no cases by default")
+    parser.add_argument("--cases", nargs="*", choices=CASES)
     return parser.parse_args()
 
 
 def main() -> None:
-    options = parsed()
-    found = {way: measure(way, options) for way in there(options.only)}
-    for way, told in found.items():
-        print(json.dumps({"way": way, **told}), flush=True)
-    ours = found.pop("ours", None)
-    for way, theirs in found.items() if ours else ():
-        apart = max(
-            abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)
-        )
-        if apart > 1e-3:
-            raise SystemExit(f"losses differ from those of {way} by {apart}")
-        goal = 1.09 if way == "ddp" else 1.0
-        what = "GPT of 29.5M parameters on 2 ranks, sharded"
-        compare(f"{what}: processor time of a step", "ms", ours["cpu"], PEERS[way],
-                theirs["cpu"], goal)  # fmt: skip
-        compare(f"{what}: memory of a rank", "MiB", ours["memory"], PEERS[way],
-                theirs["memory"])  # fmt: skip
-    if set(options.only) == set(WAYS):
+    given = vars(parsed())
+    only, cases = given.pop("only"), given.pop("cases")
+    ways = only if only is not None else [] if cases else WAYS
+    found = {way: measure(way, Options(**given)) for way in there(tuple(ways))}
+    peers = ("fsdp1", "fsdp2", "fairscale", "zero3")
+    goals = {"ddp": 1.09, **dict.fromkeys(peers, 1.0)}
+    compare_all(f"{MODEL} 2 ranks, sharded", found, 1e-3, goals)
+    if only is None and cases is None:
         compare_units()
+    chosen = CASES if only is None and cases is None else cases or ()
+    for name in chosen:
+        compare_case(CASES[name], given)
 
 
 if __name__ == "__main__":

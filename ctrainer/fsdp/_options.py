@@ -70,8 +70,14 @@ def wrap_children(module: nn.Module, policy: Any, wrap: Any) -> None:
     """Wrap the modules below this one that a policy chooses, the inner ones first.
 
     policy: as torch's and fairscale's are, called with a module, recurse and the number
-    of its parameters that are left over, by whatever name it takes them.
+    of its parameters that are left over, by whatever name it takes them. Raises
+    TypeError for what cannot be called so, such as torch's CustomPolicy.
     """
+    if not callable(policy):
+        raise TypeError(
+            "auto_wrap_policy must be a function of (module, recurse, "
+            f"nonwrapped_numel), not {policy!r}: pass the one that it was made of"
+        )
     for name, child in module.named_children():
         wrap_children(child, policy, wrap)
         left = sum(

@@ -1,0 +1,69 @@
+"""The page for those who come from other ways to shard: whole, and it runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "migrating_sharding.md").read_text()
+
+
+def section(name: str) -> str:
+    return PAGE.split(f"\n## {name}")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("torch's FullyShardedDataParallel", FullyShardedDataParallel.__init__),
+        ("torch's fully_shard", fully_shard),
+    ],
+)
+def test_every_argument_of_torchs_is_named(name: str, function: object) -> None:
+    names = set(inspect.signature(function).parameters) - {"self", "module"}
+    assert names
+    assert not {n for n in names if f"`{n}`" not in section(name)}
+
+
+def test_every_flag_of_accelerates_is_named() -> None:
+    launch = pytest.importorskip("accelerate.commands.launch")
+    flags = re.findall(r'"(--fsdp_\w+)"', inspect.getsource(launch))
+    assert flags
+    assert not [f for f in flags if f"`{f}`" not in section("accelerate")]
+
+
+def test_its_code_and_that_of_the_page_on_sharding_run(tmp_path: Path) -> None:
+    """One after the other, as written, in a process of their own."""
+    pages = [PAGE, (ROOT / "docs" / "fsdp.md").read_text()]
+    blocks = [b for p in pages for b in re.findall(r"```python\n(.*?)```", p, re.S)]
+    alone = [b for b in blocks if "args" not in b]  # of which some need a model of HF's
+    assert len(alone) >= 5
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(alone)], cwd=tmp_path, timeout=120,
+        env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_policies_of_torchs_are_taken() -> None:
+    from torch import nn
+
+    from ctrainer import _C
+    from ctrainer.fsdp import FullyShardedDataParallel as FSDP
+
+    def wrapped(policy: object) -> int:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+        group = _C.Communicator()
+        return len(FSDP(model, auto_wrap_policy=policy, process_group=group).units())
+
+    assert wrapped(ModuleWrapPolicy({nn.Linear})) == 3
+    with pytest.raises(TypeError, match="auto_wrap_policy must be a function"):
+        wrapped(CustomPolicy(lambda module: True))
