@@ -1,4 +1,4 @@
-/* The CUDA device: its table, its memory, and the one entry that waits. Mirrors
+/* The CUDA device: its table, its memory, and the two entries that wait. Mirrors
  * csrc/cpu/device.c.
  *
  * Entries work on the calling thread's current device, which must be the stream's. */
@@ -40,17 +40,32 @@ ct_cuda_scratch_release(ct_scratch *scratch)
     *scratch = {NULL, 0};
 }
 
-ct_status
-ct_cuda_read(void *stream, const double *device_value, double *host, ct_error *err)
+static ct_status
+copy_and_wait(void *stream, void *to, const void *from, size_t bytes,
+              cudaMemcpyKind kind, ct_error *err)
 {
     const cudaStream_t s = (cudaStream_t)stream;
-    ct_status status = ct_cuda_check(
-        cudaMemcpyAsync(host, device_value, sizeof *host, cudaMemcpyDeviceToHost, s),
-        "read from the device", err);
+    ct_status status = ct_cuda_check(cudaMemcpyAsync(to, from, bytes, kind, s),
+                                     "copy to or from the device", err);
     if (status != CT_OK) {
         return status;
     }
     return ct_cuda_check(cudaStreamSynchronize(s), "wait for the stream", err);
+}
+
+/* The driver knows whose memory an address is. */
+ct_status
+ct_cuda_transfer(void *stream, void *to, const void *from, size_t bytes, ct_error *err)
+{
+    return bytes == 0 ? CT_OK
+                      : copy_and_wait(stream, to, from, bytes, cudaMemcpyDefault, err);
+}
+
+ct_status
+ct_cuda_read(void *stream, const double *device_value, double *host, ct_error *err)
+{
+    return copy_and_wait(stream, host, device_value, sizeof *host,
+                         cudaMemcpyDeviceToHost, err);
 }
 
 const ct_device ct_device_cuda = {
@@ -70,6 +85,7 @@ const ct_device ct_device_cuda = {
     ct_cuda_gemm,
     ct_cuda_encode,
     ct_cuda_decode,
+    ct_cuda_transfer,
     ct_cuda_read,
     ct_cuda_scratch_grow,
     ct_cuda_scratch_release,

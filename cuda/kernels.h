@@ -23,6 +23,7 @@ ct_add_fn ct_cuda_add;
 ct_gemm_fn ct_cuda_gemm;
 ct_encode_fn ct_cuda_encode;
 ct_decode_fn ct_cuda_decode;
+ct_transfer_fn ct_cuda_transfer;
 ct_read_fn ct_cuda_read;
 ct_scratch_grow_fn ct_cuda_scratch_grow;
 ct_scratch_release_fn ct_cuda_scratch_release;

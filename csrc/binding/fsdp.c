@@ -76,9 +76,11 @@ FSDPUnit_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     fsdp_drop_prefetch(self);
-    ct_fsdp_fini(&self->core);
     EACH_OBJECT(Py_CLEAR, self);
-    ct_spares_close(&self->ledger.spares);
+    if (self->core.device != NULL) {
+        ct_fsdp_ledger_close(&self->ledger, self->core.device);
+    }
+    ct_fsdp_fini(&self->core);
     ct_free(self->leaves);
     type->tp_free(op);
     Py_DECREF(type);
@@ -191,29 +193,21 @@ check_bits(const char *name, int bits)
 static int
 FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"communicator",
-                            "groups",
-                            "compute_dtype",
-                            "reduce_dtype",
-                            "watched",
-                            "lone_gather",
-                            "lone_reduce",
-                            "replicas",
-                            "gather_bits",
-                            "reduce_bits",
-                            "error_feedback",
-                            "plugin",
-                            NULL};
+    static char *names[] = {
+        "communicator", "groups",      "compute_dtype",  "reduce_dtype",
+        "watched",      "lone_gather", "lone_reduce",    "replicas",
+        "gather_bits",  "reduce_bits", "error_feedback", "plugin",
+        "offload",      NULL};
     FSDPUnit *self = (FSDPUnit *)op;
     PyObject *communicator, *groups, *replicas = Py_None, *plugin = Py_None;
     const char *compute = "float32", *reduce = "float32";
-    int watched = 0, lone_gather = 0, lone_reduce = 0, feedback = 1;
+    int watched = 0, lone_gather = 0, lone_reduce = 0, feedback = 1, offload = 0;
     ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$sspppOiipO:FSDPUnit", names,
-                                     &communicator, &PyTuple_Type, &groups, &compute,
-                                     &reduce, &watched, &lone_gather, &lone_reduce,
-                                     &replicas, &config.gather_bits,
-                                     &config.reduce_bits, &feedback, &plugin) ||
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OO!|$sspppOiipOp:FSDPUnit", names, &communicator,
+            &PyTuple_Type, &groups, &compute, &reduce, &watched, &lone_gather,
+            &lone_reduce, &replicas, &config.gather_bits, &config.reduce_bits,
+            &feedback, &plugin, &offload) ||
         check_bits("gather_bits", config.gather_bits) < 0 ||
         check_bits("reduce_bits", config.reduce_bits) < 0 ||
         dtype_of(compute, &config.compute) < 0 ||
@@ -236,6 +230,7 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
     config.postdivide = (double)comm->world_size;
     config.lone_gather = lone_gather != 0;
     config.lone_reduce = lone_reduce != 0;
+    config.offload = offload != 0;
     self->core.config = config;
     self->communicator = Py_NewRef(communicator);
     self->replicas = Py_IsNone(replicas) ? NULL : Py_NewRef(replicas);
@@ -339,7 +334,8 @@ PyDoc_STRVAR(
     "FSDPUnit(communicator, groups, *, compute_dtype='float32',\n"
     "         reduce_dtype='float32', watched=False, lone_gather=False,\n"
     "         lone_reduce=False, replicas=None, gather_bits=0,\n"
-    "         reduce_bits=0, error_feedback=True, plugin=None)\n--\n\n"
+    "         reduce_bits=0, error_feedback=True, plugin=None,\n"
+    "         offload=False)\n--\n\n"
     "Parameters that are sharded over the ranks of a group, gathered and reduced\n"
     "together; ctrainer.fsdp.FullyShardedDataParallel has one for a module.\n\n"
     "groups: a tuple of (elements with padding, trainable). watched: parameters that\n"
@@ -350,7 +346,8 @@ PyDoc_STRVAR(
     "travel\n"
     "as codes of so many bits. error_feedback: what these miss of a gradient is added\n"
     "to the next, which takes a float32 for each of all ranks' elements. plugin: of a\n"
-    "device, in whose memory all of it is, which the communicators have to take.\n\n"
+    "device, in whose memory all of it is, which the communicators have to take.\n"
+    "offload: shards and their gradients are in the host's all the same.\n\n"
     "Its hooks: _grad_enabled(), _graph_task(), _queue(), _new_gradient(group),\n"
     "_check_order(what) and assert_state(states).");
 

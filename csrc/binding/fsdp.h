@@ -68,6 +68,9 @@ FSDPUnit *fsdp_root_borrow(FSDPUnit *self); /* itself where that is not known */
 int fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
                    ct_span *span);
 int fsdp_use_stream(FSDPUnit *self);
+/* A shard or the gradient of one, which may be offloaded. */
+int fsdp_shard_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
+                    ct_span *span);
 PyObject *fsdp_new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int watched);
 /* Memory that stays there, of zeros. */
 PyObject *fsdp_new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes);

@@ -74,7 +74,7 @@ read_grads(FSDPUnit *self, PyObject *params, clip_job *job, PyObject *owners)
         PyObject *grad = PyObject_GetAttr(PyList_GET_ITEM(params, i), name);
         int result = grad == NULL ? -1 : 0;
         if (result == 0 && !Py_IsNone(grad)) {
-            result = fsdp_span_from(self, grad, "a gradient", 1, &job->spans[job->n]);
+            result = fsdp_shard_from(self, grad, "a gradient", 1, &job->spans[job->n]);
             job->n += result == 0;
             result = result < 0 ? -1 : PyList_Append(owners, grad);
         }
@@ -98,7 +98,7 @@ run(PyObject *op, PyObject *params, clip_job *job, PyObject *owners)
         fsdp_use_stream(self) < 0) {
         return -1;
     }
-    job->device = self->core.device;
+    job->device = self->core.config.offload ? &ct_device_cpu : self->core.device;
     job->stream = self->core.stream;
     Py_INCREF(group);
     group->busy++;

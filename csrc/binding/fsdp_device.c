@@ -20,6 +20,14 @@ fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
 }
 
 int
+fsdp_shard_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
+                ct_span *span)
+{
+    return ctpy_span_on(fsdp_state_borrow(self), op, what, writable,
+                        is_on_cuda(self) && !self->core.config.offload, span);
+}
+
+int
 fsdp_use_stream(FSDPUnit *self)
 {
     const ctpy_dlpack_api *api = fsdp_state_borrow(self)->dlpack;

@@ -13,8 +13,8 @@ static int
 read_shards(FSDPUnit *self, ct_span *spans)
 {
     for (size_t i = 0; i < self->core.n_groups; i++) {
-        if (fsdp_span_from(self, PyTuple_GET_ITEM(self->shards, (Py_ssize_t)i),
-                           "the shard of a parameter", 0, &spans[i]) < 0) {
+        if (fsdp_shard_from(self, PyTuple_GET_ITEM(self->shards, (Py_ssize_t)i),
+                            "the shard of a parameter", 0, &spans[i]) < 0) {
             return -1;
         }
     }
@@ -199,7 +199,7 @@ reduce_into(FSDPUnit *self, size_t group, PyObject *grad, int add)
     ct_error err;
     const bool ready =
         comm != NULL &&
-        fsdp_span_from(self, grad, "the gradient of a shard", 1, &span) == 0 &&
+        fsdp_shard_from(self, grad, "the gradient of a shard", 1, &span) == 0 &&
         fsdp_lend_replicas(self) == 0;
     if (ready) {
         ((Communicator *)communicator)->busy++;

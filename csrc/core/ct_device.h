@@ -21,7 +21,7 @@ extern "C" {
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 18
+#define CT_DEVICE_VERSION 19
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -119,6 +119,11 @@ ct_encode_fn(void *stream, const ct_encoding *encoding, ct_error *err);
 typedef ct_status
 ct_decode_fn(void *stream, const ct_decoding *decoding, ct_error *err);
 
+/* Copies bytes between the host's memory and the device's, whichever has which, behind
+ * what is on the stream; waits for it. */
+typedef ct_status
+ct_transfer_fn(void *stream, void *to, const void *from, size_t bytes, ct_error *err);
+
 /* Brings a double from the device to the host, waiting for the stream. */
 typedef ct_status
 ct_read_fn(void *stream, const double *device_value, double *host, ct_error *err);
@@ -144,6 +149,7 @@ typedef struct ct_device {
     ct_gemm_fn *gemm;
     ct_encode_fn *encode;
     ct_decode_fn *decode;
+    ct_transfer_fn *transfer;
     ct_read_fn *read;
     ct_scratch_grow_fn *scratch_grow;
     ct_scratch_release_fn *scratch_release;

@@ -2,6 +2,7 @@
 
 #include "core/ct_alloc.h"
 #include "core/ct_fsdp_codes.h"
+#include "core/ct_fsdp_offload.h"
 #include "core/ct_fsdp_prefetch.h"
 
 #include <math.h>
@@ -129,13 +130,18 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
                        "must not be cast or resized",
                        shard->n, ct_dtype_name(shard->dtype), n);
     }
+    ct_span here;
+    ct_status status = ct_fsdp_bring_up(unit, shard, &here, err);
+    if (status != CT_OK) {
+        return status;
+    }
     if (unit->config.gather_bits != 0 && !unit->config.lone_gather) {
         const ct_fsdp_coder coder = {unit->device, unit->stream, comm,
                                      unit->config.gather_bits};
-        return ct_fsdp_gather_codes(&coder, &full, shard, err);
+        return ct_fsdp_gather_codes(&coder, &full, &here, err);
     }
     const ct_request request = {.what = CT_ALL_GATHER, .in = own, .out = full};
-    ct_status status = unit->device->copy(unit->stream, &own, shard, 1, err);
+    status = unit->device->copy(unit->stream, &own, &here, 1, err);
     if (status != CT_OK || unit->config.lone_gather) {
         return status;
     }
@@ -322,30 +328,20 @@ is_average(const ct_fsdp *unit, const ct_comm *comm)
            unit->config.predivide * unit->config.postdivide == (double)comm->world_size;
 }
 
-ct_status
-ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
-               bool add, ct_error *err)
+/* Into `here`, memory of the device for this rank's part. */
+static ct_status
+reduce_group(const ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
+             const ct_span *here, bool add, ct_error *err)
 {
-    const ct_fsdp_group *g = &unit->groups[group];
-    const size_t n = g->n / (size_t)comm->world_size;
     const bool average = is_average(unit, comm);
-    if (shard->n != n || shard->dtype != CT_F32) {
-        return ct_fail(err, CT_EINVAL,
-                       "the gradient of a shard has %zu elements of %s; expected %zu "
-                       "of float32",
-                       shard->n, ct_dtype_name(shard->dtype), n);
-    }
-    ct_status status = hold_grads(unit, unit->config.reduce, err);
-    if (status != CT_OK) {
-        return status;
-    }
     const ct_span whole = grads_of(unit, g);
-    ct_span part = ct_span_part(whole, (size_t)comm->rank * n, n);
+    ct_span part = ct_span_part(whole, (size_t)comm->rank * here->n, here->n);
+    ct_status status = CT_OK;
     if (!average) {
         status = scale(unit, 1.0 / unit->config.predivide, &whole, err);
     }
     const bool direct = !add && part.dtype == CT_F32 && !unit->config.lone_reduce;
-    part = direct ? *shard : part;
+    part = direct ? *here : part;
     if (status == CT_OK) {
         status = sum_over_ranks(unit, comm, g, &part,
                                 average ? CT_REDUCE_MEAN : CT_REDUCE_SUM, err);
@@ -354,8 +350,32 @@ ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
     if (status != CT_OK) {
         return status;
     }
-    return direct ? scale(unit, factor, shard, err)
-                  : deliver(unit, shard, &part, factor, add, err);
+    return direct ? scale(unit, factor, here, err)
+                  : deliver(unit, here, &part, factor, add, err);
+}
+
+ct_status
+ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
+               bool add, ct_error *err)
+{
+    const ct_fsdp_group *g = &unit->groups[group];
+    const size_t n = g->n / (size_t)comm->world_size;
+    ct_span here;
+    if (shard->n != n || shard->dtype != CT_F32) {
+        return ct_fail(err, CT_EINVAL,
+                       "the gradient of a shard has %zu elements of %s; expected %zu "
+                       "of float32",
+                       shard->n, ct_dtype_name(shard->dtype), n);
+    }
+    ct_status status = hold_grads(unit, unit->config.reduce, err);
+    if (status == CT_OK) {
+        status = ct_fsdp_place(unit, shard, &here, err);
+    }
+    if (status == CT_OK) {
+        const bool adds_here = add && !unit->config.offload;
+        status = reduce_group(unit, comm, g, &here, adds_here, err);
+    }
+    return status == CT_OK ? ct_fsdp_bring_down(unit, shard, &here, add, err) : status;
 }
 
 ct_status

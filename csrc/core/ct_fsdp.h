@@ -28,6 +28,7 @@ typedef struct ct_fsdp_ledger {
     size_t live, peak;
     size_t begun; /* units whose gather has begun and not ended */
     ct_spares spares;
+    ct_scratch staging; /* of the device: a shard on its way up or down */
 } ct_fsdp_ledger;
 
 typedef struct ct_fsdp_group {
@@ -44,6 +45,7 @@ typedef struct ct_fsdp_config {
     double predivide, postdivide;  /* of gradients, before and after their sum */
     bool lone_gather, lone_reduce; /* leave the other ranks out, to measure without */
     int gather_bits, reduce_bits;  /* of codes that are sent; 0: whole elements */
+    bool offload; /* shards and their gradients are in the host's memory */
 } ct_fsdp_config;
 
 typedef struct ct_fsdp {
@@ -118,6 +120,9 @@ CT_NODISCARD ct_status ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t a
                                            size_t n, ct_error *err);
 
 void ct_fsdp_drop_grads(ct_fsdp *unit);
+
+/* Gives back what a ledger of units of this device keeps for them. */
+void ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device);
 
 /* Changes the account that the unit's bytes are on. */
 void ct_fsdp_move_account(ct_fsdp *unit, ct_fsdp_ledger *ledger);

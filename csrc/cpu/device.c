@@ -3,12 +3,25 @@
 
 #include "core/ct_alloc.h"
 
+#include <string.h>
+
 static ct_status
 cpu_read(void *stream, const double *device_value, double *host, ct_error *err)
 {
     (void)stream;
     (void)err;
     *host = *device_value;
+    return CT_OK;
+}
+
+static ct_status
+cpu_transfer(void *stream, void *to, const void *from, size_t bytes, ct_error *err)
+{
+    (void)stream;
+    (void)err;
+    if (bytes != 0) {
+        memcpy(to, from, bytes);
+    }
     return CT_OK;
 }
 
@@ -42,6 +55,7 @@ const ct_device ct_device_cpu = {
     .gemm = ct_cpu_gemm,
     .encode = ct_cpu_encode,
     .decode = ct_cpu_decode,
+    .transfer = cpu_transfer,
     .read = cpu_read,
     .scratch_grow = cpu_scratch_grow,
     .scratch_release = cpu_scratch_release,

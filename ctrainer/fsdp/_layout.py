@@ -108,9 +108,11 @@ class Sharding:
         group.shard_shape = torch.Size([own, *shape[1:]])
         group.size = group.shard_shape.numel() * self.world_size
 
-    def shard_of(self, group: Group) -> Any:
-        """This rank's part of the group's values, in memory of its own."""
-        shard = new_zeros(group.shard_shape, group.entries[0].param.device)
+    def shard_of(self, group: Group, on_host: bool) -> Any:
+        """This rank's part of the group's values, in memory of its own: the host's, or
+        where the parameters are."""
+        place = torch.device("cpu") if on_host else group.entries[0].param.device
+        shard = new_zeros(group.shard_shape, place)
         begin = self.rank * shard.numel()
         flat = shard.view(-1)
         for entry in group.entries:

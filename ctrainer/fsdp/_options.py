@@ -66,6 +66,11 @@ def backward_prefetch(given: Any) -> str | None:
     return name  # type: ignore[no-any-return]
 
 
+def offloads(given: Any) -> bool:
+    """Of cpu_offload: True, False, None or torch's CPUOffload."""
+    return bool(getattr(given, "offload_params", given))
+
+
 def wrap_children(module: nn.Module, policy: Any, wrap: Any) -> None:
     """Wrap the modules below this one that a policy chooses, the inner ones first.
 

@@ -58,7 +58,7 @@ close_unit(fixture *f)
     ct_fsdp_fini(&f->unit);
     ct_mapping_close(&f->full);
     ct_mapping_close(&f->grads);
-    ct_spares_close(&f->ledger.spares);
+    ct_fsdp_ledger_close(&f->ledger, &ct_device_cpu);
 }
 
 static void
@@ -107,7 +107,7 @@ begins_to_gather(ct_comm *comm, void *arg)
     CHECK(other.begun == 0 && other.peak == f.full.bytes && f.unit.gathered);
     ct_fsdp_release(&f.unit);
     CHECK(other.live == 0);
-    ct_spares_close(&other.spares);
+    ct_fsdp_ledger_close(&other, &ct_device_cpu);
     close_unit(&f);
 }
 

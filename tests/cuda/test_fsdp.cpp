@@ -96,11 +96,11 @@ bytes_of(const ct_fsdp &unit, size_t group)
 struct options {
     ct_dtype compute, reduce;
     int gather_bits, reduce_bits;
-    bool ahead, wide, watched;
+    bool ahead, wide, watched, offload;
 };
 
 struct unit_fixture {
-    const bool on_device;
+    const bool on_device, shards_on_device;
     ct_fsdp core;
     ct_fsdp_ledger *ledger;
     ct_mapping full, grads;
@@ -108,8 +108,10 @@ struct unit_fixture {
 
     unit_fixture(const ct_device *device, const ct_comm *comm, const options &o,
                  ct_fsdp_ledger *account, void *stream)
-        : on_device(device != &ct_device_cpu), ledger(account),
-          first(on_device, CT_F32, SHARE), second(on_device, CT_F32, SHARE),
+        : on_device(device != &ct_device_cpu),
+          shards_on_device(on_device && !o.offload), ledger(account),
+          first(shards_on_device, CT_F32, SHARE),
+          second(shards_on_device, CT_F32, SHARE),
           residual(on_device, CT_F32, (size_t)SHARE * RANKS)
     {
         const size_t n = (size_t)SHARE * (size_t)comm->world_size;
@@ -134,6 +136,7 @@ struct unit_fixture {
         core.config.reduce = o.reduce;
         core.config.predivide = 2.0; /* neither the mean nor one: all paths scale */
         core.config.postdivide = 3.0;
+        core.config.offload = o.offload;
         core.config.gather_bits = o.gather_bits;
         core.config.reduce_bits = o.reduce_bits;
         core.residual = o.reduce_bits == 0 ? NULL : (float *)residual.span.data;
@@ -185,7 +188,7 @@ train(const ct_device *device, ct_comm *comm, ct_comm *replicas, const options &
     {
         unit_fixture unit(device, comm, o, &ledger, stream);
         const size_t n = (size_t)SHARE * (size_t)comm->world_size;
-        const array out(unit.on_device, CT_F32, SHARE);
+        const array out(unit.shards_on_device, CT_F32, SHARE);
         ct_error err;
         unit.core.replicas = replicas;
         unit.gather(comm, o.ahead);
@@ -209,7 +212,7 @@ train(const ct_device *device, ct_comm *comm, ct_comm *replicas, const options &
         made.grad = out.read();
         CHECK(ledger.live == 0 && ledger.peak > 0);
     }
-    ct_spares_close(&ledger.spares);
+    ct_fsdp_ledger_close(&ledger, device);
     return made;
 }
 
@@ -301,34 +304,41 @@ static void
 test_whole_elements_of_every_dtype()
 {
     for (ct_dtype dtype : {CT_F32, CT_BF16, CT_F16}) {
-        check_equal({dtype, dtype, 0, 0, false, false, false}, false);
+        check_equal({dtype, dtype, 0, 0, false, false, false, false}, false);
     }
-    check_equal({CT_BF16, CT_F32, 0, 0, false, false, false}, false);
+    check_equal({CT_BF16, CT_F32, 0, 0, false, false, false, false}, false);
 }
 
 static void
 test_wide_gradients_prefetch_and_watching()
 {
-    check_equal({CT_BF16, CT_BF16, 0, 0, true, true, true}, false);
+    check_equal({CT_BF16, CT_BF16, 0, 0, true, true, true, false}, false);
 }
 
 static void
 test_codes()
 {
-    check_equal({CT_F32, CT_F32, 8, 8, false, false, false}, false);
-    check_equal({CT_BF16, CT_F32, 8, 4, false, false, false}, false);
+    check_equal({CT_F32, CT_F32, 8, 8, false, false, false, false}, false);
+    check_equal({CT_BF16, CT_F32, 8, 4, false, false, false, false}, false);
+}
+
+static void
+test_shards_in_the_hosts_memory()
+{
+    check_equal({CT_F32, CT_F32, 0, 0, false, false, false, true}, false);
+    check_equal({CT_BF16, CT_BF16, 8, 8, false, true, false, true}, false);
 }
 
 static void
 test_replicas()
 {
-    check_equal({CT_F32, CT_F32, 0, 0, false, false, false}, true);
+    check_equal({CT_F32, CT_F32, 0, 0, false, false, false, false}, true);
 }
 
 static void
 test_a_unit_without_memory_is_not_gathered()
 {
-    const options o = {CT_F32, CT_F32, 0, 0, false, false, false};
+    const options o = {CT_F32, CT_F32, 0, 0, false, false, false, false};
     ct_comm *comm = ct_comm_self_new();
     ct_fsdp_ledger ledger = {};
     ct_error err;
@@ -342,7 +352,7 @@ test_a_unit_without_memory_is_not_gathered()
         CHECK(ct_fsdp_clear_grads(&unit.core, 0, 0, 1, &err) == CT_ENOMEM);
         CHECK(!unit.core.holds_grads && ledger.live == 0);
     }
-    ct_spares_close(&ledger.spares);
+    ct_fsdp_ledger_close(&ledger, &ct_device_cuda);
     comm->ops->free(comm);
 }
 
@@ -356,6 +366,7 @@ main()
         test_whole_elements_of_every_dtype();
         test_wide_gradients_prefetch_and_watching();
         test_codes();
+        test_shards_in_the_hosts_memory();
         test_replicas();
         test_a_unit_without_memory_is_not_gathered();
     });

@@ -113,8 +113,9 @@ def trained(group: _C.Communicator, **options: Any) -> Values:
         {"gather_bits": 8, "reduce_bits": 4},
         {"forward_prefetch": True, "backward_prefetch": "BACKWARD_PRE"},
         {"use_orig_params": True, "reshard_after_forward": False},
+        {"cpu_offload": True, "compute_dtype": "bfloat16"},
     ],
-    ids=["plain", "bfloat16", "codes", "prefetch", "views"],
+    ids=["plain", "bfloat16", "codes", "prefetch", "views", "offload"],
 )
 def test_updates_on_the_device_are_those_on_the_host(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

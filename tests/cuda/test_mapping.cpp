@@ -76,6 +76,21 @@ test_memory_that_is_short()
     CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
 }
 
+static void
+test_bytes_go_up_and_come_down()
+{
+    const unsigned char sent[] = {1, 2, 3, 4, 5};
+    unsigned char back[sizeof sent] = {0};
+    twin there(CT_U8, sizeof sent, 0);
+    ct_error err;
+    check_ok(ct_device_cuda.transfer(NULL, there.device(), sent, sizeof sent, &err),
+             err);
+    check_ok(ct_device_cuda.transfer(NULL, back, there.device(), sizeof sent, &err),
+             err);
+    CHECK(memcmp(sent, back, sizeof sent) == 0);
+    CHECK(ct_device_cuda.transfer(NULL, NULL, NULL, 0, &err) == CT_OK);
+}
+
 /* Gradients that are kept wide and then are not. */
 static void
 test_a_mapping_takes_as_much_as_is_asked_for()
@@ -116,6 +131,7 @@ main()
     test_an_old_driver_is_told(); /* first: what is found is kept */
     test_memory_is_handed_on_when_it_is_needed();
     test_memory_that_is_short();
+    test_bytes_go_up_and_come_down();
     test_a_mapping_takes_as_much_as_is_asked_for();
     return 0;
 }

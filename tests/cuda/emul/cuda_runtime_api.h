@@ -25,7 +25,8 @@ typedef enum cudaError {
 
 typedef enum cudaMemcpyKind {
     cudaMemcpyHostToDevice = 1,
-    cudaMemcpyDeviceToHost = 2
+    cudaMemcpyDeviceToHost = 2,
+    cudaMemcpyDefault = 4
 } cudaMemcpyKind;
 
 typedef struct CUstream_st *cudaStream_t;

@@ -274,7 +274,9 @@ cudaError_t
 cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
                 cudaStream_t stream)
 {
-    const void *device = kind == cudaMemcpyHostToDevice ? to : from;
+    const bool up = kind == cudaMemcpyHostToDevice ||
+                    (kind == cudaMemcpyDefault && emul::is_on_device(to));
+    const void *device = up ? to : from;
     emul::seen.stream = stream;
     emul::open_around(device, true);
     if (bytes != 0) {
