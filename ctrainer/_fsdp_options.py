@@ -49,13 +49,13 @@ class Sharding:
     gather_bits: int | None = None
     reduce_bits: int | None = None
     error_feedback: bool = True
+    cpu_offload: bool = False
     xla_options: dict[str, Any] = field(default_factory=dict)
 
 
 # What a key of fsdp_config without any work to do here is about.
 NO_EFFECT = {
     "version": "both versions' options are read alike",
-    "cpu_offload": "parameters are in host memory",
     "limit_all_gathers": "no more than one unit is gathered ahead",
     "use_orig_params": "the optimizer always sees parameters by their names",
 }
@@ -73,6 +73,7 @@ HONOURED = (
     "gather_bits",
     "reduce_bits",
     "error_feedback",
+    "cpu_offload",
     "xla",
     "xla_fsdp_settings",
     "xla_fsdp_grad_ckpt",
@@ -171,6 +172,8 @@ def _take_words(words: list[str], config: dict[str, Any]) -> None:
         )
     if strategies:
         config.setdefault("strategy", strategies[0])
+    if "offload" in words:
+        config.setdefault("cpu_offload", True)
 
 
 def _environment() -> dict[str, Any]:
@@ -219,6 +222,7 @@ def _read(config: dict[str, Any]) -> Sharding:
         gather_bits=_bits(config, "gather_bits"),
         reduce_bits=_bits(config, "reduce_bits"),
         error_feedback=_flag(config, "error_feedback", True),
+        cpu_offload=_flag(config, "cpu_offload", False),
         xla_options=_xla_options(settings),
     )
 

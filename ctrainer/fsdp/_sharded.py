@@ -107,7 +107,7 @@ class ShardedModule(nn.Module):
         self.error_feedback = error_feedback
         self.forward_prefetch = forward_prefetch
         self.backward_prefetch = _options.backward_prefetch(backward_prefetch)
-        self.cpu_offload = _options.offloads(cpu_offload)
+        self._offloads = _options.offloads(cpu_offload)
         self.sharding_groups = sharding_groups
         self.on_neuron = on_neuron
         self._debug_dummy_forward_pass = _debug_dummy_forward_pass
@@ -158,7 +158,7 @@ class ShardedModule(nn.Module):
         )
         del module
         self.sharded_params: list[Any] = [
-            self._sharding.shard_of(group, self.cpu_offload) for group in self._groups
+            self._sharding.shard_of(group, self._offloads) for group in self._groups
         ]
         self._share_out()
         cast_buffers(self, self.buffer_dtype)
@@ -225,7 +225,7 @@ class ShardedModule(nn.Module):
             reduce_bits=self.reduce_bits or 0,
             error_feedback=self.error_feedback,
             plugin=self.home.plugin,
-            offload=self.cpu_offload and self.home.plugin is not None,
+            offload=self._offloads and self.home.plugin is not None,
         )
         unit.owner = weakref.ref(self)
         unit.forward_prefetch = self.forward_prefetch
@@ -262,7 +262,7 @@ class ShardedModule(nn.Module):
             error_feedback=self.error_feedback,
             forward_prefetch=self.forward_prefetch,
             backward_prefetch=self.backward_prefetch,
-            cpu_offload=self.cpu_offload,
+            cpu_offload=self._offloads,
             execute_sharding_on_init=False,
             compute_dtype=self.compute_dtype,
             buffer_dtype=self.buffer_dtype,

@@ -187,6 +187,7 @@ def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
         "gather_bits": sharding.gather_bits,
         "reduce_bits": sharding.reduce_bits,
         "error_feedback": sharding.error_feedback,
+        "cpu_offload": sharding.cpu_offload,
         **sharding.xla_options,
     }
 

@@ -62,9 +62,9 @@ class FullyShardedDataParallel(ShardedModule):
     most. Nothing with gather_bits.
 
     cpu_offload: True, or torch's CPUOffload(offload_params=True): of a module on a GPU
-    the shards and their gradients are in host memory, where any optimizer, such as those
-    of ctrainer.optim, updates them; each gather and reduction passes a shard on. On the
-    CPU there is nothing to do.
+    the shards and their gradients are in host memory, where any optimizer, such as
+    those of ctrainer.optim, updates them; each gather and reduction passes a shard on.
+    On the CPU there is nothing to do.
 
     auto_wrap_policy: called with each module below (module, recurse, nonwrapped_numel),
     the inner ones first; where it says so they become units with these options, or what

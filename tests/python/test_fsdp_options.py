@@ -27,7 +27,8 @@ def test_nothing_is_sharded_unless_asked(value: Any) -> None:
     [
         (True, {}, {}),
         ("true", {}, {}),
-        ("full_shard auto_wrap offload", {}, {}),
+        ("full_shard auto_wrap offload", {}, {"cpu_offload": True}),
+        (True, {"cpu_offload": "true"}, {"cpu_offload": True}),
         (["shard_grad_op"], {}, {"reshard_after_forward": False}),
         (True, {"reshard_after_forward": "false"}, {"reshard_after_forward": False}),
         (True, {"version": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"},

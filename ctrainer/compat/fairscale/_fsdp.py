@@ -45,8 +45,9 @@ class FullyShardedDataParallel(Engine):
     mixed_precision: compute in compute_dtype, float16 if None; buffers in buffer_dtype,
     by default the same. fp32_reduce_scatter: reduce gradients in float32.
     flatten_parameters: a flat parameter for what is trained and one for what is frozen.
-    move_params_to_cpu, cpu_offload, move_grads_to_cpu, compute_device and
-    state_dict_device: everything is in host memory; another device is refused.
+    move_params_to_cpu, cpu_offload: of a module on a GPU the shards are in host memory,
+    and their gradients, whatever move_grads_to_cpu. compute_device, state_dict_device:
+    the kind of device that the module is on; another is refused.
     gradient_predivide_factor: what gradients are divided by before their sum.
     state_dict_on_rank_0_only: state_dict() is empty on other ranks.
     process_group_reduce_scatter, bucket_cap_mb, no_broadcast_optim_state,
@@ -96,7 +97,8 @@ class FullyShardedDataParallel(Engine):
         gather_bits: int | None = None,
         reduce_bits: int | None = None,
     ) -> None:
-        _check(mixed_precision, fp32_reduce_scatter, compute_device, state_dict_device)
+        offloads = move_params_to_cpu or cpu_offload
+        _check(mixed_precision, fp32_reduce_scatter)
         half = torch.float16 if mixed_precision else torch.float32
         super().__init__(
             module,
@@ -111,11 +113,13 @@ class FullyShardedDataParallel(Engine):
             process_group=communicator_of(process_group),
             gather_bits=gather_bits,
             reduce_bits=reduce_bits,
+            cpu_offload=offloads,
         )
+        _check_devices(self.home.device, compute_device, state_dict_device)
         self.process_group = process_group
         self.allow_reset_parameters = allow_reset_parameters
         self.mixed_precision = mixed_precision
-        self.move_params_to_cpu = move_params_to_cpu or cpu_offload
+        self.move_params_to_cpu = offloads
         self.force_input_to_fp32 = force_input_to_fp32
         self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
         self._locally = False
@@ -354,16 +358,17 @@ def _run_in(unit: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return unit.forward(run, args, kwargs)
 
 
-def _check(
-    mixed_precision: bool, fp32_reduce_scatter: bool, *devices: torch.device | None
-) -> None:
+def _check(mixed_precision: bool, fp32_reduce_scatter: bool) -> None:
     if fp32_reduce_scatter and not mixed_precision:
         raise ValueError("fp32_reduce_scatter requires mixed_precision=True")
+
+
+def _check_devices(home: torch.device, *devices: torch.device | None) -> None:
     for device in devices:
-        if device is not None and torch.device(device).type != "cpu":
+        if device is not None and torch.device(device).type != home.type:
             raise ValueError(
-                f"compute_device and state_dict_device must be the CPU, not {device}: "
-                "units are in host memory"
+                f"compute_device and state_dict_device must be {home.type}, where the "
+                f"module is, not {device}: move the module there first"
             )
 
 

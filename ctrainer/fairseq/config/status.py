@@ -87,7 +87,7 @@ HONOURED = {
     "dataset.validate_interval_updates": _TRAIN,
     "distributed_training.broadcast_buffers": _WRAPPER,
     "distributed_training.bucket_cap_mb": _WRAPPER,
-    "distributed_training.cpu_offload": _SHARDS + ", whose memory is the host's",
+    "distributed_training.cpu_offload": _SHARDS + ", of a model on a GPU",
     "distributed_training.ddp_backend": "by Trainer",
     "distributed_training.ddp_comm_hook": _WRAPPER,
     "distributed_training.device_id": _START,
