@@ -34,7 +34,7 @@ class CheckpointMixin(RankFilesMixin):
 
     def _flush_for_override(self, sink: Sink, *names: str) -> None:
         """An override finds on the disk what super() has saved."""
-        if sink.writer is not None and any(_overridden(self, name) for name in names):
+        if sink.writer is not None and any(is_overridden(self, name) for name in names):
             sink.writer.flush()
 
     # Saving
@@ -73,6 +73,10 @@ class CheckpointMixin(RankFilesMixin):
         """What of the weights is to be written into the folder, where they are not the
         model's own; called by all ranks."""
         return None
+
+    def _save_shared(self, folder: str, weights: dict[str, Any]) -> Any:
+        """Save what _share_weights gave."""
+        return self._save(folder, weights)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save optimizer.pt and scheduler.pt. Hook."""
@@ -156,7 +160,7 @@ class CheckpointMixin(RankFilesMixin):
         """Give paths that an override took from the temporary folder their final form,
         before the save is committed."""
         staged = self._checkpoint_writer().folder
-        if not _overridden(self, "_save_checkpoint") or staged is None:
+        if not is_overridden(self, "_save_checkpoint") or staged is None:
             return
         temporary, final = (
             os.path.dirname(staged),
@@ -365,7 +369,7 @@ class CheckpointMixin(RankFilesMixin):
         self._adapter.checkpoints.load_model(self.model, folder)
 
 
-def _overridden(trainer: TrainerBase, name: str) -> bool:
+def is_overridden(trainer: TrainerBase, name: str) -> bool:
     """Has a subclass, or the instance, a method of its own under this name?"""
     from ctrainer.trainer import Trainer
 

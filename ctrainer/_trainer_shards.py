@@ -9,7 +9,7 @@ from typing import Any
 
 from ctrainer import _C
 from ctrainer._fsdp_options import Sharding, sharding_of
-from ctrainer._trainer_ckpt import CheckpointMixin
+from ctrainer._trainer_ckpt import CheckpointMixin, is_overridden
 from ctrainer.checkpoint import Sink
 
 logger = logging.getLogger("ctrainer.trainer")
@@ -103,20 +103,31 @@ class ShardsMixin(CheckpointMixin):
         if self._shard_group is None:
             return None
         assert self._sharding is not None
-        if in_checkpoint and not self._sharding.saves_full:
+        own_saving = is_overridden(self, "_save")
+        if in_checkpoint and not self._sharding.saves_full and not own_saving:
             return {}
         from ctrainer.fsdp import _trainer_files
 
         return _trainer_files.gather(self.model, folder, self.args.should_save)
 
+    def _save_shared(self, folder: str, weights: dict[str, Any]) -> Any:
+        """_save() of a model that looks as it did before it was sharded."""
+        if not weights:
+            return self._save(folder, weights)
+        from ctrainer.fsdp import _trained
+
+        sharded = self.model
+        with _trained.whole(sharded, weights) as self.model:
+            try:
+                return self._save(folder, weights)
+            finally:
+                self.model = sharded
+
     def _save_weights(self, sink: Sink, state_dict: dict[str, Any] | None) -> None:
         if self._shard_group is None or state_dict is None:
             super()._save_weights(sink, state_dict)
         elif state_dict:  # straight to the disk: a copy would be of the whole model
-            from ctrainer.fsdp import _trained
-
-            with _trained.without_wrappers(self.model):
-                super()._save_weights(Sink(sink.folder, None), state_dict)
+            super()._save_weights(Sink(sink.folder, None), state_dict)
         else:
             self._adapter.checkpoints.save_configuration(sink, self.model)
 

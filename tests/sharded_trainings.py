@@ -326,5 +326,36 @@ def spoiled(folder: str) -> Any:
     return [metrics["nonfinite_steps"], bool(finite)]
 
 
+class Saving(ctrainer.Trainer):
+    """Saves as other packages' trainers do, which know nothing of sharding."""
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        self.model.save_pretrained(output_dir)
+        torch.save(self.model.state_dict(), f"{output_dir}/own.pt")
+
+
+def saved_by_others(folder: str) -> list[float]:
+    """How far what they saved is from the weights at the end; it is evaluated after
+    that, to see that the model is sharded as before."""
+    config = {"state_dict_type": "SHARDED_STATE_DICT"}
+    args = trainer(f"{folder}/others", "gpt2", max_steps=2, fsdp_config=config).args
+    args.save_strategy, args.save_steps = "steps", 2
+    data = tiny.tokens(32)
+    made = Saving(tiny.gpt2(), args, train_dataset=data, eval_dataset=data[:4])
+    made.remove_callback(ctrainer.PrinterCallback)
+    made.train()
+    before = made.evaluate()["eval_loss"]
+    made.model.save_pretrained(f"{folder}/together")
+    weights = made.model.full_state_dict()
+    checkpoint = f"{folder}/others/checkpoint-2"
+    found = [torch.load(f"{checkpoint}/own.pt", weights_only=True)]
+    found += [
+        transformers.GPT2LMHeadModel.from_pretrained(path).state_dict()
+        for path in (checkpoint, f"{folder}/together")
+    ]
+    after = made.evaluate()["eval_loss"]
+    return [abs(after - before), *(furthest(state, weights) for state in found)]
+
+
 def files(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())

@@ -203,7 +203,7 @@ save_together(PyObject *op, PyObject *folder, bool due)
     if (weights != NULL && due) {
         answer = weights == Py_None
                      ? PyObject_CallMethod(op, "_save", "O", folder)
-                     : PyObject_CallMethod(op, "_save", "OO", folder, weights);
+                     : PyObject_CallMethod(op, "_save_shared", "OO", folder, weights);
     }
     else if (weights != NULL) {
         answer = Py_NewRef(Py_None);

@@ -47,24 +47,31 @@ def groups_of(units: list[Any]) -> Iterator[tuple[Any, Group, torch.Tensor]]:
 
 @contextlib.contextmanager
 def summoned(units: list[Any], writeback: bool) -> Iterator[None]:
-    """Parameters over full tensors, where their modules list them in the place of the
-    shards or views; at the end back over the units' memory."""
-    homes: list[tuple[Entry, torch.Tensor]] = []
-    fulls = []
-    states = [(unit, unit.training_state) for unit in units]
-    tables = _tables(units)
-    try:
-        for unit, group, shard in groups_of(units):
-            full = gathered(unit, group, shard)
-            fulls.append((unit, full, shard))
-            for entry in group.entries:
-                homes.append((entry, entry.param.data))
-                entry.param.data = view_of(full, entry)
-        _list_parameters(units)
+    """Parameters over full tensors, which all ranks bring together. Collective."""
+    fulls, values = [], []
+    for unit, group, shard in groups_of(units):
+        full = gathered(unit, group, shard)
+        fulls.append((unit, full, shard))
+        values += [(entry, view_of(full, entry)) for entry in group.entries]
+    with shown(units, values):
         yield
         _check_kept(units)
         for unit, full, shard in fulls if writeback else ():
             shard.detach().copy_(own_part(unit, full, shard))
+
+
+@contextlib.contextmanager
+def shown(units: list[Any], values: list[tuple[Entry, torch.Tensor]]) -> Iterator[None]:
+    """All parameters over these values, and listed by their modules in the place of the
+    shards or views; at the end back over the units' memory."""
+    homes = [(entry, entry.param.data) for entry, _ in values]
+    states = [(unit, unit.training_state) for unit in units]
+    tables = _tables(units)
+    try:
+        for entry, value in values:
+            entry.param.data = value
+        _list_parameters(units)
+        yield
     finally:
         for table, before in tables:
             table.clear()

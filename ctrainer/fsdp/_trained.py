@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from ctrainer import _C
+from ctrainer.comm import world
 from ctrainer.comm.machines import ranks_a_machine
-from ctrainer.fsdp import _units, _values
+from ctrainer.fsdp import _full, _trainer_files, _units, _values
 from ctrainer.fsdp._groups import hybrid_groups
 from ctrainer.fsdp._sharded import ShardedModule
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
@@ -54,7 +56,9 @@ class TrainedModel(FullyShardedDataParallel):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        return self._with_all_values(found) if name == "generate" else found
+        if name == "generate":
+            return self._with_all_values(found)
+        return self._save_together if name == "save_pretrained" else found
 
     def _with_all_values(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method as it runs while all parameters are there: one that calls the
@@ -67,11 +71,38 @@ class TrainedModel(FullyShardedDataParallel):
 
         return call
 
+    def _save_together(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's save_pretrained() on the run's first rank, with all values.
+        Collective."""
+        first = world().rank == 0
+        state = _trainer_files.gather(self, os.fspath(save_directory), first)
+        try:
+            if first:
+                with whole(self, state) as module:
+                    return module.save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.communicator.barrier()
+        return None
+
 
 def _unwrapped(module: Any) -> Any:
     while isinstance(module, ShardedModule | FlattenParamsWrapper):
         module = module.module
     return module
+
+
+@contextlib.contextmanager
+def whole(model: TrainedModel, state: dict[str, torch.Tensor]) -> Iterator[Any]:
+    """The module as it was before it was sharded, with the values of `state`, on this
+    rank alone; for what saves it, and not to be called."""
+    units, names = model.units(), _full.names_of(model)
+    values = [
+        (entry, state[names[id(entry.param)][0]])
+        for _, group, _ in _full.groups_of(units)
+        for entry in group.entries
+    ]
+    with _full.shown(units, values), without_wrappers(model):
+        yield _unwrapped(model)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ results["older"] = runs.older(folder)
 results["coded"] = runs.coded(folder)
 results["adapted"] = runs.adapted(folder)
 results["spoiled"] = runs.spoiled(folder)
+results["saved by others"] = runs.saved_by_others(folder)
 tell(results)
 """
 
@@ -190,6 +191,10 @@ def test_gradients_that_are_nan_on_one_rank_skip_the_update_on_all(
     told: list[Any],
 ) -> None:
     assert [rank["spoiled"] for rank in told] == [[1, True], [1, True]]
+
+
+def test_an_override_of_save_finds_the_model_whole(told: list[Any]) -> None:
+    assert [rank["saved by others"] for rank in told] == [[0.0] * 4] * 2
 
 
 def test_checkpoints_have_a_file_of_each_rank_and_whole_weights_where_asked(
