@@ -184,7 +184,7 @@ class ShardedModule(nn.Module):
         for place, _ in _layout.of_other_units(module):
             raise ValueError(
                 f"{place.path} is a parameter of another unit, too: wrap the module "
-                "that is around both instead"
+                f"that is around both instead of this {type(module).__name__}"
             )
         return []
 
