@@ -62,7 +62,11 @@ def option_lines(prefix: str, cls: type) -> Iterator[str]:
         yield line + (f" {alias}" if alias else "") + (f" ?{const}" if const else "")
 
 
-OWN = ["bmuf.delta_bits = 32: a whole number"]
+OWN = [
+    "bmuf.delta_bits = 32: a whole number",
+    "distributed_training.gather_bits = 32: a whole number",
+    "distributed_training.reduce_bits = 32: a whole number",
+]
 
 
 def test_options_are_fairseqs_in_name_order_type_default_and_alias() -> None:

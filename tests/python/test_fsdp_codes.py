@@ -50,7 +50,7 @@ def test_training_converges_as_with_whole_numbers(options: dict[str, Any]) -> No
     def train(group: _C.Communicator) -> None:
         exact = losses(group, plain, 40)
         coded = losses(group, plain, 40, **options)
-        assert exact[-1] < 0.5 * exact[0]
+        assert exact[-1] < 0.7 * exact[0]
         assert abs(coded[-1] - exact[-1]) < 0.01 * exact[0]
         assert coded != exact
 
