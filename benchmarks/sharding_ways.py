@@ -241,6 +241,7 @@ PEERS = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2, "fairscale": fairscale,
 
 def prepare(way: str) -> None:
     """Imports, before memory is counted."""
+    import torch.distributed.fsdp  # noqa: F401
 
     if way in ("ours", "plain"):  # it sets malloc and torch as it needs
         import ctrainer.fsdp  # noqa: F401

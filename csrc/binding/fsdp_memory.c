@@ -101,16 +101,13 @@ fsdp_return_memory(FSDPUnit *root)
 }
 
 /* What the forward kept goes now, but in pieces that malloc may not give back. They may
- * lie idle until it is nearly as much again as when the backward began: the next unit
- * needs room for what it computes with, too. */
+ * lie idle while there is room for the next unit's gradients below what the process had
+ * when the backward began: of what units have at once about half are gradients. */
 void
 fsdp_return_growth(FSDPUnit *root)
 {
-    enum {
-        ROOM_PART = 32
-    };
-    if (root->return_memory &&
-        ct_memory_resident() > root->resident - root->resident / ROOM_PART) {
+    const size_t room = root->ledger.peak / 2;
+    if (root->return_memory && ct_memory_resident() + room > root->resident) {
         ct_malloc_trim();
     }
 }

@@ -379,11 +379,9 @@ def rekey_optim_state_dict(
     if optim is not None:
         params = [p for group in optim.param_groups for p in group["params"]]
     names = [named[id(p)] for p in params]
-    pairs = list(enumerate(names))
-    keys: dict[Any, Any] = dict(pairs)
-    if kind == "PARAM_ID":
-        keys = {name: number for number, name in pairs}
-    return rekeyed(optim_state_dict, keys)
+    by_number: dict[Any, Any] = dict(enumerate(names))
+    by_name: dict[Any, Any] = {name: number for number, name in by_number.items()}
+    return rekeyed(optim_state_dict, by_name if kind == "PARAM_ID" else by_number)
 
 
 def rekeyed(full: State, keys: Mapping[Any, Any]) -> State:
