@@ -30,6 +30,7 @@ def trainer(folder: str, model: nn.Module, **options: Any) -> Any:
     defaults = {
         "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
         "ddp_timeout": 60, "train_sampling_strategy": "sequential", "fsdp": True,
+        "malloc_tuning": False,  # which would keep memory
     }  # fmt: skip
     return tiny.make(
         ctrainer.Trainer, model, tiny.tokens(32), output_dir=folder,
