@@ -10,8 +10,9 @@ block. The processor time of a step is user and system time of a rank, which oth
 programs disturb least; the memory is the most that a rank has had above what it had
 after its imports, with malloc as it comes. Losses have to agree. Then 24 blocks of
 width 32, whose processor time above DDP's is what it costs to shard a unit however
-small. Then the cases: other precisions and ways to share, beside those peers that have
-them, or beside ours without ("plain").
+small; less than 0.1 ms, or less than DDP, counts as 0.1. Then the cases: other
+precisions and ways to share, beside those peers that have them, or beside ours without
+("plain").
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ WAYS = ("ours", "ddp", "fsdp1", "fsdp2", "fairscale", "zero3")
 PACKAGES = {"fairscale": "fairscale", "zero3": "deepspeed"}  # of ways that need one
 MODEL = "GPT of 29.5M parameters on"
 MIB = 2**20
+NOISE = 0.1  # ms a unit by which runs of the tiny blocks differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +164,9 @@ def measure(way: str, options: Options) -> dict[str, Any]:
 
 
 def cost_of_units(way: str, plain: float, options: Options) -> float:
-    """Processor time of a step above that of `plain`, in ms a unit."""
+    """Processor time of a step above that of `plain`, in ms a unit; NOISE if less."""
     above = (measure(way, options)["cpu"] - plain) / (options.blocks + 1)
-    return max(above, 1e-3)  # below that it is noise
+    return max(above, NOISE)
 
 
 def compare_units() -> None:
