@@ -3,7 +3,7 @@
 Every process (rank) has its part of the parameters, of their gradients and of Adam's
 state. Layers are brought together where they compute, and given back. Halfway through
 the ranks save a checkpoint. One process with the whole model then goes on from it, and
-comes to the losses that the ranks come to. Run it, in two to three minutes:
+comes to the losses that the ranks come to. Run it, in about a minute:
 
     torchrun --nproc_per_node 2 examples/sharded_gpt.py
 """
