@@ -40,6 +40,7 @@ class Counting:
         elif what == "all_reduce":
             self.group.all_reduce(given, op)
         else:
+            assert what == "barrier", what
             self.group.barrier()
         return self
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import emulated_cuda
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -24,8 +20,6 @@ from ctrainer import _C  # noqa: E402
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP  # noqa: E402
 from ctrainer.fsdp import _device  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-EMULATION = ROOT / "build/emul"
 RANKS = 2
 Values = dict[str, torch.Tensor]
 
@@ -33,22 +27,8 @@ Values = dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[Any]:
     """ctrainer._cuda of the emulation, its memory shown to the host."""
-    made = subprocess.run(
-        ["make", "-s", "cuda-emul-python"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr
-    spec = importlib.util.spec_from_file_location("_cuda", EMULATION / "_cuda.so")
-    assert spec is not None
-    flags = sys.getdlopenflags()
-    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
-    try:
-        module = importlib.util.module_from_spec(spec)
-    finally:
-        sys.setdlopenflags(flags)
-    sys.path.insert(0, str(EMULATION / "wheels"))
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    sys.path.remove(str(EMULATION / "wheels"))
-    library = ctypes.CDLL(str(EMULATION / "_cuda.so"))
+    module = emulated_cuda.load()
+    library = ctypes.CDLL(str(emulated_cuda.LIBRARY))
     library.emul_show_memory(1)
     yield module
     library.emul_show_memory(0)

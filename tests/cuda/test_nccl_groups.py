@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import emulated_cuda
 import numpy as np
 import pytest
 
@@ -18,8 +15,6 @@ import ctrainer
 from ctrainer import _C
 from ctrainer.comm import nccl
 
-ROOT = Path(__file__).resolve().parents[2]
-EMULATION = ROOT / "build/emul"
 RANKS = 2
 
 
@@ -38,23 +33,7 @@ class Over:
 
 @pytest.fixture(scope="module")
 def cuda() -> Any:
-    """ctrainer._cuda of the emulation; its NCCL needs its symbols."""
-    made = subprocess.run(
-        ["make", "-s", "cuda-emul-python"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr
-    spec = importlib.util.spec_from_file_location("_cuda", EMULATION / "_cuda.so")
-    assert spec is not None
-    flags = sys.getdlopenflags()
-    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
-    try:
-        module = importlib.util.module_from_spec(spec)
-    finally:
-        sys.setdlopenflags(flags)
-    sys.path.insert(0, str(EMULATION / "wheels"))
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    sys.path.remove(str(EMULATION / "wheels"))
-    return module
+    return emulated_cuda.load()
 
 
 def on_every_rank(

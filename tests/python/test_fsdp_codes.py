@@ -17,6 +17,7 @@ from torch import nn
 from ctrainer import _C
 
 DEEP = 64  # enough elements for the scales not to matter
+ROWS = 4  # of a rank; few enough to be learnt by heart
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -32,7 +33,7 @@ def losses(
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.05)
     found = []
     for _ in range(steps):
-        x, y = batch(0, group)
+        x, y = (rows[:ROWS] for rows in batch(0, group))
         loss = ((sharded(x) - y) ** 2).mean()
         loss.backward()
         optimizer.step()
@@ -48,9 +49,9 @@ def test_training_converges_as_with_whole_numbers(options: dict[str, Any]) -> No
     plain = model()
 
     def train(group: _C.Communicator) -> None:
-        exact = losses(group, plain, 40)
-        coded = losses(group, plain, 40, **options)
-        assert exact[-1] < 0.7 * exact[0]
+        exact = losses(group, plain, 60)
+        coded = losses(group, plain, 60, **options)
+        assert exact[-1] < 0.5 * exact[0]
         assert abs(coded[-1] - exact[-1]) < 0.01 * exact[0]
         assert coded != exact
 
