@@ -28,12 +28,14 @@ def outcomes(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[dict[str, str]]:
     folder: Path = tmp_path_factory.mktemp("fsdp")
-    return scenarios.outcomes(folder, request.param, SCENARIOS)
+    found = scenarios.outcomes(folder, request.param, SCENARIOS)
+    assert len(found) == request.param
+    return found
 
 
 @pytest.mark.parametrize("name", scenarios.found_in(SCENARIOS))
 def test_on_ranks(outcomes: list[dict[str, str]], name: str) -> None:
-    assert not [told[name] for told in outcomes if told[name]]
+    assert [told[name] for told in outcomes] == [""] * len(outcomes)
 
 
 # ---- in a group of one
