@@ -1,18 +1,20 @@
 """Training a GPT on two ranks: sharded by us and by others, and copied by torch's DDP.
 
     python benchmarks/bench_fsdp.py [--steps 6] [--blocks 8] [--only ours ddp ...]
-                                    [--cases bf16 hybrid ...]
+                                    [--cases late bf16 ...] [--rounds 3]
 
 Each way of training runs alone, in two new processes of one thread each, on the same
 batches: 29.5 million parameters in float32 (8 blocks of width 512, a vocabulary of
 8192, tied), 4 sequences of 128 tokens a rank, AdamW, gradients clipped to 1, a unit a
-block. The processor time of a step is user and system time of a rank, which other
-programs disturb least; the memory is the most that a rank has had above what it had
-after its imports, with malloc as it comes. Losses have to agree. Then 24 blocks of
-width 32, whose processor time above DDP's is what it costs to shard a unit however
-small; less than 0.1 ms, or less than DDP, counts as 0.1. Then the cases: other
-precisions and ways to share, beside those peers that have them, or beside ours without
-("plain").
+block. The ways take turns for a number of rounds; a row shows the median of the rounds.
+The CPU time of a step is user and system time of a rank, which other programs disturb
+least; the memory is the most that a rank has had above what it had after its imports,
+with malloc as it comes. ctrainer.fsdp is imported before torch makes its first tensor,
+but after it in the case "late": torch reads THP_MEM_ALLOC_ENABLE once. Losses have to
+agree. Then 24 blocks of width 32, whose CPU time above DDP's is what it costs to shard
+a unit however small; less than 0.1 ms, or less than DDP, counts as 0.1. Then the cases:
+other precisions and ways to shard, beside those peers that have them, or beside ours
+without ("plain").
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ NOISE = 0.1  # ms a unit by which runs of the tiny blocks differ
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a run is of. shares: ranks that share, the others being replicas; more: of
-    our constructor."""
+    """What a run is of. shares: ranks that shard one model, the others being replicas;
+    late: torch makes a tensor before ctrainer.fsdp is imported; more: of our
+    constructor."""
 
     steps: int = 6
     blocks: int = 8
@@ -54,6 +57,7 @@ class Options:
     micro: int = 1
     bf16: bool = False
     recomputes: bool = False
+    late: bool = False
     more: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,6 +72,8 @@ class Case:
 
 
 CASES = {
+    "late": Case(name="imported after torch's first tensor",
+                 peers=("ddp", "fsdp1", "fsdp2"), options={"late": True}),
     "bf16": Case(name="in bfloat16", peers=("ddp", "fsdp1", "fsdp2"), apart=2e-2,
                  options={"bf16": True}),
     "accumulated": Case(name="2 micro-batches, reduced after the second",
@@ -99,6 +105,8 @@ def run(way: str, rank: int, options: Options, folder: str) -> dict[str, Any]:
     import sharding_ways
     import torch
 
+    if options.late:
+        torch.zeros(1)
     sharding_ways.prepare(way)
     torch.set_num_threads(1)
     before = status("VmRSS")
@@ -163,20 +171,35 @@ def measure(way: str, options: Options) -> dict[str, Any]:
     return {**told[0], "losses": [sum(losses) / options.world for losses in each]}
 
 
-def cost_of_units(way: str, plain: float, options: Options) -> float:
-    """Processor time of a step above that of `plain`, in ms a unit; NOISE if less."""
-    above = (measure(way, options)["cpu"] - plain) / (options.blocks + 1)
-    return max(above, NOISE)
+def in_turn(runs: dict[str, Options], rounds: int) -> dict[str, dict[str, Any]]:
+    """Every way once a round; of numbers the median of the rounds."""
+    told: dict[str, list[dict[str, Any]]] = {way: [] for way in runs}
+    for _ in range(rounds):
+        for way, options in runs.items():
+            told[way].append(measure(way, options))
+    return {way: median_of(each) for way, each in told.items()}
 
 
-def compare_units() -> None:
+def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    numbers = {
+        key: statistics.median(told[key] for told in rounds)
+        for key, value in rounds[0].items()
+        if isinstance(value, float)
+    }
+    return {**rounds[0], **numbers, "cpu_of_rounds": [told["cpu"] for told in rounds]}
+
+
+def compare_units(rounds: int) -> None:
     options = Options(steps=12, blocks=24, width=32)
-    plain = measure("ddp", options)["cpu"]
-    ours = cost_of_units("ours", plain, options)
-    name = "GPT of 24 tiny blocks on 2 ranks: processor time of a unit above DDP's"
+    found = in_turn(dict.fromkeys(("ours", "ddp", "fsdp1", "fsdp2"), options), rounds)
+    plain = found["ddp"]["cpu"]
+    above = {
+        way: max((told["cpu"] - plain) / (options.blocks + 1), NOISE)
+        for way, told in found.items()
+    }
+    name = "GPT of 24 tiny blocks on 2 ranks: CPU time of a unit above DDP's"
     for way, goal in (("fsdp1", None), ("fsdp2", 16.0)):
-        theirs = cost_of_units(way, plain, options)
-        compare(name, "ms", ours, PEERS[way], theirs, goal)
+        compare(name, "ms", above["ours"], PEERS[way], above[way], goal)
 
 
 def compare(name: str, unit: str, ours: float, peer: str, theirs: float,
@@ -196,19 +219,20 @@ def compare_all(what: str, found: dict[str, dict[str, Any]], apart: float,
         differ = max(abs(a - b) for a, b in pairs)
         if differ > apart:
             raise SystemExit(f"{what}: losses differ from those of {way} by {differ}")
-        compare(f"{what}: processor time of a step", "ms", ours["cpu"], PEERS[way],
+        compare(f"{what}: CPU time of a step", "ms", ours["cpu"], PEERS[way],
                 theirs["cpu"], goals.get(way))  # fmt: skip
         compare(f"{what}: memory of a rank", "MiB", ours["memory"], PEERS[way],
                 theirs["memory"])  # fmt: skip
 
 
-def compare_case(case: Case, given: dict[str, Any]) -> None:
+def compare_case(case: Case, given: dict[str, Any], rounds: int) -> None:
     options = {**given, **case.options, "steps": min(given["steps"], 4)}
-    found = {"ours": measure("ours", Options(**options))}
+    runs = {"ours": Options(**options)}
     for way in there(case.peers):
         more = {} if way == "plain" else options.get("more", {})
-        found[way] = measure(way, Options(**{**options, "more": more}))
-    world = Options(**options).world
+        runs[way] = Options(**{**options, "more": more})
+    found = in_turn(runs, rounds)
+    world = runs["ours"].world
     compare_all(f"{MODEL} {world} ranks, sharded, {case.name}", found, case.apart, {})
 
 
@@ -231,22 +255,23 @@ def parsed() -> Any:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--only", nargs="*", choices=WAYS, help="no cases by default")
     parser.add_argument("--cases", nargs="*", choices=CASES)
+    parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 
 
 def main() -> None:
     given = vars(parsed())
-    only, cases = given.pop("only"), given.pop("cases")
+    only, cases, rounds = (given.pop(key) for key in ("only", "cases", "rounds"))
     ways = only if only is not None else [] if cases else WAYS
-    found = {way: measure(way, Options(**given)) for way in there(tuple(ways))}
+    found = in_turn(dict.fromkeys(there(tuple(ways)), Options(**given)), rounds)
     peers = ("fsdp1", "fsdp2", "fairscale", "zero3")
     goals = {"ddp": 1.09, **dict.fromkeys(peers, 1.0)}
     compare_all(f"{MODEL} 2 ranks, sharded", found, 1e-3, goals)
     if only is None and cases is None:
-        compare_units()
+        compare_units(rounds)
     chosen = CASES if only is None and cases is None else cases or ()
     for name in chosen:
-        compare_case(CASES[name], given)
+        compare_case(CASES[name], given, rounds)
 
 
 if __name__ == "__main__":
