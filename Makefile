@@ -2,6 +2,7 @@
 #
 #   make demo      install if need be, then fine-tune a model that searches code
 #   make test      install if need be, then run every test; with -j2 in two processes
+#   make test-all  the same with every example of the generated tests: an hour or more
 #   make install   make $(VENV) and install ctrainer into it, editable
 #   make bench     run the benchmarks and write their table into the README
 #   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
@@ -37,7 +38,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install demo test test-python test-engine bench lint format ext check-core asan asan-core asan-ext tsan clean
+.PHONY: install demo test test-all test-python test-engine bench lint format ext check-core asan asan-core asan-ext tsan clean
 .PHONY: bench-kernels
 install: $(INSTALLED)
 
@@ -57,6 +58,9 @@ test-python: ext
 	$(PY) -m pytest tests/python
 test-engine: ext
 	$(PY) -m pytest tests --ignore tests/python
+
+test-all:
+	CTRAINER_EXHAUSTIVE=1 PYTEST_TIMEOUT=7200 $(MAKE) test
 
 bench: ext
 	mkdir -p out/benchmarks

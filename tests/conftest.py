@@ -5,6 +5,8 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from draws import EXHAUSTIVE
+from hypothesis import HealthCheck, settings
 
 os.environ.update(
     CUDA_VISIBLE_DEVICES="",
@@ -12,6 +14,34 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
 )
+
+# How long an example takes says how loaded the machine is. Examples are the same in
+# every run, so there is no folder of former failures, which two processes would share.
+settings.register_profile(
+    "ctrainer",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ctrainer")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "exhaustive: has no small draw; deselected except in `make test-all`"
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave exhaustive tests to `make test-all`."""
+    if EXHAUSTIVE:
+        return
+    left = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(scope="session", autouse=True)
