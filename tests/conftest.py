@@ -1,9 +1,13 @@
 """What every test runs under: offline, on the CPU, quietly, in a folder of its own."""
 
 import os
+import random
+import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 from draws import EXHAUSTIVE
 from hypothesis import HealthCheck, settings
@@ -42,6 +46,26 @@ def pytest_collection_modifyitems(
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+@pytest.fixture(autouse=True)
+def _tests_do_not_reach_each_other() -> Iterator[None]:
+    """The process's generators begin alike in every test, and what a test leaves in the
+    environment, as the current folder or as torch's dtype goes with it."""
+    environment, folder = dict(os.environ), os.getcwd()
+    torch: Any = sys.modules.get("torch")
+    random.seed(0)
+    np.random.seed(0)
+    if torch is not None:
+        torch.manual_seed(0)
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_default_dtype(torch.float32)
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+    os.chdir(folder)
 
 
 @pytest.fixture(scope="session", autouse=True)

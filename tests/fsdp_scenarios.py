@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_threads import seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,13 +26,13 @@ EVERYWHERE: dict[str, Any] = {}  # options of all units that do not say otherwis
 
 
 def tree(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(WIDTH, 10),
-        nn.Tanh(),
-        nn.Sequential(nn.Linear(10, 10), nn.LayerNorm(10)),
-        nn.Linear(10, 4),
-    )
+    with seeded(seed):
+        return nn.Sequential(
+            nn.Linear(WIDTH, 10),
+            nn.Tanh(),
+            nn.Sequential(nn.Linear(10, 10), nn.LayerNorm(10)),
+            nn.Linear(10, 4),
+        )
 
 
 def batch(step: int, group: Any = None) -> tuple[torch.Tensor, torch.Tensor]:

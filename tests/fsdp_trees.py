@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from rank_threads import seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -172,9 +173,9 @@ def build(layers: tuple[Layer, ...]) -> nn.Sequential:
 
 def whole(layers: tuple[Layer, ...]) -> nn.Sequential:
     """Between two layers that learn, so that there always are gradients."""
-    torch.manual_seed(0)
-    body = build(layers)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, WIDTH))
+    with seeded(0):
+        body = build(layers)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, WIDTH))
 
 
 def wrap_below(module: nn.Module, wrap: Callable[..., FSDP]) -> None:

@@ -52,11 +52,14 @@ def _told(folder: Path, rank: int) -> Path:
 def run(modules: tuple[str, ...], folder: Path, rank: int, world: int) -> None:
     """All scenarios of the modules on this rank; each has a group of its own, so that
     one that fails leaves the others' alone."""
+    import torch
+
     from ctrainer import _C
 
     found = {}
     for name, scenario in found_in(*modules).items():
         key = f"{folder}/{name}"
+        torch.manual_seed(0)  # none depends on what was drawn before it
         group = _C.shared_memory_communicator(key, rank, world, GROUP_SECONDS)
         try:
             scenario(group)

@@ -32,6 +32,11 @@ def dealing(group: _C.Communicator) -> Dealing:
     return Dealing(group.rank, group.world_size, False, True, True, True)
 
 
+def loading(data: Any, **options: Any) -> DataLoader[Any]:
+    """One that draws its workers' seed from no global generator."""
+    return DataLoader(data, generator=torch.Generator(), **options)
+
+
 def pairs(rows: list[tuple[int, int]]) -> Pair:
     return Pair(*map(torch.tensor, zip(*rows, strict=True)))
 
@@ -40,7 +45,7 @@ def test_rows_are_dealt_out_in_the_batches_own_containers(groups: Any) -> None:
     def read(group: _C.Communicator) -> list[Any]:
         groups.group = group
         data: Any = [(i, 10 * i) for i in range(5)]
-        loader: Any = DataLoader(data, batch_size=2, collate_fn=pairs)
+        loader: Any = loading(data, batch_size=2, collate_fn=pairs)
         return list(DispatchedLoader(loader, dealing(group)))
 
     first, second = on_ranks(2, read)
@@ -58,7 +63,7 @@ class Broken(IterableDataset[int]):
 def test_all_ranks_are_told_when_rank_0_cannot_read_on(groups: Any) -> None:
     def read(group: _C.Communicator) -> str:
         groups.group = group
-        loader: Any = DataLoader(Broken(), batch_size=1)
+        loader: Any = loading(Broken(), batch_size=1)
         with pytest.raises((OSError, RuntimeError)) as raised:
             list(DispatchedLoader(loader, dealing(group)))
         return str(raised.value)
@@ -71,7 +76,7 @@ def test_all_ranks_are_told_when_rank_0_cannot_read_on(groups: Any) -> None:
 def test_what_is_no_tensor_is_refused_with_what_to_do(groups: Any) -> None:
     def read(group: _C.Communicator) -> str:
         groups.group = group
-        loader: Any = DataLoader(["a", "b"], batch_size=1)  # type: ignore[arg-type]
+        loader: Any = loading(["a", "b"], batch_size=1)
         with pytest.raises((TypeError, RuntimeError)) as raised:
             list(DispatchedLoader(loader, dealing(group)))
         return str(raised.value)

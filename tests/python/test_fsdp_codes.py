@@ -81,12 +81,13 @@ def test_codes_are_a_quarter_and_an_eighth_of_the_bytes() -> None:
 def test_what_codes_miss_is_added_to_the_next_gradient(feedback: bool) -> None:
     """A gradient far below its block's scale arrives late, or never."""
     steps = 600
+    plain = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(plain.weight)
 
     def move(group: _C.Communicator) -> float:
-        linear = nn.Linear(2, 1, bias=False)
-        nn.init.zeros_(linear.weight)
         options = {"reduce_bits": 8, "error_feedback": feedback}
-        sharded = wrap(group, linear, _shard_size_multiple=2, **options)
+        own = copy.deepcopy(plain)
+        sharded = wrap(group, own, _shard_size_multiple=2, **options)
         # The second gradient is a thousandth of the first: 127 codes do not have it.
         x = torch.tensor([[1.0, 0.001]])
         optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
@@ -140,8 +141,10 @@ def test_a_run_resumes_with_its_feedback() -> None:
 
 
 def test_bad_numbers_are_found_on_all_ranks() -> None:
+    plain = nn.Linear(2, 2)
+
     def train(group: _C.Communicator) -> None:
-        sharded = wrap(group, nn.Linear(2, 2), reduce_bits=8)
+        sharded = wrap(group, copy.deepcopy(plain), reduce_bits=8)
         x = torch.ones(1, 2) * (float("nan") if group.rank == 1 else 1.0)
         sharded(x).sum().backward()
         assert np.isnan(float(sharded.clip_grad_norm_(1.0)))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_scenarios import check_parameters, check_same, mse, nested, tree, wrap
-from rank_threads import LIMIT_SECONDS, on_ranks
+from rank_threads import LIMIT_SECONDS, on_ranks, seeded
 from torch import nn
 
 from ctrainer import _C
@@ -191,7 +191,8 @@ def test_a_failure_at_the_end_of_a_backward_is_told_as_by_the_original(
 
     def fail(group: _C.Communicator) -> None:
         backend = Backend(group)
-        module = nn.Linear(6, 4)
+        with seeded(0):
+            module = nn.Linear(6, 4)
         module.unused = nn.Parameter(torch.ones(1))
         sharded = wrap(_C.Communicator(backend), module, _debug_msg="of this test")
         loss = mse(sharded, 0, group)

@@ -103,9 +103,9 @@ def test_units_that_a_policy_chooses_have_replicas_too() -> None:
 
 
 def test_groups_that_make_no_replicas_are_refused() -> None:
-    alone = _C.Communicator()
+    alone, linear = _C.Communicator(), nn.Linear(2, 2)
     with pytest.raises(ValueError, match="process_group is a tuple of 3; expected"):
-        wrap((alone, alone, alone), nn.Linear(2, 2))
+        wrap((alone, alone, alone), linear)
     with pytest.raises(ValueError, match="ranks_a_group is 2; expected a divisor"):
         hybrid_groups(2, alone)
 
@@ -113,7 +113,7 @@ def test_groups_that_make_no_replicas_are_refused() -> None:
         shards = world.split(world.rank // 2)
         crossed = world.split(key=world.rank, color=int(world.rank in (1, 2)))
         with pytest.raises(ValueError, match="do not have the same shards") as caught:
-            wrap((shards, crossed), nn.Linear(2, 2))
+            wrap((shards, crossed), copy.deepcopy(linear))
         return str(caught.value)
 
     told = on_ranks(WORLD, confuse)
@@ -143,7 +143,7 @@ def test_a_mesh_of_two_dimensions_is_replicas_and_shards() -> None:
         flat = wrap(None, copy.deepcopy(plain), device_mesh=Mesh([world]))
         assert (flat.communicator, flat.replicas) == (world, None)
         with pytest.raises(ValueError, match="device_mesh has 3 dimensions; expected"):
-            wrap(None, nn.Linear(2, 2), device_mesh=Mesh([world] * 3))
+            wrap(None, tree(), device_mesh=Mesh([world] * 3))
 
     on_ranks(WORLD, train)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_scenarios import wrap
-from rank_threads import on_ranks
+from rank_threads import on_ranks, seeded
 from torch import nn
 
 from ctrainer import _C, optim
@@ -24,9 +24,14 @@ PREFETCH: dict[str, Any] = {
 
 def blocks(group: Any, width: int, depth: int, **options: Any) -> Any:
     """Units of one layer each between two small ones, which the root has."""
-    units = [wrap(group, nn.Linear(width, width), **options) for _ in range(depth)]
-    body = nn.Sequential(nn.Linear(ENDS, width), *units, nn.Linear(width, ENDS))
-    return wrap(group, body, **options)
+    units = []
+    for _ in range(depth):  # one whole layer at a time
+        with seeded(0):
+            layer = nn.Linear(width, width)
+        units.append(wrap(group, layer, **options))
+    with seeded(0):
+        ends = nn.Linear(ENDS, width), nn.Linear(width, ENDS)
+    return wrap(group, nn.Sequential(ends[0], *units, ends[1]), **options)
 
 
 def train(model: Any, optimizer: Any, steps: int) -> None:
@@ -49,7 +54,6 @@ def test_the_engine_holds_what_the_plan_says(world: int, prefetch: int) -> None:
     plan = memory_plan(sizes, world, prefetch=prefetch)
 
     def measure(group: _C.Communicator) -> None:
-        torch.manual_seed(0)
         options = PREFETCH if prefetch else {}
         model = blocks(group, WIDTH, DEPTH, **options)
         optimizer = optim.AdamW(model.parameters(), lr=1e-3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_scenarios import check_same, nested, tree, wrap
-from rank_threads import on_ranks
+from rank_threads import on_ranks, seeded
 from torch import nn
 
 from ctrainer import _C
@@ -19,7 +19,11 @@ class Swapped(nn.Module):
 
     def __init__(self, group: Any, order: list[int]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(wrap(group, nn.Linear(4, 4)) for _ in range(2))
+        with seeded(0):
+            linear = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(
+            wrap(group, copy.deepcopy(linear)) for _ in range(2)
+        )
         self.order = order
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from counting import Counting
-from rank_threads import on_ranks
+from rank_threads import on_ranks, seeded
 from torch import nn
 
 from ctrainer import _C
@@ -33,10 +33,11 @@ def sent(counted: Counter[str], ranks: int) -> dict[str, int]:
 
 def blocks(wrap: Any) -> FSDP:
     """Units of several sizes, one with a frozen parameter, in a root of its own."""
-    inner = [wrap(nn.Linear(i, o)) for i, o in ((40, 300), (300, 70))]
-    frozen = nn.Linear(70, 30)
+    with seeded(0):
+        sizes = ((16, 40), (40, 300), (300, 70), (70, 30))
+        first, *inner, frozen = [nn.Linear(i, o) for i, o in sizes]
     frozen.bias.requires_grad_(False)
-    return wrap(nn.Sequential(nn.Linear(16, 40), *inner, wrap(frozen)))
+    return wrap(nn.Sequential(first, *map(wrap, inner), wrap(frozen)))
 
 
 def step(shared: Any, replicas: Any, options: dict[str, Any]) -> FSDP:

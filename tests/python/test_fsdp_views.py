@@ -98,11 +98,12 @@ def test_views_divide_what_the_ranks_have() -> None:
 
 
 def test_rows_keep_their_shape() -> None:
+    plain = nn.Linear(2, 3, bias=False)
+
     def shapes(group: _C.Communicator) -> list[tuple[int, ...]]:
-        module = nn.Linear(2, 3, bias=False)
         sharded = wrap(
             group,
-            module,
+            copy.deepcopy(plain),
             use_orig_params=True,
             flatten_parameters=False,
             shard_param_on_dim_0=True,
@@ -179,8 +180,10 @@ def test_tied_and_frozen_parameters_have_one_view() -> None:
 
 
 def test_optimizers_that_look_at_whole_parameters_refuse_rows_of_several() -> None:
+    plain = nn.Linear(6, 4)
+
     def step(group: _C.Communicator) -> None:
-        sharded = wrap(group, nn.Linear(6, 4))
+        sharded = wrap(group, copy.deepcopy(plain))
         mse(sharded, 0, group).backward()
         for kind in (optim.LAMB, optim.LARS, optim.Adafactor):
             optimizer = kind(sharded.parameters())
