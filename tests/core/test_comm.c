@@ -7,6 +7,7 @@
 #include "ct_test.h"
 
 #include <math.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <time.h>
 
@@ -393,24 +394,35 @@ test_a_rank_that_leaves_makes_the_others_fail(void)
     run_ranks(4, 60.0, leave_early, NULL);
 }
 
+/* Rank 1 comes when the others, who began together, have given up. */
+typedef struct lateness {
+    pthread_barrier_t began;
+    atomic_int n_told;
+} lateness;
+
 static void
 come_late(ct_comm *comm, void *arg)
 {
+    lateness *late = arg;
     ct_error err;
-    (void)arg;
-    if (comm->rank == 1) {
-        const struct timespec longer = {0, 300000000};
-        (void)nanosleep(&longer, NULL);
+    (void)pthread_barrier_wait(&late->began);
+    while (comm->rank == 1 && atomic_load(&late->n_told) < comm->world_size - 1) {
+        const struct timespec while_ = {0, 1000000};
+        (void)nanosleep(&while_, NULL);
     }
     CHECK(comm->ops->barrier(comm, &err) == CT_ECOMM);
     CHECK(strstr(err.message, "barrier on rank ") == err.message);
-    CHECK(strstr(err.message, "rank 1 did not come within 0.05 seconds") != NULL);
+    CHECK(strstr(err.message, "rank 1 did not come within 0.5 seconds") != NULL);
+    (void)atomic_fetch_add(&late->n_told, 1);
 }
 
 static void
 test_a_rank_that_does_not_come_in_time_breaks_the_group(void)
 {
-    run_ranks(3, 0.05, come_late, NULL);
+    lateness late = {.n_told = 0};
+    CHECK(pthread_barrier_init(&late.began, NULL, 3) == 0);
+    run_ranks(3, 0.5, come_late, &late);
+    CHECK(pthread_barrier_destroy(&late.began) == 0);
 }
 
 static void

@@ -40,7 +40,8 @@ cuda-emul-build: $(EMUL_TESTS) $(EMUL_LIBRARIES)
 cuda-emul-python: $(EMUL)/_cuda.so $(EMUL_LIBRARIES)
 
 cuda-emul-plain: cuda-emul-build
-	set -e; for t in $(EMUL_TESTS); do $$t; done
+	failed=; for t in $(EMUL_TESTS); do $$t || failed="$$failed $$t"; done; \
+	  test -z "$$failed" || { echo "FAILED:$$failed"; exit 1; }
 
 cuda-check: $(CHECK_TESTS)
 	set -e; for t in $(CHECK_TESTS); do s=0; $$t || s=$$?; case $$s in \

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # this kernel can: most have tbf, few of those in small virtual machines netem's delay.
 MACHINES = """
 set -e
-unshare -n sleep 100 &
+unshare -n sleep 250 &
 other=$!
 trap 'kill $(jobs -p)' EXIT
 until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do
@@ -86,7 +86,7 @@ def test_ranks_in_two_networks_make_one_group(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     for rank in range(4):

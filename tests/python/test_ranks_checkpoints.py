@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -165,10 +164,9 @@ except RuntimeError as problem:
 
 @pytest.mark.parametrize("where", ["evaluation", "save"])
 def test_the_others_of_a_killed_rank_are_told(tmp_path: Any, where: str) -> None:
-    began = time.monotonic()
     ranks = run_ranks(tmp_path, f"where = {where!r}" + KILLED)
-    assert time.monotonic() - began < 55  # less than the collectives' time-out
     assert ranks[1].code == -9
     text, left = ranks[0].told
+    # That it died is not the word for a rank that does not come in time.
     assert all(part in text for part in ("rank 1", "died", where[:3]))
     assert not [name for name in left if "checkpoint" in name or "saving" in name]
