@@ -249,6 +249,42 @@ test_momentum_and_global_model_can_be_saved(void)
     comm->ops->free(comm);
 }
 
+/* Two ranks whose first block has been checked load other models. */
+static void
+load_apart(ct_comm *comm, void *arg)
+{
+    static const ct_bmuf_config config = {1, 0, 0.9, 1.0, CT_BLOCK_PLAIN, 1.0, 0, 32};
+    float values[3] = {1.0f, 2.0f, 3.0f}, loaded[3] = {1.0f, 2.0f, 3.0f};
+    const ct_bmuf_tensor tensor =
+                             {
+                                 .span = {values, 3, CT_F32}
+    },
+                         from = {.span = {loaded, 3, CT_F32}};
+    const ct_bmuf_list list = {&tensor, 1}, source = {&from, 1};
+    ct_error err;
+    ct_bmuf b;
+    (void)arg;
+    ct_bmuf_init(&b, &ct_device_cpu, NULL);
+    CHECK(ct_bmuf_start(&b, &config, &list, NULL) == CT_OK && !b.alike);
+    CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK && b.alike);
+    CHECK(ct_bmuf_load(&b, &b.momentum, &source, NULL) == CT_OK && b.alike);
+    loaded[2] = (float)comm->rank;
+    CHECK(ct_bmuf_load(&b, &b.global, &source, NULL) == CT_OK && !b.alike);
+    CHECK(ct_bmuf_meet(&b, &config, comm, &list, &err) == CT_EINVAL && !b.alike);
+    CHECK(strstr(err.message, "the block of rank 1 began with other parameters") !=
+          NULL);
+    loaded[2] = 0.0f;
+    CHECK(ct_bmuf_load(&b, &b.global, &source, NULL) == CT_OK);
+    CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK && b.alike);
+    ct_bmuf_fini(&b);
+}
+
+static void
+test_a_loaded_global_model_is_compared_before_the_next_block(void)
+{
+    run_ranks(2, 60.0, load_apart, NULL);
+}
+
 static void
 test_integers_are_refused(void)
 {
@@ -338,6 +374,7 @@ main(void)
     test_blocks_are_those_of_the_formula_bit_for_bit();
     test_every_dtype_and_copies_of_lower_precision();
     test_momentum_and_global_model_can_be_saved();
+    test_a_loaded_global_model_is_compared_before_the_next_block();
     test_integers_are_refused();
     test_no_memory_is_an_error();
     test_when_workers_meet();

@@ -18,6 +18,7 @@ import torch
 from ctrainer import _C
 
 found = {"outcomes": rank_evaluations.outcomes(folder)}
+found["repeated"] = rank_evaluations.repeated(folder)
 made = rank_evaluations.trainer(
     folder, rank_evaluations.Wide(), {"remove_unused_columns": False},
     data_collator=rank_evaluations.collate,
@@ -113,6 +114,16 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 def test_every_rank_has_what_one_process_computes(found: Any, alone: Any) -> None:
     assert [differing(rank["outcomes"], alone) for rank in found] == [[], []]
+
+
+def test_rows_that_a_loader_repeats_are_left_out_of_metrics(found: Any) -> None:
+    for rank in found:
+        assert [told[0] for told in rank["repeated"]] == [
+            list(range(n)) for n in (9, 16, 22, 3)
+        ]
+        assert [told[1:] for told in rank["repeated"]] == [
+            [n, n] for n in (9, 16, 22, 3)
+        ]
 
 
 def test_values_that_do_not_go_together_are_refused_on_all(found: Any) -> None:

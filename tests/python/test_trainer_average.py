@@ -94,6 +94,41 @@ def test_every_update_is_averaged_in_whatever_optimizer(
     )
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_an_update_between_two_that_are_averaged_leaves_the_averages_alone(
+    tmp_path: Path, native: bool
+) -> None:
+    """SWA from update 3 on, every third: the mean of the weights after 3, 6, 9, 12."""
+
+    class Foreign(ctrainer.Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-2)
+            return self.optimizer
+
+    averages: list[torch.Tensor] = []
+
+    class Averages(ctrainer.TrainerCallback):
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
+            average = trainer.weight_average.averages["layers.0.weight"]
+            averages.append(average.clone())
+
+    watch = Snapshots()
+    args = ctrainer.TrainingArguments(
+        str(tmp_path), max_steps=12, swa_start_update=3, swa_update_freq=3,
+        use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+        learning_rate=3e-2,
+    )  # fmt: skip
+    cls = ctrainer.Trainer if native else Foreign
+    trainer = cls(Watched(), args, train_dataset=rows(), callbacks=[watch, Averages()])
+    trainer.train()
+    weights = [state["layers.0.weight"] for state in watch.states]
+    for update in range(3, 13):
+        mean = torch.stack(weights[2:update:3]).mean(0)
+        torch.testing.assert_close(averages[update - 1], mean, rtol=1e-6, atol=1e-6)
+
+
 def test_evaluation_runs_with_the_averages_unless_it_is_told_not_to(
     tmp_path: Path,
 ) -> None:

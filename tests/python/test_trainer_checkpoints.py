@@ -237,6 +237,21 @@ def test_best_and_last_survive_a_limit_of_one(tmp_path: Path) -> None:
     assert same_weights(trainer, best)
 
 
+def test_rotation_by_hand_keeps_the_best_and_the_last(tmp_path: Path) -> None:
+    trainer = with_scores(
+        tmp_path, [3, 1, 2, 4, 5, 6], metric_for_best_model="loss",
+        greater_is_better=False,
+    )  # fmt: skip
+    assert steps_of(tmp_path) == [2, 4, 6, 8, 10, 12]
+    trainer.args.save_total_limit = 4
+    trainer._rotate_checkpoints()
+    assert steps_of(tmp_path) == [4, 8, 10, 12]
+    trainer.args.save_total_limit = 1
+    for output_dir in (None, str(tmp_path)):
+        trainer._rotate_checkpoints(output_dir=output_dir)
+        assert steps_of(tmp_path) == [4, 12]
+
+
 def test_rotation_goes_by_step_and_not_by_time(tmp_path: Path) -> None:
     class Touching(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,0 +1,88 @@
+#define _GNU_SOURCE /* SYS_fsync; /proc/self/fd */
+#include "core/ct_staging.h"
+#include "ct_test.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static char root[] = "/tmp/ct_staging_XXXXXX";
+
+/* ---- what the core asks the system for, in order ------------------------------------
+ *
+ * Definitions here come before the C library's. */
+
+static char calls[16][256];
+static int n_calls;
+
+static void
+note(const char *what, const char *path)
+{
+    const size_t skipped = strncmp(path, root, strlen(root)) == 0 ? strlen(root) : 0;
+    CHECK(n_calls < 16);
+    (void)snprintf(calls[n_calls++], sizeof calls[0], "%s %s", what, path + skipped);
+}
+
+int
+fsync(int fd)
+{
+    char link[64], path[4096] = {0};
+    (void)snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    CHECK(readlink(link, path, sizeof path - 1) > 0);
+    note("sync", path);
+    return (int)syscall(SYS_fsync, fd);
+}
+
+int
+rename(const char *from, const char *to)
+{
+    note("rename to", to);
+    return (int)syscall(SYS_renameat2, -100, from, -100, to, 0);
+}
+
+/* ---- tests --------------------------------------------------------------------------
+ */
+
+static void
+publish(const char *path)
+{
+    ct_staging staging = {0};
+    CHECK(ct_staging_open(&staging, path, NULL) == CT_OK);
+    n_calls = 0;
+    CHECK(ct_staging_publish(&staging, NULL) == CT_OK);
+    ct_staging_close(&staging);
+}
+
+/* A name that a crash may take back would lose the folder that it replaced. */
+static void
+test_the_parent_is_put_on_the_disk_after_the_rename(void)
+{
+    char path[sizeof root + 32];
+    struct stat info;
+    (void)snprintf(path, sizeof path, "%s/run/checkpoint-1", root);
+    for (int again = 0; again < 2; again++) { /* a new name, and one that is replaced */
+        publish(path);
+        CHECK(stat(path, &info) == 0 && S_ISDIR(info.st_mode));
+        CHECK(n_calls >= 2);
+        CHECK(strcmp(calls[0], "rename to /run/checkpoint-1") == 0);
+        CHECK(strcmp(calls[n_calls - 1], "sync /run") == 0);
+    }
+    CHECK(chdir(root) == 0);
+    publish("alone");
+    CHECK(strcmp(calls[0], "rename to alone") == 0);
+    CHECK(strcmp(calls[n_calls - 1], "sync ") == 0);
+}
+
+int
+main(void)
+{
+    CHECK(mkdtemp(root) != NULL);
+    test_the_parent_is_put_on_the_disk_after_the_rename();
+    char command[sizeof root + 16];
+    (void)snprintf(command, sizeof command, "rm -r %s", root);
+    CHECK(system(command) == 0);
+    return 0;
+}
