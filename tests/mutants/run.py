@@ -1,0 +1,239 @@
+"""Draws faults, puts each into a copy of the tree, and says which tests see it.
+
+    python tests/mutants/run.py [--count 100] [--seed 0] [--area NAME ...]
+                                [--only NUMBER ...] [--list]
+
+Exits 1 if fewer than 95 of 100 are seen by the tests of their area, or fewer than 90 by
+the nearest; 2 where tests fail without a fault. Results are in build/mutants/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from mutants.areas import AREAS, EQUIVALENT, FIXED, nearest  # noqa: E402
+from mutants.faults import Fault, faults  # noqa: E402
+
+COPIED = (
+    *("Makefile", "setup.py", "pyproject.toml", "README.md", "CHANGELOG.md"),
+    *("csrc", "cuda", "ctrainer", "tests", "docs", "examples", "benchmarks", "build"),
+)
+LEFT_OUT = shutil.ignore_patterns("mutants", "asan", "tsan", "*.log", "__pycache__")
+LEAST_SECONDS = 60.0  # before a test that was quick without the fault counts as hung
+CAUGHT, BY_NEAREST = 95, 90  # of 100
+
+Drawn = tuple[Fault, str, list[str]]  # the fault, its area, its nearest tests
+
+
+def excluded(fault: Fault) -> bool:
+    told = (fault.path, fault.before.strip(), fault.operator)
+    return any(told == equivalent[:3] for equivalent in EQUIVALENT)
+
+
+def drawn(seed: int, areas: list[str]) -> Iterator[Drawn]:
+    """The fixed faults, then others: by area, operator and place, each alike likely."""
+    known = nearest()
+    chance = random.Random(seed)
+    for fixed in FIXED:
+        area = known[fixed.path][0]
+        if area in areas:
+            text = (ROOT / fixed.path).read_text()
+            yield fixed.fault(text), area, [fixed.nearest]
+    places: dict[str, dict[str, list[Fault]]] = {area: {} for area in areas}
+    for path, (area, _) in known.items():
+        for fault in faults(ROOT, path) if area in areas else ():
+            if not excluded(fault):
+                places[area].setdefault(fault.operator, []).append(fault)
+    while any(places.values()):
+        area = chance.choice([name for name in areas if places[name]])
+        operator = chance.choice(sorted(places[area]))
+        choice = places[area][operator]
+        fault = choice.pop(chance.randrange(len(choice)))
+        if not choice:
+            del places[area][operator]
+        yield fault, area, known[fault.path][1]
+
+
+class Tree:
+    """A copy of the working tree, with what is built in it."""
+
+    def __init__(self) -> None:
+        self.folder = ROOT / "build/mutants/tree"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for name in COPIED:
+            source, target = ROOT / name, self.folder / name
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=LEFT_OUT, symlinks=True)
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target)
+        self.environment = {
+            **os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1", "CTRAINER_CUDA": "0",
+        }  # fmt: skip
+        self.seconds: dict[str, float] = {}  # that each test takes without a fault
+
+    def run(self, seconds: float, *command: str) -> tuple[int | None, str]:
+        """The exit status, None after that time, and what it wrote."""
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=self.environment, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            text, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            text = ""
+        finally:
+            hung = process.poll() is None
+            try:
+                os.killpg(process.pid, signal.SIGKILL)  # ranks that it left
+            except ProcessLookupError:
+                pass
+            process.wait()
+        return None if hung else process.returncode, text
+
+    def build(self, test: str) -> str:
+        """What the compiler says where it fails."""
+        name = Path(test).stem
+        if test.startswith("core/"):
+            warned = "STRICT=-std=c11 -w"
+            status, text = self.run(600, "make", "-s", warned, f"build/{name}")
+        elif test.endswith(".cpp"):
+            warned = "EMUL_FLAGS=-O1 -w -ffp-contract=off -fPIC -pthread"
+            core = "STRICT=-std=c11 -w"
+            target = f"build/emul/{name}"
+            status, text = self.run(900, "make", "-s", core, warned, target)
+        else:
+            command = (sys.executable, "setup.py", "-q", "build_ext", "--inplace")
+            status, text = self.run(900, *command)
+        return "" if status == 0 else text or "hung"
+
+    def passes(self, test: str, seconds: float) -> bool:
+        name = Path(test).stem
+        if test.startswith("core/"):
+            return self.run(seconds, f"build/{name}")[0] == 0
+        if test.endswith(".cpp"):
+            return self.run(seconds, f"build/emul/{name}")[0] == 0
+        status, text = self.run(
+            seconds, sys.executable, "-m", "pytest", "-x", "-q", "-p",
+            "no:cacheprovider", f"tests/{test}",
+        )  # fmt: skip
+        assert status != 5, f"there is no test in {test}: {text}"
+        return status == 0
+
+    def measure(self, test: str) -> None:
+        """A test that fails by itself would seem to see every fault."""
+        if test not in self.seconds:
+            failed = self.build(test)
+            began = time.monotonic()
+            if failed or not self.passes(test, 600):
+                print(f"{test} fails without a fault\n{failed}")
+                sys.exit(2)
+            self.seconds[test] = time.monotonic() - began
+
+    def sees(self, test: str) -> bool:
+        self.measured = self.seconds[test]
+        return not self.passes(test, LEAST_SECONDS + 10 * self.measured)
+
+
+def tried(tree: Tree, fault: Fault, tests: list[str], others: list[str]) -> str:
+    """The test that fails; "" where all pass, "does not compile" where that is so."""
+    path = tree.folder / fault.path
+    text = (ROOT / fault.path).read_text()
+    for test in tests + others:
+        tree.measure(test)
+    path.write_text(fault.applied(text))
+    try:
+        if fault.path.endswith(".py"):
+            compile(path.read_text(), fault.path, "exec")
+        for test in tests + others:
+            if tree.build(test):
+                return "does not compile"
+            if tree.sees(test):
+                return test
+        return ""
+    except SyntaxError:
+        return "does not compile"
+    finally:
+        path.write_text(text)
+
+
+def judged(tree: Tree, drawing: Drawn) -> dict[str, str]:
+    """The fault and how it was caught: by nearest, by area, or not."""
+    fault, area, tests = drawing
+    by = tried(tree, fault, tests, [])
+    how = "nearest"
+    if not by:
+        others = [t for t in AREAS[area].others.split() if t not in tests]
+        by, how = tried(tree, fault, others, []), "area"
+    if by == "does not compile":
+        how = by
+    return {"area": area, "fault": str(fault), "by": by, "how": how if by else "-"}
+
+
+def told(results: list[dict[str, str]]) -> int:
+    """Prints the sums; the exit status."""
+    n = len(results)
+    nearest = sum(r["how"] == "nearest" for r in results)
+    caught = sum(bool(r["by"]) for r in results)
+    print(f"{caught} of {n} faults caught, {nearest} by the nearest tests")
+    for area in AREAS:
+        own = [r for r in results if r["area"] == area]
+        if own:
+            near = sum(r["how"] == "nearest" for r in own)
+            print(f"  {area}: {sum(bool(r['by']) for r in own)} of {len(own)}, {near}")
+    survived = [r["fault"] for r in results if not r["by"]]
+    print("\n".join(["survived:", *survived] if survived else []))
+    return int(caught * 100 < CAUGHT * n or nearest * 100 < BY_NEAREST * n)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--area", nargs="+", choices=AREAS, default=list(AREAS))
+    parser.add_argument("--only", nargs="+", type=int, help="numbers of the draw")
+    parser.add_argument("--list", action="store_true", help="draw, and try nothing")
+    given = parser.parse_args()
+    tree = None if given.list else Tree()
+    results: list[dict[str, str]] = []
+    folder = ROOT / "build/mutants"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "results.jsonl", "a") as log:
+        for number, drawing in enumerate(drawn(given.seed, given.area)):
+            if len(results) == (len(given.only) if given.only else given.count):
+                break
+            if given.only and number not in given.only:
+                continue
+            if tree is None:
+                print(number, drawing[0], flush=True)
+                results.append({})
+                continue
+            began = time.monotonic()
+            result = judged(tree, drawing)
+            seconds = time.monotonic() - began
+            by = result["by"] or "nobody"
+            print(f"{number} {result['how']}: {by}, {seconds:.0f} s", flush=True)
+            print(result["fault"], flush=True)
+            log.write(json.dumps({"number": number, **result}) + "\n")
+            if result["how"] != "does not compile":
+                results.append(result)
+    return 0 if given.list else told(results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
