@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
-from dataclasses import fields
-from enum import StrEnum
+from collections.abc import Iterator
+from dataclasses import Field, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import _rank_options
@@ -15,10 +17,10 @@ from ctrainer._block_options import way_of
 from ctrainer._fsdp_options import sharding_of
 from ctrainer._loss_scaler import make_loss_scaler
 from ctrainer._older_fields import ALIASES, default_of
+from ctrainer._settings import hints, read
+from ctrainer._training_fields import read_field
 from ctrainer.enums import (
-    HubStrategy,
     IntervalStrategy,
-    OptimizerNames,
     SaveStrategy,
     SchedulerType,
 )
@@ -35,20 +37,16 @@ _DICTS = (
     "lr_scheduler_kwargs",
     "parallelism_config",
 )
-_WORDS = {
-    "eval_strategy": IntervalStrategy,
-    "logging_strategy": IntervalStrategy,
-    "save_strategy": SaveStrategy,
-    "hub_strategy": HubStrategy,
-    "lr_scheduler_type": SchedulerType,
-    "optim": OptimizerNames,
-}
-_SCHEDULES_ON_METRIC = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
-_COUNTS = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
+# Read by their own readers, which know several forms of each.
+_ELSEWHERE = frozenset(
+    """
+    accelerator_config debug deepspeed fsdp fsdp_config generation_config loss_scaler
+    parallelism_config
+    """.split()
 )
+# What values may be beyond the annotation, which transformers' parser reads too.
+_ALSO = {"resume_from_checkpoint": bool, "logging_steps": None, "save_steps": None}
+_SCHEDULES_ON_METRIC = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 def current_log_level() -> int:
@@ -59,17 +57,17 @@ def current_log_level() -> int:
 
 def normalize(args: TrainingArguments) -> None:
     """Bring each field into its one form."""
-    args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
-    if args.logging_dir is not None:
-        args.logging_dir = os.path.expanduser(args.logging_dir)
     for name in _DICTS:
         value = getattr(args, name)
         if isinstance(value, str) and value.startswith("{"):
-            setattr(args, name, _typed(json.loads(value)))
+            setattr(args, name, _typed(_json(name, value)))
+    for name, typed in _read(args, type(args)):
+        setattr(args, name, typed)
+    args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
+    if args.logging_dir is not None:
+        args.logging_dir = os.path.expanduser(args.logging_dir)
     dealt: Any = _rank_options.config_of(args.accelerator_config)
     args.accelerator_config = dealt
-    for name, words in _WORDS.items():
-        setattr(args, name, _word(name, words, getattr(args, name)))
     args.debug = args.debug.split() if isinstance(args.debug, str) else args.debug or []
     if isinstance(args.include_num_input_tokens_seen, bool):
         counted = "all" if args.include_num_input_tokens_seen else "no"
@@ -79,11 +77,73 @@ def normalize(args: TrainingArguments) -> None:
         _whole(args, name)
 
 
-def _word(name: str, words: type[StrEnum], value: Any) -> StrEnum:
+@cache
+def read_table(cls: type) -> dict[str, tuple[Field[Any], Any]]:
+    """(field, annotation) of the fields that are read here: ours, by name.
+
+    A subclass that declares one anew may widen it, and is not asked what it means
+    where its annotation cannot be resolved.
+    """
+    ours = next(c for c in cls.__mro__ if c.__module__ == "ctrainer.training_args")
+    known, table = {told.name: told for told in fields(ours)}, {}
+    for told in fields(cls):
+        name = told.name
+        if name not in known or name in _ELSEWHERE | ALIASES.keys() or not told.init:
+            continue
+        hint = hints(ours)[name]
+        if name in _ALSO:
+            hint = hint | _ALSO[name]
+        if told is not known[name]:
+            hint = hint | _declared(cls, name)
+        table[name] = told, hint
+    return table
+
+
+def _declared(cls: type, name: str) -> Any:
     try:
-        return words(value)
+        return hints(cls)[name]
+    except TypeError:
+        return Any
+
+
+def _read(args: Any, cls: type) -> Iterator[tuple[str, Any]]:
+    """The fields that `args` has, each with its value as its type."""
+    for name, (told, hint) in read_table(cls).items():
+        if hasattr(args, name):
+            yield name, read_field(told, hint, getattr(args, name))
+
+
+def as_its_type(args: Any, cls: type, name: str, value: Any) -> Any:
+    """A new value for a field of `cls`, as its annotation says; for any other
+    attribute, as the type of the value that it has."""
+    table = read_table(type(args) if isinstance(args, cls) else cls)
+    if name in table:
+        return read_field(*table[name], value)
+    had = getattr(args, name)
+    kind = type(had)
+    if kind in (bool, int, float, str):
+        return read(value, kind, name)
+    return value if had is None else kind(value)
+
+
+def check_types(args: Any, cls: type) -> None:
+    """Raise ValueError for a field of another type than the class `cls` says, and for
+    one that is text and means something else: 'false' is true to whoever asks it."""
+    ours = type(args) if isinstance(args, cls) else cls
+    for name, typed in _read(args, ours):
+        value = getattr(args, name)
+        if isinstance(value, str | bool) and value != typed:
+            raise ValueError(
+                f"{name}={value!r} ({type(value).__name__}) is not {typed!r} to those "
+                "who read it; set it to that"
+            )
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{name}={text!r} is no JSON: {error}") from None
 
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +230,7 @@ def _take_mixed_precision(args: TrainingArguments) -> None:
 
 def validate(args: TrainingArguments) -> None:
     """Raise ValueError for a value out of range or a contradiction."""
-    _validate_numbers(args)
+    _validate_epochs(args)
     if _rank_options.config_of(args.accelerator_config).use_configured_state:
         from ctrainer.integrations import configured_state
 
@@ -204,22 +264,12 @@ def validate(args: TrainingArguments) -> None:
         )
 
 
-def _validate_numbers(args: TrainingArguments) -> None:
-    for name in _COUNTS:
-        if not getattr(args, name) >= 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(args, name)!r}")
-    for name in ("warmup_steps", "learning_rate", "weight_decay", "adam_epsilon"):
-        if not getattr(args, name) >= 0:
-            raise ValueError(f"{name} must be at least 0, not {getattr(args, name)!r}")
-    for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
-        if not 0 <= getattr(args, name) < 1:
-            raise ValueError(
-                f"{name} must be from 0 to below 1, not {getattr(args, name)!r}"
-            )
-    every = args.torch_empty_cache_steps
-    if every is not None and not (isinstance(every, int) and every > 0):
+def _validate_epochs(args: TrainingArguments) -> None:
+    epochs = args.num_train_epochs
+    if args.max_steps <= 0 and not 0 <= epochs < math.inf:
         raise ValueError(
-            f"torch_empty_cache_steps must be an int above 0, not {every!r}"
+            f"num_train_epochs must be at least 0 and finite, or max_steps above 0; "
+            f"they are {epochs!r} and {args.max_steps!r}"
         )
 
 
@@ -241,11 +291,10 @@ def _validate_schedule(args: TrainingArguments) -> None:
             f"lr_scheduler_type '{args.lr_scheduler_type}' follows a metric of the "
             "evaluations, and eval_strategy is 'no'; set it to 'steps' or 'epoch'"
         )
-    options = args.lr_scheduler_kwargs
-    if not (options is None or isinstance(options, dict)):
-        raise ValueError(
-            f"lr_scheduler_kwargs must be a dict, or its JSON, not {options!r}"
-        )
+    for name in ("lr_scheduler_kwargs", "gradient_checkpointing_kwargs"):
+        options = getattr(args, name)
+        if not (options is None or isinstance(options, dict)):
+            raise ValueError(f"{name} must be a dict, or its JSON, not {options!r}")
 
 
 def _validate_best(args: TrainingArguments) -> None:

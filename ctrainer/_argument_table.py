@@ -38,8 +38,8 @@ HONOURED = frozenset(
     label_names length_column_name skip_memory_metrics past_index logging_dir
     loss_scaler master_weights stochastic_rounding ema_decay ema_start_update
     ema_update_freq ema_fp32 swa_start_update swa_update_freq average_in_eval
-    clip_by_group log_layer_grad_norms
-    log_grad_noise_scale
+    nonfinite_policy grad_norm_type max_grad_value layer_grad_norm_depth
+    clip_by_group log_layer_grad_norms log_grad_noise_scale
     use_bmuf use_diloco global_sync_iter block_lr block_momentum warmup_iterations
     use_nbm average_sync delta_bits overlap_steps
     malloc_tuning async_save save_on_signal eval_loss_by_token eval_spill_bytes
@@ -122,11 +122,6 @@ def one_of(*words: Any, instead: str = "") -> Limit:
     return Limit(lambda v: v in words, values, instead)
 
 
-def _is_positive(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and value > 0
-
-
 LIMITED = {
     "optim": Limit(
         _optimizer_names.honoured,
@@ -141,10 +136,9 @@ LIMITED = {
         instead="override _get_train_sampler",
     ),
     "accelerator_config": Limit(
-        _rank_options.accepts,
+        lambda config: _rank_options.config_of(config) is not None,
         "None, a JSON file, or a dict of " + ", ".join(_rank_options.NAMES),
-        "each is a bool, dispatch_batches also None; gradient_accumulation_kwargs is a "
-        "dict of num_steps, a whole number, and sync_each_batch, a bool",
+        "",
     ),
     "ddp_backend": one_of(
         None,
@@ -156,16 +150,6 @@ LIMITED = {
     "fsdp_config": Limit(
         lambda config: True,  # read, and refused, by sharding_of
         _fsdp_options.describe_keys(),
-        "",
-    ),
-    "nonfinite_policy": one_of("skip", "stop", "keep"),
-    "grad_norm_type": Limit(_is_positive, "numbers > 0 and inf", ""),
-    "max_grad_value": Limit(
-        lambda value: value is None or _is_positive(value), "None and numbers > 0", ""
-    ),
-    "layer_grad_norm_depth": Limit(
-        lambda value: value is None or (type(value) is int and value > 0),
-        "None and whole numbers > 0",
         "",
     ),
     "include_num_input_tokens_seen": one_of("all", "non_padding", "no", True, False),

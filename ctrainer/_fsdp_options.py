@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from ctrainer._settings import Natural, nearest, read, refuse_unknown
 
 _STRATEGIES = (
     "full_shard",
@@ -18,7 +20,7 @@ _STRATEGIES = (
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCHES = ("NO_PREFETCH", "BACKWARD_PRE", "BACKWARD_POST")
 _STATE_DICTS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "")
+_UNSET = ("none", "")  # how a launcher writes what was not given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +126,17 @@ def _words(fsdp: Any) -> list[str] | None:
         return []
     if not fsdp:
         return None
-    given = fsdp.split() if isinstance(fsdp, str) else list(fsdp)
+    given = fsdp.split() if isinstance(fsdp, str) else read(fsdp, list[Any], "fsdp")
     words = [str(getattr(word, "value", word)).lower() for word in given]
     if words in (["true"], ["false"]):
         return [] if words == ["true"] else None
     known = (*_STRATEGIES, "auto_wrap", "offload")
     for word in words:
         if word not in known:
-            raise ValueError(f"fsdp knows {', '.join(known)} and True, not {word!r}")
+            raise ValueError(
+                f"fsdp knows {', '.join(known)} and True, not {word!r}; "
+                f"{nearest(word, known)}"
+            )
     return words
 
 
@@ -144,7 +149,14 @@ def _config(given: Any) -> dict[str, Any]:
             "fsdp_config must be a dict, or the path of a JSON file with one, not "
             f"{given!r}"
         )
-    return {str(k).removeprefix("fsdp_"): v for k, v in (given or {}).items()}
+    config: dict[str, Any] = {}
+    for key, value in (given or {}).items():
+        name = str(key).removeprefix("fsdp_")
+        if config.setdefault(name, value) != value:
+            raise ValueError(
+                f"fsdp_config has {name}={config[name]!r} and {key}={value!r}; give one"
+            )
+    return config
 
 
 def _read_file(path: str) -> Any:
@@ -231,13 +243,8 @@ def _check_keys(config: dict[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if name in config and _truth(name, config[name]):
             raise ValueError(f"fsdp_config: {name} is not supported: {why}")
-    known = {*HONOURED, *NO_EFFECT, *_REFUSED, "strategy"}
-    unknown = sorted(set(config) - known)
-    if unknown:
-        raise ValueError(
-            f"fsdp_config has unknown keys {unknown}; known are "
-            f"{', '.join((*HONOURED, *NO_EFFECT))}"
-        )
+    known = (*HONOURED, *NO_EFFECT, *_REFUSED, "strategy")
+    refuse_unknown("fsdp_config", config, known)
 
 
 def _strategy(config: dict[str, Any]) -> str:
@@ -249,14 +256,12 @@ def _strategy(config: dict[str, Any]) -> str:
         given = "full_shard" if named is None else named
     if str(given).lower() in _STRATEGIES:
         return str(given).lower()
-    if not isinstance(given, bool) and str(given).lower() not in _TRUE + _FALSE:
-        raise ValueError(
-            "fsdp_config: reshard_after_forward must be true, false or one of "
-            f"{', '.join(_STRATEGIES)}, not {given!r}"
-        )
-    resharding = _truth("reshard_after_forward", given)
+    try:
+        resharding = _truth("reshard_after_forward", given)
+    except ValueError as error:
+        raise ValueError(f"{error}; or one of {', '.join(_STRATEGIES)}") from None
     if named not in (None, "full_shard", "shard_grad_op"):
-        return str(named)
+        return _word({"strategy": named}, "strategy", _STRATEGIES)
     return "full_shard" if resharding else "shard_grad_op"
 
 
@@ -299,33 +304,28 @@ def _bits(config: dict[str, Any], name: str) -> int | None:
 
 
 def _count(config: dict[str, Any]) -> int:
-    value = config.get("min_num_params") or 0
-    try:
-        count = int(value)
-    except (TypeError, ValueError):
-        count = -1
-    if count < 0:
-        raise ValueError(
-            f"fsdp_config: min_num_params must be a number from 0 on, not {value!r}"
-        )
-    return count
+    value = config.get("min_num_params")
+    if str(value).lower() in _UNSET:
+        return 0
+    return int(read(value, Natural, "fsdp_config: min_num_params"))
 
 
 def _names(given: Any) -> tuple[str, ...] | None:
     if not given:
         return None
     names = given.split(",") if isinstance(given, str) else given
-    return tuple(str(name).strip() for name in names)
+    found = read(names, list[str], "fsdp_config: transformer_layer_cls_to_wrap")
+    return tuple(name.strip() for name in found)
 
 
 def _word(config: dict[str, Any], name: str, words: tuple[str, ...]) -> str:
     """A word in any case, the first one by default."""
-    given = str(config.get(name) or words[0]).upper()
-    if given not in words:
-        raise ValueError(
-            f"fsdp_config: {name} must be one of {', '.join(words)}, not {given}"
-        )
-    return given
+    given = config.get(name)
+    if str(given).lower() in _UNSET:
+        return words[0]
+    if isinstance(given, str):
+        given = given.upper() if words[0].isupper() else given.lower()
+    return str(read(given, Literal[words], f"fsdp_config: {name}"))
 
 
 def _flag(config: dict[str, Any], name: str, default: bool) -> bool:
@@ -333,15 +333,12 @@ def _flag(config: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def _truth(name: str, value: Any) -> bool:
-    if isinstance(value, bool | int):
-        return bool(value)
-    word = str(value).lower()
-    if word not in _TRUE + _FALSE:
-        raise ValueError(f"{name} must be true or false, not {value!r}")
-    return word in _TRUE
+    if str(value).lower() in _UNSET:
+        return False
+    return bool(read(value, bool, name))
 
 
-_OPTIONS: dict[str, Callable[[Any], Any]] = {
+_OPTIONS: dict[str, type] = {
     "compute_dtype": str,
     "buffer_dtype": str,
     "fp32_reduce_scatter": bool,
@@ -370,4 +367,8 @@ def _xla_options(settings: Any) -> dict[str, Any]:
                 f"fsdp_config: xla_fsdp_settings has {name}={value!r}; honoured are "
                 f"{', '.join(_OPTIONS)}"
             )
-    return {name: _OPTIONS[name](v) for name, v in settings.items() if name in _OPTIONS}
+    return {
+        name: read(value, _OPTIONS[name], f"xla_fsdp_settings of fsdp_config: {name}")
+        for name, value in settings.items()
+        if name in _OPTIONS
+    }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 from ctrainer._C import LossScaler
+from ctrainer._settings import nearest, read, refuse_unknown
 
 PRESETS = ("torch", "fairseq", "deepspeed", "static")
 
@@ -22,15 +21,15 @@ def make_loss_scaler(setting: dict[str, Any] | str | None) -> LossScaler:
     options = _as_dict(setting)
     name = options.pop("preset", "torch")
     if name not in PRESETS:
-        raise ValueError(f"loss_scaler: no preset {name!r}{_instead(name, PRESETS)}")
+        raise ValueError(f"loss_scaler: no preset {name!r}; {nearest(name, PRESETS)}")
     preset = getattr(LossScaler, name)
-    known = list(inspect.signature(preset).parameters)
-    for option in options:
-        if option not in known:
-            raise ValueError(
-                f"loss_scaler: {name!r} has no option {option!r}"
-                f"{_instead(option, known)}"
-            )
+    known = inspect.signature(preset).parameters
+    refuse_unknown(f"loss_scaler {name!r}", options, known)
+    for option, value in options.items():
+        default = known[option].default
+        kind = float if default is inspect.Parameter.empty else type(default)
+        hint = kind if kind in (bool, int, float) else Any
+        options[option] = read(value, hint, f"loss_scaler: {option}")
     try:
         return preset(**options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
@@ -48,10 +47,3 @@ def _as_dict(setting: Any) -> dict[str, Any]:
             f"{type(setting).__name__}"
         )
     return dict(setting)
-
-
-def _instead(given: Any, known: Iterable[str]) -> str:
-    """The nearest of the names, or all of them."""
-    known = list(known)
-    near = difflib.get_close_matches(str(given), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(known)}"

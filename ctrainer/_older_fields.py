@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Annotated, Any, Literal
 
-from ctrainer._training_fields import CurrentFields, arg
+from ctrainer._settings import Count, Natural, NotNegative, Range, hints
+from ctrainer._training_fields import CurrentFields, arg, read_field
+from ctrainer.enums import IntervalStrategy
 
 
 class _Read:
@@ -60,9 +62,9 @@ class Alias:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def attach(self, owner: type, name: str, default: Any) -> None:
-        self.name, self.default = name, default
-        setattr(owner, name, self)
+    def attach(self, owner: type, told: Field[Any]) -> None:
+        self.name, self.default, self.field = told.name, told.default, told
+        setattr(owner, told.name, self)
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
@@ -71,7 +73,10 @@ class Alias:
 
     def __set__(self, instance: Any, value: Any) -> None:
         ready = "_ready" in vars(instance)
-        if isinstance(value, _Read) or (value == self.default and not ready):
+        if isinstance(value, _Read):
+            return
+        value = read_field(self.field, hints(OlderFields)[self.name], value)
+        if value == self.default and not ready:
             return
         current = getattr(instance, self.successor)
         new = self.to(value, current)
@@ -105,8 +110,6 @@ def default_of(cls: type, name: str) -> Any:
 
 
 def _ratio_to_steps(ratio: float, current: float) -> float:
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"warmup_ratio must be from 0 to 1, not {ratio!r}")
     return min(float(ratio), math.nextafter(1.0, 0.0))  # 1.0 would mean one step
 
 
@@ -151,17 +154,21 @@ ALIASES = {
 class OlderFields(CurrentFields):
     """What transformers 4.5 to 4.57 have and 5.17 has not."""
 
-    evaluation_strategy: str = arg("no", "eval_strategy before 4.41.", kw_only=True)
+    evaluation_strategy: IntervalStrategy | str = arg(
+        "no", "eval_strategy before 4.41.", kw_only=True
+    )
     overwrite_output_dir: bool = arg(
         False, "For scripts: train although output_dir has content.", kw_only=True
     )
-    per_gpu_train_batch_size: int | None = arg(
+    per_gpu_train_batch_size: Count | None = arg(
         None, "per_device_train_batch_size before 3.0.", kw_only=True
     )
-    per_gpu_eval_batch_size: int | None = arg(
+    per_gpu_eval_batch_size: Count | None = arg(
         None, "per_device_eval_batch_size before 3.0.", kw_only=True
     )
-    warmup_ratio: float = arg(0.0, "Share of the run to warm up in.", kw_only=True)
+    warmup_ratio: Annotated[float, Range("[0, 1]")] = arg(
+        0.0, "Share of the run to warm up in.", kw_only=True
+    )
     logging_dir: str | None = arg(None, "Folder of TensorBoard's files.", kw_only=True)
     save_safetensors: bool = arg(True, "Weights as safetensors.", kw_only=True)
     no_cuda: bool = arg(False, "use_cpu before 4.32.", kw_only=True)
@@ -185,7 +192,7 @@ class OlderFields(CurrentFields):
     past_index: int = arg(
         -1, "Index of the output to feed to the next batch as mems.", kw_only=True
     )
-    fsdp_min_num_params: int = arg(0, "In fsdp_config since 4.26.", kw_only=True)
+    fsdp_min_num_params: Natural = arg(0, "In fsdp_config since 4.26.", kw_only=True)
     fsdp_transformer_layer_cls_to_wrap: str | None = arg(
         None, "In fsdp_config since 4.26.", kw_only=True
     )
@@ -216,8 +223,9 @@ class OlderFields(CurrentFields):
     _n_gpu: int = field(init=False, repr=False, default=-1)
 
 
-for _name, _alias in ALIASES.items():
-    _alias.attach(OlderFields, _name, default_of(OlderFields, _name))
+for _field in fields(OlderFields):
+    if _field.name in ALIASES:
+        ALIASES[_field.name].attach(OlderFields, _field)
 
 
 def take_shadowed(args: Any) -> None:
@@ -256,37 +264,37 @@ class OwnFields(OlderFields):
         "without a float32 copy.",
         kw_only=True,
     )
-    ema_decay: float | None = arg(
+    ema_decay: Annotated[float, Range("[0, 1]")] | None = arg(
         None,
         "Keep an exponential moving average of the weights, which keeps this share of "
         "itself at each update; None keeps none.",
         kw_only=True,
     )
-    ema_start_update: int = arg(
+    ema_start_update: Natural = arg(
         0, "Before this update the average is a copy of the weights.", kw_only=True
     )
-    ema_update_freq: int = arg(1, "Average one update in this many.", kw_only=True)
+    ema_update_freq: Count = arg(1, "Average one update in this many.", kw_only=True)
     ema_fp32: bool = arg(
         False, "Keep the average of 16-bit weights in float32.", kw_only=True
     )
-    swa_start_update: int | None = arg(
+    swa_start_update: Natural | None = arg(
         None,
         "Keep an equal average of the weights from this update on; None keeps none.",
         kw_only=True,
     )
-    swa_update_freq: int = arg(
+    swa_update_freq: Count = arg(
         1, "Take one update in this many into the equal average.", kw_only=True
     )
     average_in_eval: bool = arg(
         True, "Evaluate and predict with the averaged weights.", kw_only=True
     )
-    grad_norm_type: float = arg(
+    grad_norm_type: Annotated[float, Range("(0, inf]")] = arg(
         2.0,
         "p of the norm of gradients that max_grad_norm bounds and the log shows: > 0, "
         "or inf for the largest element.",
         kw_only=True,
     )
-    max_grad_value: float | None = arg(
+    max_grad_value: Annotated[float, Range("(0, inf]")] | None = arg(
         None,
         "After clipping by norm, each element of a gradient is clipped to "
         "[-max_grad_value, max_grad_value]; None: not.",
@@ -304,7 +312,7 @@ class OwnFields(OlderFields):
         "grad_norm_type, before clipping.",
         kw_only=True,
     )
-    layer_grad_norm_depth: int | None = arg(
+    layer_grad_norm_depth: Count | None = arg(
         None,
         "With log_layer_grad_norms: one norm for all parameters whose names begin with "
         "the same this many parts; None: one for each parameter.",
@@ -326,18 +334,18 @@ class OwnFields(OlderFields):
     use_diloco: bool = arg(
         False, "The same with DiLoCo's step between blocks.", kw_only=True
     )
-    global_sync_iter: int | None = arg(
+    global_sync_iter: Count | None = arg(
         None, "Updates in a block; None: 50, or DiLoCo's 500.", kw_only=True
     )
-    block_lr: float | None = arg(
+    block_lr: NotNegative | None = arg(
         None, "Learning rate of blocks; None: 1, or DiLoCo's 0.7.", kw_only=True
     )
-    block_momentum: float | None = arg(
+    block_momentum: NotNegative | None = arg(
         None,
         "Momentum of blocks, 0: the models are averaged; None: 0.875, or DiLoCo's 0.9.",
         kw_only=True,
     )
-    warmup_iterations: int | None = arg(
+    warmup_iterations: Natural | None = arg(
         None,
         "Updates after which all first take over the first rank's model; None: 500, or "
         "DiLoCo's 0, never.",
@@ -352,13 +360,13 @@ class OwnFields(OlderFields):
         "warm-up.",
         kw_only=True,
     )
-    delta_bits: int = arg(
+    delta_bits: Literal[32, 8, 4] = arg(
         32,
         "Bits in which a block's distances travel: 32, or codes of 8 or 4, of which "
         "what they miss goes with the next block's.",
         kw_only=True,
     )
-    overlap_steps: int = arg(
+    overlap_steps: Natural = arg(
         0,
         "Updates after the end of a block in which its average is taken; meanwhile it "
         "is on its way.",
@@ -382,7 +390,7 @@ class OwnFields(OlderFields):
         "counts each row alike and so depends on the batch size.",
         kw_only=True,
     )
-    eval_spill_bytes: int | None = arg(
+    eval_spill_bytes: Natural | None = arg(
         None,
         "Predictions beyond this size go to a temporary file; None: to memory.",
         kw_only=True,

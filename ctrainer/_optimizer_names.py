@@ -6,12 +6,13 @@ in PACKAGES.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from ctrainer._settings import nearest, read
 
 
 @dataclass(frozen=True)
@@ -245,27 +246,15 @@ def checked_options(
     options = parse_options(text)
     for key in options.keys() - known:
         raise ValueError(_refusal(key, name, sorted(known)))
-    return {k: _of_type(k, v, defaults[k]) for k, v in options.items()}
+    kinds = {k: bool if isinstance(defaults[k], bool) else float for k in options}
+    return {k: read(v, kinds[k], f"optim_args: {k}") for k, v in options.items()}
 
 
 def _refusal(key: str, name: str, known: list[str]) -> str:
     if key in _OWN_ARGUMENTS:
         return f"optim_args has {key!r}: that is the argument {_OWN_ARGUMENTS[key]}"
-    near = difflib.get_close_matches(key, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-    return f"optim_args has {key!r}, which optim={name!r} does not have: {hint}"
-
-
-def _of_type(key: str, value: Any, default: Any) -> Any:
-    """`value` as a bool or number where `default` is one."""
-    wanted = bool if isinstance(default, bool) else float
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False}
-    if wanted is bool:
-        value = {**words, "no": False}.get(str(value).lower(), value)
-    if not isinstance(value, bool if wanted is bool else (int, float)):
-        kind = "true or false" if wanted is bool else "a number"
-        raise ValueError(f"optim_args has {key}={value}; expected {kind}")
-    return value
+    hint = nearest(key, known)
+    return f"optim_args has {key!r}, which optim={name!r} does not have; {hint}"
 
 
 def parse_options(text: str | None) -> dict[str, Any]:

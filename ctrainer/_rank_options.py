@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-_ACCUMULATION = ("num_steps", "sync_each_batch")
+from ctrainer._settings import Count, hints, read, read_options, refuse_unknown
+
+
+@dataclass(slots=True)
+class _Accumulation:
+    num_steps: Count = 1
+    sync_each_batch: bool = False
 
 
 @dataclass
@@ -34,6 +40,16 @@ class AcceleratorConfig:
     non_blocking: bool = False
     gradient_accumulation_kwargs: dict[str, Any] | None = None
     use_configured_state: bool = False
+
+    def __post_init__(self) -> None:
+        for name, hint in hints(AcceleratorConfig).items():
+            value = getattr(self, name)
+            setattr(self, name, read(value, hint, f"accelerator_config: {name}"))
+        given = self.gradient_accumulation_kwargs
+        if given is not None:
+            where = "gradient_accumulation_kwargs of accelerator_config"
+            told = asdict(read_options(_Accumulation, given, where))
+            self.gradient_accumulation_kwargs = {name: told[name] for name in given}
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
@@ -62,36 +78,19 @@ def config_of(config: Any) -> AcceleratorConfig:
         return config
     if isinstance(config, str | os.PathLike):
         return AcceleratorConfig.from_json_file(config)
-    return _of_dict(config.to_dict() if hasattr(config, "to_dict") else config or {})
+    if config is None:
+        return AcceleratorConfig()
+    return _of_dict(config.to_dict() if hasattr(config, "to_dict") else config)
 
 
-def _of_dict(given: Mapping[str, Any]) -> AcceleratorConfig:
-    unknown = sorted(set(given) - set(NAMES))
-    if unknown:
+def _of_dict(given: Any) -> AcceleratorConfig:
+    if not isinstance(given, Mapping):
         raise ValueError(
-            f"accelerator_config={dict(given)!r} is not supported; {unknown[0]} is "
-            f"none of its settings, which are {', '.join(NAMES)}"
+            f"accelerator_config must be a dict, or the path of a JSON file with one, "
+            f"not {given!r} ({type(given).__name__})"
         )
+    refuse_unknown("accelerator_config", given, NAMES)
     return AcceleratorConfig(**copy.deepcopy(dict(given)))
-
-
-def accepts(config: Any) -> bool:
-    """Is every setting one that is honoured?"""
-    given = config_of(config).to_dict()
-    kwargs = given.pop("gradient_accumulation_kwargs")
-    dispatch = given.pop("dispatch_batches")
-    flags = [*given.values(), *([] if dispatch is None else [dispatch])]
-    return all(isinstance(flag, bool) for flag in flags) and _accumulates(kwargs)
-
-
-def _accumulates(kwargs: Any) -> bool:
-    if not isinstance(kwargs, dict | None):
-        return False
-    kwargs = kwargs or {}
-    steps = kwargs.get("num_steps", 1)
-    whole = isinstance(steps, int) and not isinstance(steps, bool) and steps > 0
-    flag = isinstance(kwargs.get("sync_each_batch", False), bool)
-    return whole and flag and set(kwargs) <= set(_ACCUMULATION)
 
 
 def take_accumulation(args: Any) -> None:

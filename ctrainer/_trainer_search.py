@@ -7,8 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from ctrainer._argument_checks import as_its_type
+from ctrainer._settings import nearest
 from ctrainer._trainer_base import TrainerBase
 from ctrainer.integrations import search_backend
+from ctrainer.training_args import TrainingArguments
 
 logger = logging.getLogger("ctrainer.trainer")
 
@@ -105,10 +108,15 @@ class SearchMixin(TrainerBase):
             if name == "wandb":  # ray passes its own settings along
                 continue
             if not hasattr(self.args, name):
-                logger.warning("hp_space sets %s, which no argument is called", name)
+                logger.warning(
+                    "hp_space sets %s, which no argument is called; %s",
+                    name,
+                    nearest(name, vars(self.args)),
+                )
                 continue
-            had = getattr(self.args, name)
-            setattr(self.args, name, value if had is None else type(had)(value))
+            setattr(
+                self.args, name, as_its_type(self.args, TrainingArguments, name, value)
+            )
         self._train_batch_size = self.args.train_batch_size
 
     def _report_to_hp_search(

@@ -8,9 +8,22 @@ _argument_table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import inspect
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, dataclass, field
+from functools import cache
+from typing import Annotated, Any, Literal, Self
 
+from ctrainer._settings import (
+    Count,
+    Natural,
+    NotNegative,
+    Range,
+    Share,
+    nearest,
+    read,
+    without_none,
+)
 from ctrainer.enums import (
     HubStrategy,
     IntervalStrategy,
@@ -18,6 +31,8 @@ from ctrainer.enums import (
     SaveStrategy,
     SchedulerType,
 )
+
+Seed = Annotated[int, Range("[0, 4294967295]")]  # NumPy takes no others
 
 _LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
@@ -27,47 +42,82 @@ def arg(default: Any, text: str, *, kw_only: bool = False, **metadata: Any) -> A
     return field(default=default, kw_only=kw_only, metadata={"help": text, **metadata})
 
 
+def read_field(told: Field[Any], hint: Any, value: Any) -> Any:
+    """The value of a field, as `hint` and its choices want it. None is the default
+    where that is 0, false or empty. Raises ValueError naming the field."""
+    if value is told.default:
+        return value
+    _, optional = without_none(hint)
+    if value is None and not optional and not told.default:
+        return told.default
+    if value is None and told.default_factory is not MISSING:
+        return told.default_factory()
+    if "choices" in told.metadata:
+        hint = Literal[tuple(told.metadata["choices"])]
+        hint = hint | None if optional else hint
+    return read(value, hint, told.name)
+
+
+@cache
+def _keywords(cls: Any) -> Iterable[str] | None:
+    """The keywords that the constructor takes; None: any."""
+    found = inspect.signature(cls.__init__).parameters.values()
+    names = [p.name for p in found if p.kind is not p.VAR_POSITIONAL]
+    return None if any(p.kind is p.VAR_KEYWORD for p in found) else names
+
+
 @dataclass(init=False, repr=False, eq=False)
 class CurrentFields:
     """In the groups of transformers' documentation: training, optimizer, precision,
     logging, evaluation, saving, Hub, reproducibility, data, distribution, scripts."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Raise TypeError for a keyword that is no field, with the nearest that is."""
+        known = _keywords(cls)  # type: ignore[arg-type]
+        for name in kwargs:
+            if known is not None and name not in known:
+                raise TypeError(
+                    f"{cls.__name__}() got an unexpected keyword argument {name!r}; "
+                    f"{nearest(name, known)}"
+                )
+        return super().__new__(cls)
+
     output_dir: str | None = arg(
         None, "Folder for checkpoints and results; trainer_output when not given."
     )
-    per_device_train_batch_size: int = arg(8, "Rows in a training micro-batch.")
+    per_device_train_batch_size: Count = arg(8, "Rows in a training micro-batch.")
     num_train_epochs: float = arg(3.0, "Passes over the data; may have a fraction.")
     max_steps: int = arg(-1, "Updates to do; above 0 it overrides num_train_epochs.")
-    learning_rate: float = arg(5e-5, "Peak learning rate.")
+    learning_rate: NotNegative = arg(5e-5, "Peak learning rate.")
     lr_scheduler_type: SchedulerType | str = arg(
         "linear", "Shape of the learning rate over the run."
     )
     lr_scheduler_kwargs: dict[str, Any] | str | None = arg(
         None, "More settings of that shape, such as num_cycles; a dict or its JSON."
     )
-    warmup_steps: float = arg(
+    warmup_steps: NotNegative = arg(
         0, "Updates over which the rate rises from 0; below 1, a share of the run."
     )
     # transformers says adamw_torch where torch is older than 2.8; here both are one.
     optim: OptimizerNames | str = arg("adamw_torch_fused", "Optimizer.")
     optim_args: str | None = arg(None, "More settings of it, as 'name=value,...'.")
-    weight_decay: float = arg(
+    weight_decay: NotNegative = arg(
         0.0, "Decoupled decay of weights, not of biases or norms."
     )
-    adam_beta1: float = arg(0.9, "Decay of the mean of gradients.")
-    adam_beta2: float = arg(0.999, "Decay of the mean of squared gradients.")
-    adam_epsilon: float = arg(1e-8, "Added to the root of the mean square.")
+    adam_beta1: Share = arg(0.9, "Decay of the mean of gradients.")
+    adam_beta2: Share = arg(0.999, "Decay of the mean of squared gradients.")
+    adam_epsilon: NotNegative = arg(1e-8, "Added to the root of the mean square.")
     optim_target_modules: None | str | list[str] = arg(  # noqa: RUF036
         None, "Modules for GaLore and APOLLO."
     )
-    gradient_accumulation_steps: int = arg(1, "Micro-batches in an update.")
+    gradient_accumulation_steps: Count = arg(1, "Micro-batches in an update.")
     average_tokens_across_devices: bool = arg(
         True, "Count the targets of a batch over all ranks."
     )
     max_grad_norm: float = arg(
         1.0, "Gradients are scaled to at most this norm; 0: not."
     )
-    label_smoothing_factor: float = arg(
+    label_smoothing_factor: Share = arg(
         0.0, "Share of a target's weight that is spread over all classes."
     )
     bf16: bool = arg(False, "Compute in bfloat16 where autocast says so.")
@@ -94,7 +144,7 @@ class CurrentFields:
     neftune_noise_alpha: float | None = arg(
         None, "Strength of NEFTune's noise on the input embeddings."
     )
-    torch_empty_cache_steps: int | None = arg(
+    torch_empty_cache_steps: Count | None = arg(
         None, "Empty the device's allocator cache every so many steps."
     )
     auto_find_batch_size: bool = arg(False, "Halve the batch until it fits in memory.")
@@ -132,14 +182,14 @@ class CurrentFields:
         None, "Updates between evaluations; below 1, a share; None: logging_steps."
     )
     eval_delay: float = arg(0, "Steps or epochs before the first evaluation.")
-    per_device_eval_batch_size: int = arg(8, "Rows in an evaluation batch.")
+    per_device_eval_batch_size: Count = arg(8, "Rows in an evaluation batch.")
     prediction_loss_only: bool = arg(False, "Evaluate the loss alone.")
     eval_on_start: bool = arg(False, "Evaluate before the first update.")
     eval_do_concat_batches: bool = arg(
         True, "Join the batches' outputs; else pass them on as lists."
     )
     eval_use_gather_object: bool = arg(False, "Gather outputs of ranks as objects.")
-    eval_accumulation_steps: int | None = arg(
+    eval_accumulation_steps: Count | None = arg(
         None, "Batches kept on the device before they move to memory; None: all."
     )
     include_for_metrics: list[str] = field(
@@ -176,8 +226,8 @@ class CurrentFields:
         False, "Replace callbacks by those stored, not only their counters."
     )
     full_determinism: bool = arg(False, "Only deterministic algorithms in torch.")
-    seed: int = arg(42, "Seed of every random generator.")
-    data_seed: int | None = arg(None, "Seed of the order of the data; None: seed.")
+    seed: Seed = arg(42, "Seed of every random generator.")
+    data_seed: Natural | None = arg(None, "Seed of the order of the data; None: seed.")
     use_cpu: bool = arg(False, "Train on the CPU even where a GPU is visible.")
     accelerator_config: dict[str, Any] | str | None = arg(
         None, "Settings of accelerate; a dict or a JSON file."
@@ -186,10 +236,10 @@ class CurrentFields:
         None, "Parallelism of accelerate."
     )
     dataloader_drop_last: bool = arg(False, "Leave out a last batch that is not full.")
-    dataloader_num_workers: int = arg(0, "Processes that load data; 0: this one.")
+    dataloader_num_workers: Natural = arg(0, "Processes that load data; 0: this one.")
     dataloader_pin_memory: bool = arg(True, "Batches in page-locked memory for a GPU.")
     dataloader_persistent_workers: bool = arg(False, "Keep them between epochs.")
-    dataloader_prefetch_factor: int | None = arg(None, "Batches ahead per process.")
+    dataloader_prefetch_factor: Count | None = arg(None, "Batches ahead per process.")
     dataloader_multiprocessing_context: str | None = arg(
         None, "How they are started.", choices=["fork", "spawn", "forkserver"]
     )
@@ -207,7 +257,7 @@ class CurrentFields:
     )
     length_column_name: str = arg("length", "Column with the lengths to group by.")
     ddp_find_unused_parameters: bool | None = arg(None, "Of DistributedDataParallel.")
-    ddp_bucket_cap_mb: int | None = arg(None, "Of DistributedDataParallel.")
+    ddp_bucket_cap_mb: Count | None = arg(None, "Of DistributedDataParallel.")
     ddp_broadcast_buffers: bool | None = arg(None, "Of DistributedDataParallel.")
     ddp_static_graph: bool | None = arg(None, "Of DistributedDataParallel.")
     ddp_backend: str | None = arg(
@@ -215,7 +265,7 @@ class CurrentFields:
         "Collectives to use.",
         choices=["nccl", "gloo", "mpi", "xccl", "hccl", "cncl", "mccl"],
     )
-    ddp_timeout: int = arg(1800, "Seconds before a collective fails.")
+    ddp_timeout: Count = arg(1800, "Seconds before a collective fails.")
     fsdp: str | None = arg(None, "Shard the model over ranks.", nargs="?", const=True)
     fsdp_config: dict[str, Any] | str | None = arg(
         None, "Settings of sharding; a dict or a JSON file."

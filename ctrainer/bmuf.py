@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from ctrainer import _C
+from ctrainer._settings import read_options
 from ctrainer.adapters import blocks
 from ctrainer.comm import from_environment
 
 __all__ = ["BMUF"]
 
 _KEY = "bmuf"  # in a state_dict, beside those of the inner optimizer
-_OPTIONS = {
-    "global_sync_iter": 50,
-    "block_lr": 1.0,
-    "block_momentum": 0.875,
-    "warmup_iterations": 500,
-    "average_sync": False,
-    "delta_bits": 32,
-    "overlap_steps": 0,
-}
+
+
+@dataclass(kw_only=True, slots=True)
+class _Options:
+    global_sync_iter: int = 50
+    block_lr: float = 1.0
+    block_momentum: float = 0.875
+    warmup_iterations: int = 500
+    use_nbm: bool = False
+    average_sync: bool = False
+    delta_bits: int = 32
+    overlap_steps: int = 0
+    distributed_world_size: int | None = None
 
 
 class BMUF(_C.BMUF):
@@ -32,7 +38,8 @@ class BMUF(_C.BMUF):
     block_lr, goes into a momentum of blocks, and that moves the global model, which all
     go on from. With block_momentum 0 the models are averaged and nothing else.
 
-    cfg: anything with FairseqBMUFConfig's fields, each of which may be missing:
+    cfg: a dict or an object with FairseqBMUFConfig's fields, each of which may be
+    missing; a dict has no others, of an object only these are read:
     global_sync_iter=50, block_lr=1, block_momentum=0.875, warmup_iterations=500,
     use_nbm=False, average_sync=False (average Adam's moments where workers meet, rather
     than start them anew at the end of the warm-up), delta_bits=32 (8 or 4: distances
@@ -49,7 +56,8 @@ class BMUF(_C.BMUF):
     float32 copies of 16-bit parameters, those are what is averaged. What is not here,
     like backward() and scaler, is the optimizer's.
 
-    Raises ValueError for options out of range, and on all ranks in step() where a first
+    Raises ValueError for options that are not known, of another type or out of range,
+    and on all ranks in step() where a first
     block did not begin with the same parameters on all; RuntimeError in step() when
     another rank fails or stays away. A NaN or Inf in one rank's parameters is in those
     of all after the block.
@@ -68,11 +76,9 @@ class BMUF(_C.BMUF):
         *,
         look: str | None = None,
     ) -> None:
-        options: dict[str, Any] = {
-            name: getattr(cfg, name, old) for name, old in _OPTIONS.items()
-        }
-        nbm = "nbm" if getattr(cfg, "use_nbm", False) else "plain"
-        group = _group(cfg, communicator)
+        options = asdict(read_options(_Options, cfg, "BMUF"))
+        nbm = "nbm" if options.pop("use_nbm") else "plain"
+        group = _group(options.pop("distributed_world_size"), communicator)
         super().__init__(
             _with_interface(cfg, optimizer), group, look=look or nbm, **options
         )
@@ -265,13 +271,6 @@ class BMUF(_C.BMUF):
         return blocks.blanks_like(self._synced_tensors()[0])
 
 
-class _Options:
-    """A configuration from keywords."""
-
-    def __init__(self, **options: Any) -> None:
-        self.__dict__.update(options)
-
-
 def _is_foreign(optimizer: Any) -> bool:
     return not isinstance(optimizer, _C.FairseqOptimizer)
 
@@ -285,8 +284,7 @@ def _with_interface(cfg: Any, optimizer: Any) -> Any:
     return FairseqOptimizer(cfg, optimizer)
 
 
-def _group(cfg: Any, communicator: _C.Communicator | None) -> _C.Communicator:
-    wanted = getattr(cfg, "distributed_world_size", None)
+def _group(wanted: int | None, communicator: _C.Communicator | None) -> _C.Communicator:
     if communicator is None:
         communicator = (
             from_environment()

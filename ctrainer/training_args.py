@@ -104,7 +104,9 @@ class TrainingArguments(Setters):
             if f.init and f.name not in ALIASES
         }
         secret = {
-            name: f"<{name.upper()}>" for name in shown if name.endswith("_token")
+            name: f"<{name.upper()}>"
+            for name, value in shown.items()
+            if name.endswith("_token") and not isinstance(value, bool)
         }
         return {**shown, **secret}
 
@@ -303,6 +305,7 @@ def adopt(args: Any) -> Any:
     if not isinstance(args, TrainingArguments):
         _argument_checks.require_arguments(args)
         _argument_checks.complete(args, TrainingArguments)
+    _argument_checks.check_types(args, TrainingArguments)
     _argument_table.check(args, TrainingArguments._default_of)
     _rank_options.take_accumulation(args)
     sharding_of(args)

@@ -7,9 +7,12 @@ python docs/make_arguments.py --check    exits 1 when it is not current
 import sys
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import Any, get_args
 
+from ctrainer._argument_checks import read_table
 from ctrainer._argument_table import status_of
 from ctrainer._older_fields import ALIASES, OlderFields
+from ctrainer._settings import choices_of, describe
 from ctrainer._training_fields import CurrentFields
 from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -26,7 +29,16 @@ keyword-only. Nothing is silently ignored. An argument is *honoured*; or honoure
 the values that are listed and refused for others; or *refused* when set, with a
 ValueError that says what to do instead; or has *no effect* by its nature. A
 `transformers.TrainingArguments` object is checked by the same table.
+
+A keyword that is no argument is a TypeError with the nearest name. A value is of the
+type in its column, or is converted where nothing is lost: text that is a number
+(`"5e-5"`, `"1_000"`), a truth value (`"false"`, `"no"`, `0`) or `"None"`, whole floats
+for whole numbers, NumPy's scalars, paths and members of enumerations. Anything else,
+NaN too, is a ValueError with the argument, the value and its type. None stands for the
+default of an argument whose default is 0, false or empty.
 """
+
+FIELDS = read_table(Seq2SeqTrainingArguments)
 
 
 def default_of(field: Field) -> str:
@@ -43,11 +55,25 @@ def row(field: Field) -> str:
     status, note = status_of(field.name)
     status = f"{status}: {note}" if note else status
     text = field.metadata.get("help", "")
-    return f"| `{field.name}` | `{default_of(field)}` | {cell(text)} | {cell(status)} |"
+    columns = (f"`{field.name}`", f"`{default_of(field)}`", values(field), text, status)
+    return f"| {' | '.join(map(cell, columns))} |"
+
+
+def values(field: Field) -> str:
+    """What a value has to be; of many words their number."""
+    told, hint = FIELDS.get(field.name, (field, Any))
+    words = told.metadata.get("choices") or next(
+        filter(None, map(choices_of, get_args(hint))), ()
+    )
+    if len(words) > 12:
+        return f"one of {len(words)} words"
+    if words:
+        return "one of " + ", ".join(map(str, words))
+    return "" if hint is Any else describe(hint)
 
 
 def table(chosen: list[Field]) -> str:
-    head = "| argument | default | meaning | status |\n| --- | --- | --- | --- |"
+    head = "| argument | default | value | meaning | status |\n" + "| --- " * 5 + "|"
     return "\n".join([head, *map(row, chosen)])
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
+from ctrainer._settings import describe, hints
 from ctrainer.fairseq import models  # noqa: F401, which registers itself
 from ctrainer.fairseq.config.command_line import only_refers, spellings
 from ctrainer.fairseq.config.components import component_class, component_names
 from ctrainer.fairseq.config.root import COMPONENTS
 from ctrainer.fairseq.config.status import status_of
 from ctrainer.fairseq.config.trees import groups
-from ctrainer.fairseq.config.values import describe, hints
 
 PAGE = Path(__file__).with_name("fairseq_config.md")
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from ctrainer._settings import describe, hints
 from ctrainer.fairseq.config import (
     MISSING,
     FairseqConfig,
@@ -30,7 +31,6 @@ from ctrainer.fairseq.config import (
 )
 from ctrainer.fairseq.config.root import COMPONENTS
 from ctrainer.fairseq.config.trees import known_options
-from ctrainer.fairseq.config.values import describe, hints
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -287,7 +287,7 @@ class TestTheArgument:
             ("torhc", "no preset 'torhc'; did you mean 'torch'"),
             ("amp", "no preset 'amp'; there is torch, fairseq, deepspeed, static"),
             ({"preset": "fairseq", "scale_windw": 3}, "did you mean 'scale_window'"),
-            ({"hysteresis": 3}, "'torch' has no option 'hysteresis'; there is init_sc"),
+            ({"hysteresis": 3}, "'torch' has no 'hysteresis'; there is init_sc"),
             ({"growth_interval": 0}, "growth_interval must be >= 1"),
             ({"growth_interval": "soon"}, "str"),
             ("static", "loss_scale"),

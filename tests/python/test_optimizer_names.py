@@ -162,15 +162,15 @@ def test_arguments_reach_the_optimizer(
     ("name", "text", "message"),
     [
         ("sgd", "momentun=0.9", "'momentun', which optim='sgd' .* mean 'momentum'"),
-        ("lion_32bit", "eps=1", "which optim='lion_32bit' does not have: it has"),
+        ("lion_32bit", "eps=1", "which optim='lion_32bit' does not have; there is"),
         ("sgd", "weight_decay=0.1", "is the argument weight_decay"),
         ("adagrad", "lr=0.1", "is the argument learning_rate"),
         ("adamw_torch", "betas=1", "adam_beta1 and adam_beta2"),
         ("ademamix", "beta1=0.8", "is the argument adam_beta1"),
         ("adamw_torch", "beta3=0.8", "'beta3', which optim='adamw_torch' does not"),
         ("sgd", "fused=true", "does not have"),
-        ("sgd", "momentum=much", "momentum=much; expected a number"),
-        ("sgd", "nesterov=maybe", "nesterov=maybe; expected true or false"),
+        ("sgd", "momentum=much", "momentum must be a number, not 'much'"),
+        ("sgd", "nesterov=maybe", "nesterov must be true or false, not 'maybe'"),
         ("sgd", "momentum", "name=value"),
     ],
 )

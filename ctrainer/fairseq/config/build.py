@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from ctrainer._settings import hints
 from ctrainer.fairseq.config.base import MISSING, OpenConfig
 from ctrainer.fairseq.config.components import component_class
 from ctrainer.fairseq.config.files import override_tree, read_yaml
@@ -28,7 +29,7 @@ from ctrainer.fairseq.config.trees import (
     tree_of,
     unknown_option,
 )
-from ctrainer.fairseq.config.values import as_lists, convert, hints
+from ctrainer.fairseq.config.values import as_lists, convert
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import Any, NoReturn
 
+from ctrainer._settings import choices_of, hints, without_none
 from ctrainer.fairseq.config.base import MISSING
 from ctrainer.fairseq.config.build import as_config
 from ctrainer.fairseq.config.common import CommonConfig, EMAConfig, FairseqBMUFConfig
@@ -31,13 +32,7 @@ from ctrainer.fairseq.config.distributed import DistributedTrainingConfig
 from ctrainer.fairseq.config.flat import tree_of_flat
 from ctrainer.fairseq.config.root import COMPONENTS, FairseqConfig
 from ctrainer.fairseq.config.trees import nested_class
-from ctrainer.fairseq.config.values import (
-    choices_of,
-    convert,
-    hints,
-    is_reference,
-    without_none,
-)
+from ctrainer.fairseq.config.values import convert, is_reference
 
 # What a program that trains uses unless told otherwise, as in fairseq.
 _CHOSEN = {

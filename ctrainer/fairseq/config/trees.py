@@ -9,9 +9,9 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ctrainer._settings import hints, plain
 from ctrainer.fairseq.config.base import OpenConfig
 from ctrainer.fairseq.config.root import FairseqConfig
-from ctrainer.fairseq.config.values import hints, plain
 
 Tree = dict[str, Any]
 

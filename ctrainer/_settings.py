@@ -1,0 +1,359 @@
+"""The reader of settings: values by their annotations, names by those that are known.
+
+TrainingArguments, BMUF, sharding, accelerate's settings and fairseq's groups all go
+through here. A value is what its annotation says; or is converted where nothing is
+lost, as '5e-5' is, which YAML takes for text; or raises ValueError, which names the
+setting, what is expected, and the value with its type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+_TRUE = {"true", "yes", "on", "t", "y", "1"}
+_FALSE = {"false", "no", "off", "f", "n", "0"}
+_NOTHING = {"none", "null", "~"}  # as text, of what is no text itself
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An interval such as "[0, 1)" in an annotation. No NaN is in it."""
+
+    text: str
+
+    def __contains__(self, value: float) -> bool:
+        low, high = map(float, self.text[1:-1].split(","))
+        above = value >= low if self.text[0] == "[" else value > low
+        return above and (value <= high if self.text[-1] == "]" else value < high)
+
+
+Natural = Annotated[int, Range("[0, inf)")]
+Count = Annotated[int, Range("[1, inf)")]
+NotNegative = Annotated[float, Range("[0, inf)")]
+Positive = Annotated[float, Range("(0, inf)")]
+Share = Annotated[float, Range("[0, 1)")]
+
+# ---- names
+
+_FEW = 40  # names that a message may list
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What to say after a name that is not known: the one that is meant, or all."""
+    names = list(map(str, known))
+    folded = {other.lower().replace("-", "_"): other for other in names}
+    near = difflib.get_close_matches(
+        str(name).lower().replace("-", "_"), folded, n=2, cutoff=0.65
+    )
+    if near:
+        return f"did you mean {' or '.join(repr(folded[n]) for n in near)}?"
+    few = len(names) <= _FEW
+    return f"there is {', '.join(names) or 'none'}" if few else "no name is near it"
+
+
+def refuse_unknown(where: str, given: Iterable[Any], known: Iterable[str]) -> None:
+    """Raise ValueError for the first of `given` that is not among `known`."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{where} has no {name!r}; {nearest(name, known)}")
+
+
+# ---- annotations
+
+
+@cache
+def hints(cls: type) -> dict[str, Any]:
+    """The annotations of a dataclass, with their ranges. Raises TypeError where one
+    means nothing."""
+    try:
+        return get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise TypeError(f"{cls.__qualname__}: {error} in its annotations") from error
+
+
+def without_none(hint: Any) -> tuple[Any, bool]:
+    """(the annotation without None, whether None was allowed)."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint, hint is Any
+    rest = [arg for arg in get_args(hint) if arg is not NoneType]
+    optional = len(rest) < len(get_args(hint))
+    return rest[0] if len(rest) == 1 else Union[tuple(rest)], optional  # noqa: UP007
+
+
+def choices_of(hint: Any) -> tuple[Any, ...] | None:
+    """The words that an annotation allows, or None where it is not of that kind."""
+    hint, _ = without_none(hint)
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return tuple(str(member.value) for member in hint)
+    return None
+
+
+def plain(value: Any) -> Any:
+    """Members of enumerations as their values, NumPy's scalars and tensors of no
+    dimension as Python's, in containers too."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value))
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+# ---- values
+
+
+class Mismatch(Exception):
+    """The value is not of the kind."""
+
+
+class Reader:
+    """Reads values by annotations; subclasses know a package's own ways to write them.
+
+    A truth value is also one of the words true, yes, on, t, y and their opposites, or 1
+    and 0; a number also its text, and a whole number also a float that is one. None is
+    also written none, null or ~ where no text is allowed. A truth value is no number,
+    a number is no text, and one value is no list.
+    """
+
+    def read(self, value: Any, hint: Any, where: str) -> Any:
+        """`value` as `hint` wants it. Raises ValueError naming `where`."""
+        try:
+            return self._read(plain(value), hint, where)
+        except Mismatch:
+            raise ValueError(mismatch(value, hint, where)) from None
+
+    def _read(self, value: Any, hint: Any, where: str) -> Any:
+        kind, optional = without_none(hint)
+        if kind is Any:
+            return value
+        if optional and (value is None or self._says_nothing(value, kind)):
+            return None
+        if get_origin(kind) is Annotated:
+            kind, span = get_args(kind)
+            value = self._read(value, kind, where)
+            if value not in span:
+                raise Mismatch
+            return value
+        if choices_of(kind) is not None:
+            return self.choice(value, kind, where)
+        if get_origin(kind) in (Union, UnionType):
+            return self.union(value, kind, where)
+        convert = _CONVERTERS.get(_bare(kind))
+        if convert is not None:
+            return convert(self, value, kind, where)
+        if not isinstance(kind, type):
+            raise TypeError(f"{where} is annotated {kind}, which cannot be checked")
+        if not isinstance(value, kind):
+            raise Mismatch
+        return value
+
+    def _says_nothing(self, value: Any, kind: Any) -> bool:
+        is_word = isinstance(value, str) and value.lower() in _NOTHING
+        return is_word and not {str, Any} & set(get_args(kind) or (kind,))
+
+    def truth(self, value: Any, kind: Any, where: str) -> bool:
+        text = str(value).lower()
+        if not isinstance(value, (bool, int, str)) or text not in _TRUE | _FALSE:
+            raise Mismatch
+        return text in _TRUE
+
+    def whole(self, value: Any, kind: Any, where: str) -> int:
+        if isinstance(value, str):
+            value = _number(value)
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise Mismatch
+        if not isinstance(value, Integral) and float(value) % 1 != 0:  # NaN, inf too
+            raise Mismatch
+        return int(value)  # type: ignore[call-overload, no-any-return]
+
+    def number(self, value: Any, kind: Any, where: str) -> float:
+        """A whole number stays one: 500 steps are not 500.0."""
+        if isinstance(value, str):
+            value = _number(value)
+        if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+            raise Mismatch
+        return int(value) if isinstance(value, Integral) else float(value)
+
+    def text(self, value: Any, kind: Any, where: str) -> str:
+        if not isinstance(value, (str, os.PathLike)):
+            raise Mismatch
+        return os.fspath(value)
+
+    def choice(self, value: Any, kind: Any, where: str) -> Any:
+        choices = choices_of(kind) or ()
+        if value is False and "no" in choices:  # YAML's reading of the word
+            value = "no"
+        for word in choices:
+            same = value == word and type(value) is type(word)
+            if same or value == str(word):
+                return kind(word) if isinstance(kind, type) else word
+        raise Mismatch
+
+    def items(self, value: Any) -> Sequence[Any]:
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise Mismatch
+        return value
+
+    def sequence(self, value: Any, kind: Any, where: str) -> list[Any]:
+        (item,) = get_args(kind) or (Any,)
+        return [
+            self.read(part, item, f"{where}[{i}]")
+            for i, part in enumerate(self.items(value))
+        ]
+
+    def row(self, value: Any, kind: Any, where: str) -> tuple[Any, ...]:
+        parts, wanted = self.items(value), get_args(kind)
+        if wanted[1:] == (...,):
+            wanted = wanted[:1] * len(parts)
+        if len(parts) != len(wanted) and wanted:
+            raise Mismatch
+        each = zip(parts, wanted or (Any,) * len(parts), strict=True)
+        return tuple(
+            self.read(part, item, f"{where}[{i}]")
+            for i, (part, item) in enumerate(each)
+        )
+
+    def mapping(self, value: Any, kind: Any, where: str) -> dict[Any, Any]:
+        if not isinstance(value, Mapping):
+            raise Mismatch
+        _, item = get_args(kind) or (Any, Any)
+        return {k: self.read(part, item, f"{where}.{k}") for k, part in value.items()}
+
+    def union(self, value: Any, kind: Any, where: str) -> Any:
+        """The first member that takes the value; one whose type it is before those
+        that convert. Beside an enumeration, str means its words alone."""
+        members: Sequence[Any] = get_args(kind)
+        if any(isinstance(m, type) and issubclass(m, Enum) for m in members):
+            members = [member for member in members if member is not str]
+        for member in sorted(members, key=lambda m: type(value) is not _bare(m)):
+            try:
+                return self._read(value, member, where)
+            except Mismatch:
+                continue
+        raise Mismatch
+
+
+def _bare(hint: Any) -> Any:
+    return get_origin(hint) or hint
+
+
+def _number(text: str) -> float:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise Mismatch
+
+
+_CONVERTERS: dict[Any, Callable[[Any, Any, Any, str], Any]] = {
+    bool: lambda reader, *rest: reader.truth(*rest),
+    int: lambda reader, *rest: reader.whole(*rest),
+    float: lambda reader, *rest: reader.number(*rest),
+    str: lambda reader, *rest: reader.text(*rest),
+    list: lambda reader, *rest: reader.sequence(*rest),
+    tuple: lambda reader, *rest: reader.row(*rest),
+    dict: lambda reader, *rest: reader.mapping(*rest),
+}
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+    dict: "a dict",
+}
+
+
+def mismatch(value: Any, hint: Any, where: str) -> str:
+    """The sentence about a value that an annotation does not allow."""
+    sentence = f"{where} must be {describe(hint)}, not {value!r}"
+    choices = [word for word in choices_of(hint) or () if isinstance(word, str)]
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{sentence} ({type(value).__name__}){meant}"
+
+
+def describe(hint: Any) -> str:
+    """What an annotation allows, in words."""
+    kind, optional = without_none(hint)
+    if optional and kind is not Any:
+        return f"{describe(kind)} or None"
+    if get_origin(kind) is Annotated:
+        inner, span = get_args(kind)
+        return f"{describe(inner)} in {span.text}"
+    choices = choices_of(kind)
+    if choices is not None:
+        return f"one of {', '.join(map(str, choices))}"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(describe, get_args(kind)))
+    if kind is Any:
+        return "anything"
+    word = _WORDS.get(_bare(kind))
+    if word is None:
+        return f"a {getattr(kind, '__name__', kind)}"
+    args = [arg for arg in get_args(kind) if arg not in (Any, ...)]
+    if word != "a list" or not args:
+        return word
+    count = f"{len(args)} " if get_origin(kind) is tuple and len(args) > 1 else ""
+    item = {int: "whole numbers", float: "numbers", str: "texts"}.get(args[0])
+    return f"a list of {count}{item}" if item else "a list"
+
+
+# ---- groups of settings
+
+_READER = Reader()
+_Options = TypeVar("_Options")
+
+
+def read(value: Any, hint: Any, where: str) -> Any:
+    """`value` as `hint` wants it. Raises ValueError naming `where`."""
+    return _READER.read(value, hint, where)
+
+
+def read_options(cls: type[_Options], source: Any, where: str) -> _Options:
+    """The dataclass `cls` of the settings that `source` has; others by default.
+
+    Of a mapping every name has to be known, `_name` apart, which says whose group it
+    is; of a Namespace, a dataclass or another object only the names of `cls` are read.
+
+    Raises ValueError naming the setting; TypeError for what holds no settings.
+    """
+    assert is_dataclass(cls)
+    known = [field.name for field in fields(cls)]
+    if isinstance(source, Mapping):
+        refuse_unknown(where, (n for n in source if n != "_name"), known)
+        given = {name: source[name] for name in known if name in source}
+    elif isinstance(source, (type, Real, str, bytes, Sequence, NoneType)):
+        raise TypeError(
+            f"{where} is a dict or an object with attributes such as {known[0]}, not "
+            f"{source!r} ({type(source).__name__})"
+        )
+    else:
+        given = {n: getattr(source, n) for n in known if hasattr(source, n)}
+    kinds = hints(cls)
+    return cls(**{n: read(v, kinds[n], f"{where}: {n}") for n, v in given.items()})
