@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ctrainer.adapters import fairseq_parameters
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import _code_feedback, _sharding, _zero
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
@@ -137,7 +138,9 @@ class Checkpoints(Core):
         self._optim_history = state.get("optimizer_history") or []
         saved = state.get("last_optimizer_state")
         if saved is not None and not reset_optimizer:
-            self._load_optimizer(saved, reset_lr_scheduler, optimizer_overrides)
+            self._load_optimizer(
+                saved, state["model"], reset_lr_scheduler, optimizer_overrides
+            )
             if _sharding.reduces_to_codes(self.cfg):
                 _code_feedback.load(
                     self.model, extra_state or {}, filename, self._saves_shards
@@ -177,7 +180,10 @@ class Checkpoints(Core):
             if self._saves_shards:
                 _sharding.load_shards(self.model, filename, state)
             elif self.is_fsdp:
-                self.model.load_state_dict(state["model"])
+                weights = fairseq_parameters.upgraded_weights(
+                    self._model, state["model"]
+                )
+                self.model.load_state_dict(weights)
             else:
                 tools.load_weights(self.get_model(), state["model"], self.cfg.model)
             if tools.has_parameters(self.get_criterion()):
@@ -189,7 +195,11 @@ class Checkpoints(Core):
             ) from error
 
     def _load_optimizer(
-        self, saved: dict[str, Any], reset_lr_scheduler: bool, overrides: Any
+        self,
+        saved: dict[str, Any],
+        weights: dict[str, Any],
+        reset_lr_scheduler: bool,
+        overrides: Any,
     ) -> None:
         if not self._optim_history:
             raise ValueError(
@@ -206,7 +216,12 @@ class Checkpoints(Core):
             )
         if not reset_lr_scheduler:
             self.lr_scheduler.load_state_dict(last["lr_scheduler_state"])
-        if self.is_fsdp and not self._saves_shards:
+        if not self.is_fsdp:
+            shapes = [parameter.shape for parameter in self.optimizer.params]
+            saved = fairseq_parameters.state_in_order(
+                saved, self.get_model(), weights, shapes
+            )
+        elif not self._saves_shards:
             saved = self.model.get_shard_from_optim_state_dict(saved)
         self.optimizer.load_state_dict(saved, overrides)
         self.set_num_updates(last["num_updates"])

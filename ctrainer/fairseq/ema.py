@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from ctrainer import _C
+from ctrainer.adapters import fairseq_parameters
 from ctrainer.adapters import torch_fairseq as tools
 
 __all__ = ["EMA", "build_ema"]
@@ -89,10 +90,20 @@ class EMA:
     def restore(
         self, state_dict: dict[str, Any], build_fp32_params: bool = False
     ) -> None:
-        """Take over averages from a model's state."""
-        self.model.load_state_dict(state_dict, strict=False)
+        """Take over averages from a model's state; raise ValueError where some of the
+        averages are not in it, or others are."""
+        result = self.model.load_state_dict(state_dict, strict=False)
+        averaged, _ = tools.averaged_tensors(self.model)
+        missing = [name for name in result.missing_keys if name in averaged]
+        if missing or result.unexpected_keys:
+            raise ValueError(
+                "the averages of a checkpoint do not fit the model: missing "
+                f"{', '.join(missing) or 'none'}; unexpected "
+                f"{', '.join(result.unexpected_keys) or 'none'}"
+            )
         if build_fp32_params:
-            self.build_fp32_params(state_dict)
+            saved = fairseq_parameters.upgraded_weights(self.model, state_dict)
+            self.build_fp32_params({**self.model.state_dict(), **saved})
             self._follow(self._source)
 
     def reverse(self, model: Any) -> Any:

@@ -60,6 +60,14 @@ class MultiheadAttention(nn.Module):
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
 
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """Releases before 0.9 have the three projections in one."""
+        for kind in ("weight", "bias"):
+            joined = state_dict.pop(f"{name}.in_proj_{kind}", None)
+            if joined is not None:
+                for part, values in zip("qkv", joined.chunk(3), strict=True):
+                    state_dict[f"{name}.{part}_proj.{kind}"] = values
+
     def forward(
         self,
         query: torch.Tensor,

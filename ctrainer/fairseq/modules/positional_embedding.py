@@ -55,9 +55,23 @@ class SinusoidalPositionalEmbedding(nn.Module):
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx if padding_idx is not None else 0
         self.weights = self.get_embedding(init_size, embedding_dim, padding_idx)
-        # In fairseq's checkpoints; says device and dtype.
+        # Says device and dtype. Saved, since releases of fairseq before June 2023 ask
+        # for it; later ones neither write it nor mind.
         self.register_buffer("_float_tensor", torch.zeros(1))
         self.max_positions = _MOST
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """What a release has saved of this is nothing to load: the waves are computed,
+        and `_float_tensor` is memory that was never written to, or not there."""
+        prefix = f"{name}." if name else ""
+        state_dict.pop(f"{prefix}weights", None)
+        state_dict[f"{prefix}_float_tensor"] = torch.zeros(1)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        self.upgrade_state_dict_named(state_dict, prefix.removesuffix("."))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @staticmethod
     def get_embedding(

@@ -3,7 +3,7 @@ modules/transformer_layer.py. Tensors are (length, rows, embed_dim)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,8 +13,20 @@ from ctrainer.fairseq.modules.small import FairseqDropout, LayerNorm
 from ctrainer.fairseq.utils import get_activation_fn
 
 
+# fairseq 0.12.2 keeps the weights of an encoder's layer a second time, joined for a
+# kernel of torch; it makes them anew from the others when it loads.
+_COPIES = tuple(
+    f"{part}_{kind}"
+    for part in ("in_proj", "out_proj", "fc1", "fc2")
+    for kind in ("weight", "bias")
+)
+
+
 class _Layer(nn.Module):
     """The feed-forward half, and where norms stand: before each half or after it."""
+
+    # By the numbers that releases before 0.6 give them.
+    norms: ClassVar[tuple[str, ...]]
 
     normalize_before: bool
     fc1: nn.Linear
@@ -34,6 +46,16 @@ class _Layer(nn.Module):
         self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
         self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
         self.final_layer_norm = LayerNorm(embed_dim)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """Bring a layer of an older release up to date, in place."""
+        for copy in _COPIES:
+            state_dict.pop(f"{name}.{copy}", None)
+        for i, norm in enumerate(self.norms):
+            for kind in ("weight", "bias"):
+                old = f"{name}.layer_norms.{i}.{kind}"
+                if old in state_dict:
+                    state_dict[f"{name}.{norm}.{kind}"] = state_dict.pop(old)
 
     def _before(self, norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
         return norm(x) if self.normalize_before else x
@@ -57,6 +79,8 @@ class TransformerEncoderLayer(_Layer):
     encoder_normalize_before, dropout, attention_dropout, activation_dropout and
     activation_fn as attributes.
     """
+
+    norms = ("self_attn_layer_norm", "final_layer_norm")
 
     def __init__(self, args: Any) -> None:
         super().__init__(args, args.encoder_embed_dim, args.encoder_ffn_embed_dim)
@@ -89,6 +113,8 @@ class TransformerDecoderLayer(_Layer):
     """Attention to the words before, to the source unless no_encoder_attn, and a
     feed-forward network. args: as TransformerEncoderLayer's, of the decoder, and
     encoder_embed_dim for the source's."""
+
+    norms = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
 
     def __init__(self, args: Any, no_encoder_attn: bool = False) -> None:
         super().__init__(args, args.decoder_embed_dim, args.decoder_ffn_embed_dim)
