@@ -1,8 +1,8 @@
 """Which parameter each entry of an optimizer's saved state belongs to.
 
-An optimizer numbers its parameters in the order of the model that it was saved with, and
-releases of fairseq declare theirs in different orders: 0.9 has `embed_out` before all
-others of a decoder, 0.12.2 keeps copies of each encoder layer's weights that are
+An optimizer numbers its parameters in the order of the model that it was saved with,
+and releases of fairseq declare theirs in different orders: 0.9 has `embed_out` before
+all others of a decoder, 0.12.2 keeps copies of each encoder layer's weights that are
 parameters without gradients. The keys of the saved weights are in that order.
 """
 
@@ -75,15 +75,15 @@ def _saved_places(
         name: index[name] if weights.get(name) is value else origin.get(id(value))
         for name, value in upgraded.items()
     }
+    here = {name: i for i, name in enumerate(model.state_dict())}
     used = {id(value) for value in upgraded.values()}
     extra = {
         i: value.shape
-        for i, value in enumerate(weights.values())
-        if id(value) not in used and isinstance(value, torch.Tensor)
+        for i, (name, value) in enumerate(weights.items())
+        if id(value) not in used and name not in here
     }
     names = _names_of_trained(model)
     places = [_least(at, own) for own in names]
-    here = {name: i for i, name in enumerate(model.state_dict())}
     known = [place for place in places if place is not None]
     if len(known) < len(places):
         return None, {}  # the model makes new tensors of the saved ones

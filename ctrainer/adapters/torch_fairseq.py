@@ -193,8 +193,19 @@ def load_file(path: str) -> Any:
     return _load(path, path)
 
 
+class _MeterOf2019:
+    """A meter in a checkpoint of fairseq 0.9, whose "train_meters" are objects; its
+    numbers are not gone on with."""
+
+
+_OLD_METERS = [
+    (_MeterOf2019, f"fairseq.meters.{name}")
+    for name in ("AverageMeter", "TimeMeter", "StopwatchMeter")
+]
+
+
 def _load(source: Any, name: str) -> Any:
-    safe = [argparse.Namespace, *numpy_names()]
+    safe = [argparse.Namespace, *_OLD_METERS, *numpy_names()]
     try:
         with torch.serialization.safe_globals(safe):
             return torch.load(source, map_location="cpu", weights_only=True)

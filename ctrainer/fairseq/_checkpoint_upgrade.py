@@ -35,6 +35,7 @@ def upgrade_state_dict(state: dict[str, Any]) -> dict[str, Any]:
             "iterations_in_epoch": extra.get("batch_offset", 0),
         }
         extra.setdefault("train_iterator", position)
+        extra.pop("train_meters", None)  # 0.9's; today's are in "metrics"
     if state.get("args") is not None:
         _upgrade_args(vars(state["args"]), extra)
     if _is_group(cfg := state.get("cfg")):

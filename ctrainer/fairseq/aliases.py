@@ -58,7 +58,8 @@ def _name_children(ours: str) -> None:
 
 def install_fairseq_aliases() -> None:
     """Make `fairseq` name our modules: fairseq.tasks, fairseq.logging.metrics and so on
-    are ctrainer.fairseq.tasks, ctrainer.fairseq.metrics and so on.
+    are ctrainer.fairseq.tasks, ctrainer.fairseq.metrics and so on, each module one
+    object under both names.
 
     A module is loaded when it is imported; a second call changes nothing. Raises
     RuntimeError where fairseq is installed or loaded: two sets of metrics under one
@@ -71,7 +72,9 @@ def install_fairseq_aliases() -> None:
             "fairseq is installed, so its modules keep their names; uninstall it, or "
             "import ctrainer.fairseq.metrics under its own name"
         )
-    sys.meta_path.append(_finder)
+    # Before the finder of files, which would find ours below a package of ours that is
+    # named fairseq.X, and run them a second time.
+    sys.meta_path.insert(0, _finder)
 
 
 def remove_fairseq_aliases() -> None:

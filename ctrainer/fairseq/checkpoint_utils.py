@@ -350,10 +350,11 @@ def load_model_ensemble_and_task(
 ) -> tuple[list[Any], Any, Any]:
     """(models, the last one's config, the task): the task is the first one's, unless it
     is given. Raises FileNotFoundError for a missing file."""
-    from ctrainer.fairseq import tasks
+    # What they register says what the options of a checkpoint are.
+    from ctrainer.fairseq import criterions, models, tasks  # noqa: F401
     from ctrainer.fairseq.config import checkpoint_config
 
-    models: list[Any] = []
+    ensemble: list[Any] = []
     cfg = None
     for filename in filenames:
         state = load_checkpoint_to_cpu(_existing(filename, "model"), arg_overrides)
@@ -361,8 +362,8 @@ def load_model_ensemble_and_task(
         task = tasks.setup_task(cfg.task) if task is None else task
         model = task.build_model(cfg.model)
         model.load_state_dict(state["model"], strict=strict, model_cfg=cfg.model)
-        models.append(model)
-    return models, cfg, task
+        ensemble.append(model)
+    return ensemble, cfg, task
 
 
 def load_pretrained_component_from_model(component: Any, checkpoint: str) -> Any:

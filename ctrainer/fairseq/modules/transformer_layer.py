@@ -12,7 +12,6 @@ from ctrainer.fairseq.modules.multihead_attention import MultiheadAttention, Sav
 from ctrainer.fairseq.modules.small import FairseqDropout, LayerNorm
 from ctrainer.fairseq.utils import get_activation_fn
 
-
 # fairseq 0.12.2 keeps the weights of an encoder's layer a second time, joined for a
 # kernel of torch; it makes them anew from the others when it loads.
 _COPIES = tuple(
