@@ -11,6 +11,7 @@
 #   make check-core   the tests of the C core alone
 #   make asan      the core's and the extension's tests under ASan and UBSan
 #   make tsan      the tests that run threads under TSan
+#   make mutants   put 100 faults into a copy of the tree and see that tests fail: hours
 #   make cuda      build the CUDA plugin with nvcc and test it, its kernels on the CPU
 #   make cuda-emul, cuda-check   the CUDA kernels on the CPU; on a GPU
 #   make bench-kernels   the update against the speed of this memory
@@ -39,7 +40,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
 .PHONY: install demo test test-all test-python test-engine bench lint format ext check-core asan asan-core asan-ext tsan clean
-.PHONY: bench-kernels
+.PHONY: bench-kernels mutants
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
@@ -125,6 +126,10 @@ THREADED := test_bmuf test_codecs test_comm test_comm_levels test_fsdp test_fsdp
 tsan:
 	$(MAKE) BUILD=$(BUILD)/tsan SAN="-O1 -g -fsanitize=thread" \
 	  TESTS="$(THREADED:%=$(BUILD)/tsan/%)" check-core
+
+# MUTANTS: other options of the script, such as --area bmuf or --only 17.
+mutants: ext
+	$(PY) tests/mutants/run.py $(MUTANTS)
 
 # Norm + AdamW against the memory of this machine, on one thread and on all.
 bench-kernels: $(BUILD)/bench_kernels

@@ -1,0 +1,114 @@
+"""What `make mutants` draws: faults in files that exist."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from mutants import areas
+from mutants.faults import c_faults, faults, python_faults
+from mutants.run import drawn, told
+
+ROOT = Path(__file__).resolve().parent.parent
+
+C = """\
+/* if (a) { in a comment */
+int
+f(int a)
+{
+    wait_for(a);
+    move(a - b);
+    if (a < 3) {
+        return fail("a < 3");
+    }
+    free(a);
+    return c->rank + 1;
+}
+"""
+MADE_OF_C = [
+    (5, "drop a synchronisation", "    ;"),
+    (6, "delete a call", "    ;"),
+    (6, "swap operands", "    move(b - a);"),
+    (7, "negate a condition", "    if (!(a < 3)) {"),
+    (7, "off by one", "    if (a <= 3) {"),
+    (7, "skip a check", "    if (0 && (a < 3)) {"),
+    (7, "swap operands", "    if (3 < a) {"),
+    (11, "off by one", "    return c->rank;"),
+    (11, "wrong stream or rank", "    return (c->rank + 1) + 1;"),
+]
+PYTHON = """\
+def f(a):
+    \"\"\"if a < 3: in words.\"\"\"
+    if a < 3:
+        raise ValueError("a - b")
+    a.barrier()
+    a.move(a - b)
+    return c.rank + 1
+"""
+MADE_OF_PYTHON = [
+    (3, "negate a condition", "    if not (a < 3):"),
+    (3, "off by one", "    if a <= 3:"),
+    (3, "skip a check", "    if False and (a < 3):"),
+    (5, "drop a synchronisation", "    ..."),
+    (6, "delete a call", "    ..."),
+    (6, "swap operands", "    a.move(((b) - (a)))"),
+    (7, "off by one", "    return (c.rank)"),
+    (7, "wrong stream or rank", "    return (c.rank + 1) + 1"),
+]
+
+
+def test_each_operator_makes_its_faults() -> None:
+    assert sorted(c_faults(C)) == MADE_OF_C
+    assert sorted(python_faults(PYTHON)) == MADE_OF_PYTHON
+
+
+@pytest.mark.parametrize("name", areas.AREAS)
+def test_every_named_file_has_faults_and_tests(name: str) -> None:
+    area = areas.AREAS[name]
+    for path, tests in area.tests().items():
+        for test in tests + area.others.split():
+            assert (ROOT / "tests" / test).exists(), f"{path}: there is no {test}"
+        found = faults(ROOT, path)
+        assert found, f"{path} has no faults"
+        text = (ROOT / path).read_text()
+        for fault in found if path.endswith(".py") else ():
+            ast.parse(fault.applied(text))
+
+
+@pytest.mark.parametrize("fixed", areas.FIXED, ids=lambda fixed: fixed.why)
+def test_the_fixed_faults_apply(fixed: areas.Fixed) -> None:
+    text = (ROOT / fixed.path).read_text()
+    assert fixed.fault(text).applied(text) != text
+    assert (ROOT / "tests" / fixed.nearest).exists()
+
+
+def test_what_is_excluded_is_there_and_has_a_reason() -> None:
+    for path, line, operator, reason in areas.EQUIVALENT:
+        found = [f.operator for f in faults(ROOT, path) if f.before.strip() == line]
+        assert operator in found, f"{path} has no {operator!r} of {line!r} any more"
+        assert len(reason) > 20
+
+
+def test_a_seed_draws_the_same_faults_with_the_fixed_ones_first() -> None:
+    every = list(areas.AREAS)
+    first, second = ([f for f, _, _ in drawn(3, every)][:200] for _ in range(2))
+    assert first == second
+    assert len(set(first)) == 200
+    assert [f.path for f in first[:5]] == [fixed.path for fixed in areas.FIXED]
+    assert first != [f for f, _, _ in drawn(4, every)][:200]
+    assert {area for _, area, _ in drawn(0, ["bmuf"])} == {"bmuf"}
+
+
+def results(nearest: int, area: int, survived: int) -> list[dict[str, str]]:
+    near = {"area": "bmuf", "fault": "", "how": "nearest", "by": "a test"}
+    far = {**near, "how": "area"}
+    alive = {**near, "how": "-", "by": ""}
+    return [near] * nearest + [far] * area + [alive] * survived
+
+
+def test_the_gate_asks_for_95_of_100_and_for_90_by_the_nearest() -> None:
+    assert told(results(90, 5, 5)) == 0
+    assert told(results(90, 4, 6)) == 1
+    assert told(results(89, 8, 3)) == 1
+    assert told(results(9, 1, 0)) == 0
