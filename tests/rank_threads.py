@@ -27,8 +27,8 @@ import torch
 
 from ctrainer import _C
 
-GROUP_SECONDS = 30.0
-LIMIT_SECONDS = 60.0
+GROUP_SECONDS = 120.0
+LIMIT_SECONDS = 200.0
 
 FORBIDDEN = (
     (torch, "manual_seed"),

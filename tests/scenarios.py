@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-GROUP_SECONDS = 30.0
-LIMIT_SECONDS = 150.0
+GROUP_SECONDS = 120.0
+LIMIT_SECONDS = 250.0
 
 
 def found_in(*modules: str) -> dict[str, Any]:

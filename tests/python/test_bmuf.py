@@ -22,7 +22,7 @@ import ctrainer
 from ctrainer import optim
 from ctrainer.comm import from_environment
 torch.set_num_threads(1)
-group = from_environment(30.0)
+group = from_environment(120.0)
 
 def model(dtype=torch.float32, seed=rank):
     generator = torch.Generator().manual_seed(seed)

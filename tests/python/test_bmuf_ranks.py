@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 import ctrainer
 from ctrainer.comm import from_environment
-group = from_environment(30.0)
-three = from_environment(30.0, ranks=[0, 1, 2]) if group.rank < 3 else None
+group = from_environment(120.0)
+three = from_environment(120.0, ranks=[0, 1, 2]) if group.rank < 3 else None
 f = np.float32
 told = {}
 
@@ -343,7 +343,7 @@ def same(group, values):
 mine = inner(params())
 values = mine.param_groups[0]["params"]
 cfg = config(warmup_iterations=0, global_sync_iter=2, block_momentum=0.5, block_lr=0.7)
-joins = from_environment(30.0)  # formed when rank 3 joins
+joins = from_environment(120.0)  # formed when rank 3 joins
 if rank < 3:
     bmuf = ctrainer.BMUF(cfg, mine, three)
     for update in range(4):
@@ -368,7 +368,7 @@ found["trained"] = same(group, values)
 stay = bmuf.roll_call(stays=rank != 0)
 found["stay"] = stay
 if rank in stay:
-    left = from_environment(30.0, ranks=stay)
+    left = from_environment(120.0, ranks=stay)
     bmuf.regroup(left)
     for update in range(6, 8):
         set_grads(mine, update)

@@ -38,7 +38,7 @@ WORK = """
 import sys, numpy as np
 from ctrainer.comm import from_environment
 for _ in range(2):
-    group = from_environment(30.0)
+    group = from_environment(120.0)
     values = np.arange(100001.0) * (group.rank + 1)
     group.all_reduce(values, "mean")
     assert (values == np.arange(100001.0) * 1.5).all()
@@ -48,7 +48,7 @@ for _ in range(2):
     assert group.all_gather_padded(wide, np.arange(1, 3)[group.rank :]) == [2, 1]
     assert wide.tolist() == [1, 2, 2, 0]
     assert "torch" not in sys.modules
-half = from_environment(30.0, ranks=[1, 0])
+half = from_environment(120.0, ranks=[1, 0])
 half.all_gather(parts, np.array([group.rank * 7]))
 assert parts.tolist() == [7, 0]
 assert half.rank == 1 - group.rank

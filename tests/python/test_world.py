@@ -13,7 +13,7 @@ import numpy as np
 from ctrainer.comm import run, world
 from ctrainer.training_args import TrainingArguments
 
-args = TrainingArguments(sys.argv[1], ddp_timeout=30, disable_tqdm=True)
+args = TrainingArguments(sys.argv[1], ddp_timeout=120, disable_tqdm=True)
 with args.main_process_first(local=False):
     made = os.path.exists(sys.argv[1] + "/made")
     assert made == (args.process_index > 0)
