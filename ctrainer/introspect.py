@@ -9,11 +9,11 @@ from typing import Any
 
 def base_model(model: Any) -> Any:
     """The model inside a PEFT wrapper, else the model."""
-    if not hasattr(model, "peft_config"):
-        return model
-    if hasattr(model, "get_base_model"):
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         return model.get_base_model()
-    return model.base_model.model
+    if any(cls.__module__.partition(".")[0] == "peft" for cls in type(model).__mro__):
+        return model.base_model.model  # of PeftMixedModel
+    return model  # adapters in it, too, that transformers' add_adapter() has put there
 
 
 def _forward(model: Any) -> Callable[..., Any] | None:

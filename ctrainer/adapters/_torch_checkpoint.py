@@ -9,7 +9,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ctrainer import _C
+from ctrainer.adapters import _saved_names
 from ctrainer.checkpoint import Sink
 
 logger = logging.getLogger("ctrainer.checkpoint")
@@ -124,8 +125,7 @@ def save_arguments(sink: Sink, args: Any) -> None:
 def save_model(sink: Sink, model: Any, state_dict: dict[str, Any] | None) -> None:
     """Save as transformers does: by the model's save_pretrained where it has one, its
     tensors written by C; else the state_dict alone."""
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
-    inner = getattr(inner, "module", inner) if _is_wrapper(inner) else inner
+    inner = _unwrapped(model)
     if callable(getattr(inner, "save_pretrained", None)):
         with _tensors_into(sink):
             inner.save_pretrained(sink.folder, state_dict=state_dict)
@@ -142,8 +142,12 @@ def save_configuration(sink: Sink, model: Any) -> None:
         config.save_pretrained(sink.folder)
 
 
-def _is_wrapper(model: Any) -> bool:
-    return isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+def _unwrapped(model: Any) -> Any:
+    """The model that torch.compile, or torch's data parallelism, has wrapped."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return inner.module
+    return inner
 
 
 @contextlib.contextmanager
@@ -238,20 +242,22 @@ def snapshot_bytes(model: Any, optimizer: Any) -> int:
 def load_model(model: Any, folder: str) -> None:
     """Read a checkpoint's weights into the model, in place where memory allows.
 
-    Raises FileNotFoundError without any, ValueError where not one of them fits; warns
-    of names that only one side has.
+    Raises FileNotFoundError without any, and ValueError, before a weight is changed,
+    naming weights that only one side has. Tied weights, and names that the model says
+    to ignore, may be on one side.
     """
+    model = _unwrapped(model)
     if _load_adapter(model, folder):
         return
     files = weight_files(folder)
     if files[0].endswith(".safetensors"):
-        missing, unexpected = _load_files(model, files)
-    else:
-        state: dict[str, Any] = {}
-        for file in files:
-            state |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        missing, unexpected = _load_state(model, state)
-    _tell(model, folder, missing, unexpected)
+        _load_files(model, folder, files)
+        return
+    state: dict[str, Any] = {}
+    for file in files:
+        state |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    layout = _layout(model, folder, state)
+    _load_state(model, folder, layout.state(state))
 
 
 def weight_files(folder: str) -> list[str]:
@@ -285,52 +291,78 @@ def _load_adapter(model: Any, folder: str) -> bool:
     active = active() if callable(active) else active
     for place in places:
         name = active[0] if place == folder else os.path.basename(place)
-        model.load_adapter(place, name, is_trainable=name in active)
+        _load_one_adapter(model, place, name, name in active)
     return True
 
 
-def _load_files(model: Any, files: list[str]) -> tuple[list[str], list[str]]:
-    targets = _live_targets(model)
-    found: dict[str, Any] = {}
+def _load_one_adapter(model: Any, place: str, name: str, trains: bool) -> None:
+    """Into the adapter that is there, in its own dtype."""
+    import peft
+
+    if isinstance(model, peft.PeftModel):
+        found = model.load_adapter(
+            place, name, is_trainable=trains, autocast_adapter_dtype=False
+        )
+    else:  # transformers' integration loads only adapters that are not there yet
+        saved = peft.load_peft_weights(place, device="cpu")
+        plain = {n.removeprefix("base_model.model."): t for n, t in saved.items()}
+        found = peft.set_peft_model_state_dict(model, plain, name)
+    missing = [n for n in found.missing_keys if name in n.split(".")]
+    raise_unless_all(place, missing, list(found.unexpected_keys))
+
+
+def _layout(model: Any, folder: str, names: Any) -> _saved_names.Layout:
+    """Where each saved tensor goes; raises ValueError unless all weights are there."""
+    own = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    layout = _saved_names.layout(model, own, names)
+    if _loads_plainly(model):
+        raise_unless_all(folder, *layout.fit(names))
+    return layout
+
+
+def _load_files(model: Any, folder: str, files: list[str]) -> None:
     indexes = {file: _C.safetensors_index(file)[1] for file in files}
-    if targets is not None and all(
-        name not in targets or _fits(targets[name], tag, shape)
+    entries = {
+        name: (tag, shape)
         for index in indexes.values()
         for name, tag, shape, _ in index
-    ):
-        for file, index in indexes.items():
-            here = {n: targets[n] for n, *_ in index if n in targets}
-            _C.load_safetensors_into(file, here, False, True)
-        names = {n for index in indexes.values() for n, *_ in index}
-        return _absent(targets, names), sorted(names - targets.keys())
+    }
+    layout = _layout(model, folder, entries)
+    own = layout.renamed if _lies_in_memory(model, layout.own) else {}
+    direct = {
+        name: layout.own[own[name]]
+        for name, (tag, shape) in entries.items()
+        if name in own and _fits(layout.own[own[name]], tag, shape)
+    }
+    fresh = {n: _empty(*entry) for n, entry in entries.items() if n not in direct}
     for file, index in indexes.items():
-        fresh = {name: _empty(tag, shape) for name, tag, shape, _ in index}
-        _C.load_safetensors_into(file, _raw(fresh), True, True)
-        found |= fresh
-    return _load_state(model, found)
+        raw = _raw({n: fresh[n] for n, *_ in index if n in fresh})
+        here = {n: direct[n] for n, *_ in index if n in direct}
+        _C.load_safetensors_into(file, here | raw, True, True)
+    if direct.keys() < entries.keys():
+        _load_state(model, folder, layout.state(fresh), {own[n] for n in direct})
 
 
-def _live_targets(model: Any) -> dict[str, torch.Tensor] | None:
-    """The model's own tensors by name, if writing into them is all that loading does:
-    no hook, no override, nothing elsewhere than in host memory."""
+def _loads_plainly(model: Any) -> bool:
+    """Is writing into the model's tensors all that loading does: no hook, no
+    override?"""
     plain = nn.Module._load_from_state_dict
     norm = nn.modules.batchnorm._NormBase._load_from_state_dict
-    if type(model).load_state_dict is not nn.Module.load_state_dict:
-        return None
-    for module in model.modules():
-        if (
-            type(module)._load_from_state_dict not in (plain, norm)
-            or module._load_state_dict_pre_hooks
-            or module._load_state_dict_post_hooks
-            or module._state_dict_hooks
-        ):
-            return None
-    state = model.state_dict()
-    simple = all(
-        type(t) is torch.Tensor and t.device.type == "cpu" and t.is_contiguous()
-        for t in state.values()
+    return type(model).load_state_dict is nn.Module.load_state_dict and not any(
+        type(module)._load_from_state_dict not in (plain, norm)
+        or module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or module._state_dict_hooks
+        for module in model.modules()
     )
-    return state if simple else None
+
+
+def _lies_in_memory(model: Any, own: dict[str, torch.Tensor]) -> bool:
+    """May files be read straight into the model's tensors?"""
+    return _loads_plainly(model) and all(
+        type(t) is torch.Tensor and t.device.type == "cpu" and t.is_contiguous()
+        for t in own.values()
+    )
 
 
 DTYPES = {
@@ -357,23 +389,17 @@ def _raw(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: _plain(name, tensor) for name, tensor in tensors.items()}
 
 
-def _absent(targets: dict[str, torch.Tensor], names: set[str]) -> list[str]:
-    """Names that the file lacks, but for those that share memory with one it has."""
-    filled = {targets[n].data_ptr() for n in names if n in targets}
-    return [
-        n
-        for n, t in targets.items()
-        if n not in names and t.data_ptr() not in filled and t.numel() > 0
-    ]
-
-
-def _load_state(model: Any, state: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _load_state(
+    model: Any, folder: str, state: dict[str, Any], loaded: Collection[str] = ()
+) -> None:
+    """Load tensors by the model's own names, those in `loaded` being there already."""
     result = model.load_state_dict(state, strict=False)
     own = model.state_dict()
     tensors = {n: t for n, t in own.items() if isinstance(t, torch.Tensor)}
-    shared = set(_absent(tensors, state.keys() & tensors.keys()))
-    missing = [n for n in result.missing_keys if n in shared or n not in tensors]
-    return missing, list(result.unexpected_keys)
+    layout = _saved_names.Layout(model, tensors, {n: n for n in tensors}, set(), set())
+    missing, _ = layout.fit([n for n in tensors if n in state or n in loaded])
+    _, unexpected = layout.fit(result.unexpected_keys)
+    raise_unless_all(folder, missing if result.missing_keys else [], unexpected)
 
 
 def trained_state(model: Any) -> dict[str, Any]:
@@ -386,15 +412,21 @@ def load_trained_state(model: Any, state: dict[str, Any]) -> None:
     model.load_state_dict(state, strict=False)
 
 
-def _tell(model: Any, folder: str, missing: list[str], unexpected: list[str]) -> None:
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    missing = [name for name in missing if name not in ignored]
-    if missing and len(missing) >= len(list(model.state_dict())):
-        raise ValueError(
-            f"{folder} holds no weight of this model: it has {unexpected[:3]}, the "
-            f"model {missing[:3]}; was it saved by another class of model?"
-        )
-    if missing:
-        logger.warning("%s lacks weights of the model: %s", folder, missing)
-    if unexpected:
-        logger.warning("%s has weights that the model lacks: %s", folder, unexpected)
+def raise_unless_all(folder: str, missing: list[str], unexpected: list[str]) -> None:
+    if not missing and not unexpected:
+        return
+    sides = ("lacks weights of the model", missing), (
+        "has weights that the model lacks", unexpected,
+    )  # fmt: skip
+    told = " and ".join(f"{what}: {_some(names)}" for what, names in sides if names)
+    raise ValueError(
+        f"{folder} {told}. Resume with the model that was saved, of the same class and "
+        "configuration; to begin anew from some of the weights, load them with the "
+        "model's own load_state_dict(..., strict=False) and leave out "
+        "resume_from_checkpoint"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"{sorted(names)[:20]}{more}"

@@ -49,9 +49,9 @@ class TrainedModel(FullyShardedDataParallel):
         )
 
     def get_submodule(self, target: str) -> nn.Module:
-        found: Any = _unwrapped(self)
+        found: Any = unwrapped(self)
         for word in target.split(".") if target else ():
-            found = _unwrapped(getattr(found, word))
+            found = unwrapped(getattr(found, word))
         return found  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
@@ -85,7 +85,7 @@ class TrainedModel(FullyShardedDataParallel):
         return None
 
 
-def _unwrapped(module: Any) -> Any:
+def unwrapped(module: Any) -> Any:
     while isinstance(module, ShardedModule | FlattenParamsWrapper):
         module = module.module
     return module
@@ -102,7 +102,7 @@ def whole(model: TrainedModel, state: dict[str, torch.Tensor]) -> Iterator[Any]:
         for entry in group.entries
     ]
     with _full.shown(units, values), without_wrappers(model):
-        yield _unwrapped(model)
+        yield unwrapped(model)
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def without_wrappers(model: TrainedModel) -> Iterator[None]:
         if isinstance(child, ShardedModule)
     ]
     for module, name, child in wrapped:
-        module._modules[name] = _unwrapped(child)
+        module._modules[name] = unwrapped(child)
     try:
         yield
     finally:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ctrainer import _C
-from ctrainer.adapters._torch_checkpoint import weight_files
+from ctrainer.adapters import _saved_names
+from ctrainer.adapters._torch_checkpoint import raise_unless_all, weight_files
 from ctrainer.fsdp import _files, _full, _metadata
 from ctrainer.fsdp._optimizer_state import consolidate_optimizers
 from ctrainer.fsdp._shard_set import find_shards
@@ -119,21 +120,35 @@ def load_model(model: Any, folder: str) -> None:
 def load_weights(model: Any, folder: str) -> None:
     """Load this rank's part of whole weights, in transformers' files, which are mapped.
 
-    Raises RuntimeError naming parameters and buffers that the files lack, under every
-    name that they have, and shapes that differ; FileNotFoundError without any file.
+    Raises ValueError naming parameters and buffers that the files lack, under every
+    name that they have, or have beyond the model's, and RuntimeError for shapes that
+    differ; FileNotFoundError without any file.
     """
+    from ctrainer.fsdp import _trained
+
     state: State = {}
     for path in weight_files(folder):
         if path.endswith(".safetensors"):
             state |= _files.mapped(path)
         else:
             state |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    names = _full.names_of(model).values()
-    buffers = [[name] for name, _ in _full.persistent_buffers(model)]
-    missing = [own[0] for own in (*names, *buffers) if not state.keys() & set(own)]
-    if missing:
-        raise RuntimeError(f"{folder} lacks weights of the model: {missing}")
+    module, own = _trained.unwrapped(model), _own_names(model)
+    with _trained.without_wrappers(model):
+        layout = _saved_names.layout(module, own, state)
+        raise_unless_all(folder, *layout.fit(state))
+        state = layout.state(state)
     model.load_full_state_dict(state, strict=False)
+
+
+def _own_names(model: Any) -> State:
+    """The whole weights' names, with tensors of their shapes and no memory."""
+    names = _full.names_of(model)
+    own = dict(_full.persistent_buffers(model))
+    for _, group, _ in _full.groups_of(model.units()):
+        for entry in group.entries:
+            empty = torch.empty(entry.param.shape, device="meta")
+            own.update(dict.fromkeys(names[id(entry.param)], empty))
+    return own
 
 
 def load_into_whole(model: torch.nn.Module, folder: str) -> None:

@@ -77,21 +77,25 @@ def test_shards_and_torchs_own_format(tmp_path: Path) -> None:
     assert same(source, target)
 
 
-def test_what_does_not_fit_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     save(make(0), tmp_path)
     wider = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
     with pytest.raises(RuntimeError, match="size mismatch"):
         files.load_model(wider, str(tmp_path))
     longer = torch.nn.Sequential(*make(1), torch.nn.Linear(3, 3))
-    files.load_model(longer, str(tmp_path))
-    assert "lacks weights of the model: ['2.weight', '2.bias']" in caplog.text
-    other = torch.nn.ModuleDict({"x": torch.nn.Linear(2, 2)})
-    with pytest.raises(ValueError, match="holds no weight of this model"):
-        files.load_model(other, str(tmp_path))
+    shorter = torch.nn.Sequential(make(1)[0])
+    renamed = torch.nn.ModuleDict({"x": torch.nn.Linear(2, 2)})
+    for model, told in (
+        (longer, r"lacks weights of the model: \['2.bias', '2.weight'\]\. "),
+        (shorter, r"has weights that the model lacks: \['1.bias', .*\]\. "),
+        (renamed, r"lacks .* \['x.bias', 'x.weight'\] and has .* \['0.bias'"),
+    ):
+        before = [t.clone() for t in model.state_dict().values()]
+        with pytest.raises(ValueError, match=told):
+            files.load_model(model, str(tmp_path))
+        assert all(map(torch.equal, before, model.state_dict().values()))
     with pytest.raises(FileNotFoundError, match="holds no weights"):
-        files.load_model(other, str(tmp_path.parent))
+        files.load_model(renamed, str(tmp_path.parent))
 
 
 def test_values_that_are_no_tensors_are_refused_by_name(tmp_path: Path) -> None:
