@@ -409,6 +409,10 @@ def trained_state(model: Any) -> dict[str, Any]:
 
 
 def load_trained_state(model: Any, state: dict[str, Any]) -> None:
+    """Load it back; raises ValueError for weights that only one side has."""
+    trained = trained_state(model)
+    layout = _saved_names.Layout(model, trained, {n: n for n in trained}, set(), set())
+    raise_unless_all("the state of a block", *layout.fit(state))
     model.load_state_dict(state, strict=False)
 
 
