@@ -10,8 +10,11 @@ TWO = {"distributed_training__distributed_world_size": 2}
 LEGACY = {**TWO, "distributed_training__ddp_backend": "legacy_ddp"}
 found = {}
 
+def flat(module):
+    return [v for p in module.parameters() for v in p.flatten().tolist()]
+
 def weights(trainer):
-    return [v for p in trainer.get_model().parameters() for v in p.flatten().tolist()]
+    return flat(trainer.get_model())
 
 def train(updates, trainer=None, model=None, task=None, criterion=None, **changes):
     trainer = trainer or tiny.trainer(model, task, criterion, **{**TWO, **changes})
@@ -215,6 +218,29 @@ again = tiny.trainer(other_model(), **BMUF)
 again.load_checkpoint(f"{folder}/bmuf.pt")
 _, found["bmuf resumed"] = train(mine(alike)[4:], trainer=again)
 _, found["bmuf coded"] = train(mine(alike), **BMUF, bmuf__delta_bits=8)
+
+# Stopped within a block, when each rank has a model and moments of its own
+APART = {**BMUF, "bmuf__average_sync": False, "ema__store_ema": True,
+         "ema__ema_decay": 0.5}
+trainer, found["apart whole"] = train(mine(alike), **APART)
+found["apart whole"]["average"] = flat(trainer.ema.get_model())
+trainer, found["apart half"] = train(mine(alike)[:3], **APART)
+trainer.consolidate_optimizer()
+trainer.save_checkpoint(f"{folder}/apart.pt", {})
+dist.barrier()
+again = tiny.trainer(other_model(), **APART)
+again.load_checkpoint(f"{folder}/apart.pt")
+found["apart loaded"] = flat(again.get_model())
+_, found["apart resumed"] = train(mine(alike)[3:], trainer=again)
+found["apart resumed"]["average"] = flat(again.ema.get_model())
+alone = tiny.trainer(other_model(), **{**APART, "bmuf__distributed_world_size": 1,
+                                       "distributed_training__distributed_world_size": 1})
+try:
+    alone.load_checkpoint(f"{folder}/apart.pt")
+except ValueError as error:
+    found["apart alone"] = str(error)
+alone.load_checkpoint(f"{folder}/apart.pt", reset_optimizer=True)
+found["apart reset"] = flat(alone.get_model())
 
 # SlowMo: the average of both after every second update, logs of both in each
 LOCAL = {**TWO, "distributed_training__ddp_backend": "slowmo",

@@ -11,7 +11,7 @@ from typing import Any
 
 from ctrainer.adapters import fairseq_parameters
 from ctrainer.adapters import torch_fairseq as tools
-from ctrainer.fairseq import _code_feedback, _sharding, _zero
+from ctrainer.fairseq import _code_feedback, _sharding, _worker_states, _zero
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
 from ctrainer.fairseq._trainer_checks import setting
 from ctrainer.fairseq._trainer_core import Core
@@ -36,13 +36,38 @@ class Checkpoints(Core):
     """state_dict(), save_checkpoint() and load_checkpoint()."""
 
     def consolidate_optimizer(self) -> None:
-        """Bring the state of the optimizer to the first process, where each has a part;
-        then all call this before it is saved."""
-        if _zero.is_wanted(self.cfg) and self.data_parallel_world_size > 1:
+        """Bring the state of the optimizer to the first process, where each has a part
+        or, with BMUF, a model of its own; then all call this before it is saved."""
+        if self.data_parallel_world_size == 1:
+            return
+        if _zero.is_wanted(self.cfg):
             self.optimizer.optimizer.consolidate_state_dict()
+        if self._trains_apart:
+            mine = _worker_states.own_part(self._state_dict())
+            states = _worker_states.collect(self._communicator, mine)
+            self._worker_states = (self.get_num_updates(), states)
+
+    @property
+    def _trains_apart(self) -> bool:
+        """Has each process a model of its own, that is to be saved with its updates?"""
+        whole = not setting(self.cfg, "checkpoint", "no_save_optimizer_state", False)
+        return self._uses_bmuf and self.data_parallel_world_size > 1 and whole
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, in fairseq's layout; tensors are not copied."""
+        """The whole state, in fairseq's layout; tensors are not copied.
+
+        With BMUF that of the other workers too, if consolidate_optimizer() has brought
+        it here since the last update."""
+        state = self._state_dict()
+        if self._worker_states is not None:
+            updates, states = self._worker_states
+            self._worker_states = None
+            if updates == self.get_num_updates():
+                state["extra_state"][_worker_states.KEY] = states
+        return state
+
+    def _state_dict(self) -> dict[str, Any]:
+        """What this process has of it."""
         state: dict[str, Any] = {
             "args": None,
             "cfg": plain_config(self.cfg),
@@ -133,8 +158,14 @@ class Checkpoints(Core):
             logger.info("No existing checkpoint found %s", filename)
             return None
         state = upgrade_state_dict(state)
+        saved = state.get("last_optimizer_state")
+        if saved is not None and not reset_optimizer and self._uses_bmuf:
+            rank, workers = self.data_parallel_rank, self.data_parallel_world_size
+            state = _worker_states.take_own(state, rank, workers, filename)
         self._load_weights(filename, state)
         extra_state: dict[str, Any] | None = state.get("extra_state")
+        if extra_state is not None:
+            extra_state.pop(_worker_states.KEY, None)
         self._optim_history = state.get("optimizer_history") or []
         saved = state.get("last_optimizer_state")
         if saved is not None and not reset_optimizer:

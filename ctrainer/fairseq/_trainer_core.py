@@ -42,6 +42,7 @@ class Core(_C.FairseqTrainer):
     _wrapped_criterion: Any
     _wrapped_model: Any
     _warn_once: set[str]
+    _worker_states: tuple[int, list[Any]] | None
     _start_time: float
     _previous_training_time: float
     _cumulative_training_time: float | None

@@ -106,6 +106,7 @@ class Trainer(Iterators, Failures):
         self._wrapped_model = None
         self._num_updates = self._amp_retries = self._num_xla_compiles = 0
         self._warn_once = set()
+        self._worker_states = None
         self._previous_training_time = 0
         self._cumulative_training_time = None
 

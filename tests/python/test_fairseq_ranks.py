@@ -360,6 +360,31 @@ def test_bmuf_is_resumed_where_it_was(both: list[Any]) -> None:
     assert both[0]["bmuf whole"]["weights"] != both[0]["bmuf"]["weights"]
 
 
+def test_bmuf_goes_on_within_a_block_to_the_bit(both: list[Any]) -> None:
+    """Each rank from its own weights, moments and average."""
+    for found in both:
+        assert found["apart loaded"] == found["apart half"]["weights"]
+        for key in ("weights", "losses", "average"):
+            left = len(found["apart resumed"]["losses"])
+            expected = found["apart whole"][key]
+            if key == "losses":
+                expected = expected[-left:]
+            assert found["apart resumed"][key] == expected
+    for key in ("apart loaded", "apart resumed"):
+        one, other = (found[key] for found in both)
+        assert one != other  # without which nothing was shown
+
+
+def test_bmuf_s_workers_of_another_number_go_on_from_the_first_if_asked(
+    both: list[Any],
+) -> None:
+    first = both[0]["apart half"]["weights"]
+    for found in both:
+        assert "written by 2 workers" in found["apart alone"]
+        assert "these are 1" in found["apart alone"]
+        assert found["apart reset"] == first
+
+
 def test_bmuf_s_distances_may_travel_as_codes(both: list[Any]) -> None:
     whole = np.array(both[0]["bmuf whole"]["weights"])
     for found in both:
