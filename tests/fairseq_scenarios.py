@@ -233,8 +233,9 @@ again.load_checkpoint(f"{folder}/apart.pt")
 found["apart loaded"] = flat(again.get_model())
 _, found["apart resumed"] = train(mine(alike)[3:], trainer=again)
 found["apart resumed"]["average"] = flat(again.ema.get_model())
-alone = tiny.trainer(other_model(), **{**APART, "bmuf__distributed_world_size": 1,
-                                       "distributed_training__distributed_world_size": 1})
+ONE = {"bmuf__distributed_world_size": 1,
+       "distributed_training__distributed_world_size": 1}
+alone = tiny.trainer(other_model(), **{**APART, **ONE})
 try:
     alone.load_checkpoint(f"{folder}/apart.pt")
 except ValueError as error:

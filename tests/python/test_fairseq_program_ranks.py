@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import fairseq_program as program
 
@@ -59,3 +62,70 @@ def test_two_workers_log_what_one_does_with_twice_the_update_freq(
             assert float(ours[key]) == pytest.approx(float(value), rel=2e-3, abs=2e-3)
     saved = sorted(p.name for p in (tmp_path / "two").iterdir())
     assert saved == sorted(p.name for p in (tmp_path / "one").iterdir())
+
+
+# What workers that train apart may be asked for, beside blocks of 5 after 3 updates.
+BLOCKS = (
+    (),
+    ("--use-nbm",),
+    ("--average-sync",),
+    ("--block-momentum", "0"),
+    ("--delta-bits", "8"),
+    ("--warmup-iterations", "20"),  # no block has ended yet
+)
+PRECISIONS = ((), ("--fp16",), ("--amp",), ("--bf16",))
+AVERAGES = ((), ("--store-ema", "--ema-decay", "0.9"))
+SYNC = ("--use-bmuf", "--global-sync-iter", "5", "--block-lr", "0.7")
+
+
+def _blocks_drawn(seed: int) -> list[str]:
+    generator = random.Random(seed)
+    chosen = [generator.choice(axis) for axis in (BLOCKS, PRECISIONS, AVERAGES)]
+    workers = str(generator.choice((2, 2, 3, 4)))
+    options = ["--distributed-world-size", workers]
+    options += [*SYNC, "--warmup-iterations", "3", "--dropout", "0.1"]
+    return [*options, *(option for group in chosen for option in group)]
+
+
+def _differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
+    """The places at which two nested states differ by a bit; clocks apart."""
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in ours.keys() - {"metrics", "previous_training_time", "cfg"}:
+            yield from _differences(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(ours, list):
+        assert len(ours) == len(theirs), where
+        for i, pair in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(*pair, f"{where}.{i}")
+    elif isinstance(ours, torch.Tensor):
+        if not torch.equal(ours, theirs):
+            yield where
+    elif ours != theirs:
+        yield where
+
+
+@pytest.mark.exhaustive  # three runs of several processes: 20 s and more
+@pytest.mark.parametrize("seed", range(24))
+def test_workers_go_on_within_a_block_to_the_bit(
+    data: Path, tmp_path: Path, seed: int
+) -> None:
+    """Stopped at the 7th update of blocks that end at the 5th and 10th, and run to the
+    13th, which is within one too: the file, with every worker's state, is that of a run
+    that was not stopped."""
+    drawn = _blocks_drawn(seed)
+
+    def until(update: int, folder: str) -> Any:
+        limits = ["--max-update", str(update), "--max-epoch", "9"]
+        more = ["--disable-validation", "--no-epoch-checkpoints", *limits]
+        run(program.lm_arguments(data, tmp_path / folder, *drawn, *more))
+        return torch.load(tmp_path / folder / "checkpoint_last.pt")
+
+    whole, _ = until(13, "whole"), until(7, "halves")
+    resumed = until(13, "halves")
+    for state in (whole, resumed):
+        state["optimizer_history"] = state["optimizer_history"][-1]
+    assert list(_differences(resumed, whole)) == [], drawn
+    states = whole["extra_state"]["workers"]
+    assert len(states) == int(drawn[1])
+    for own in states[1:]:
+        assert list(_differences(own["model"], whole["model"]))
