@@ -39,7 +39,7 @@ SHARED = [
     f"csrc/core/ct_{name}.c"
     for name in (
         *("alloc", "comm", "deadline", "dtype", "factored"),
-        *("interrupt", "status", "update"),
+        *("interrupt", "owner", "status", "update"),
     )
 ]
 

@@ -34,6 +34,7 @@ PREFIX = "checkpoint"
 StrPath = str | os.PathLike[str]
 
 _writers: weakref.WeakSet[CheckpointWriter] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_writers.clear)  # a child has nothing to finish
 
 
 class CheckpointWriter(_C.CheckpointWriter):

@@ -153,13 +153,21 @@ submit(ct_nccl_member *comm, const ct_request *r, ct_error *err)
 }
 
 static ct_status
+check(const ct_comm *op, const ct_request *request, ct_error *err)
+{
+    const ct_status here =
+        ct_comm_check_here(op, ct_collective_name(request->what), err);
+    return here == CT_OK ? ct_request_check(request, op->world_size, err) : here;
+}
+
+static ct_status
 run(ct_comm *op, const ct_request *request, ct_error *err)
 {
     ct_nccl_member *comm = (ct_nccl_member *)op;
     const char *what = ct_collective_name(request->what);
     ct_request staged;
     bool is_staged = false;
-    ct_status status = ct_request_check(request, op->world_size, err);
+    ct_status status = check(op, request, err);
     if (status != CT_OK || moves_nothing(request)) {
         return status;
     }
@@ -179,7 +187,7 @@ static ct_status
 nccl_start(ct_comm *op, const ct_request *request, ct_work **work, ct_error *err)
 {
     ct_nccl_member *comm = (ct_nccl_member *)op;
-    ct_status status = ct_request_check(request, op->world_size, err);
+    ct_status status = check(op, request, err);
     if (status != CT_OK || moves_nothing(request)) {
         return status;
     }
@@ -206,8 +214,11 @@ nccl_start(ct_comm *op, const ct_request *request, ct_work **work, ct_error *err
 static ct_status
 nccl_wait(ct_comm *op, ct_work *work, ct_error *err)
 {
-    const ct_status status =
-        ct_nccl_settle((ct_nccl_member *)op, &work->done, work->what, err);
+    ct_status status = ct_comm_check_here(op, work->what, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    status = ct_nccl_settle((ct_nccl_member *)op, &work->done, work->what, err);
     (void)cudaEventDestroy(work->done);
     ct_free(work);
     return status;

@@ -13,11 +13,13 @@ void
 ct_nccl_free(ct_comm *op)
 {
     ct_nccl_member *comm = (ct_nccl_member *)op;
-    if (comm->handle != NULL) {
-        (void)comm->nccl->destroy(comm->handle);
+    if (ct_comm_is_here(op)) { /* a forked child has neither NCCL's threads nor CUDA */
+        if (comm->handle != NULL) {
+            (void)comm->nccl->destroy(comm->handle);
+        }
+        ct_nccl_staging_release(&comm->staging);
+        (void)cudaFree(comm->token);
     }
-    ct_nccl_staging_release(&comm->staging);
-    (void)cudaFree(comm->token);
     ct_free(comm);
 }
 
@@ -31,7 +33,7 @@ member_new(const ct_nccl *nccl, int rank, int world_size, void *stream,
         *status = ct_fail(err, CT_ENOMEM, "no memory for a communicator");
         return NULL;
     }
-    made->base = (ct_comm){.ops = &ct_nccl_ops, .rank = rank, .world_size = world_size};
+    made->base = ct_comm_made(&ct_nccl_ops, rank, world_size);
     made->nccl = nccl;
     made->stream = stream;
     made->timeout_seconds = timeout_seconds;
@@ -71,6 +73,10 @@ ct_nccl_split(ct_comm *op, const ct_members *members, ct_comm **made, ct_error *
     const int color = joins ? members->ranks[0] : CT_NCCL_NO_COLOR;
     ct_nccl_handle handle = NULL;
     ct_status status = CT_OK;
+    status = ct_comm_check_here(op, what, err);
+    if (status != CT_OK) {
+        return status;
+    }
     ct_nccl_member *part =
         member_new(comm->nccl, members->index, joins ? members->n : 1, comm->stream,
                    comm->timeout_seconds, &status, err);

@@ -98,7 +98,11 @@ ct_nccl_follow(ct_comm *op, void *stream, ct_error *err)
     if (comm->stream == stream) {
         return CT_OK;
     }
-    ct_status status = ct_cuda_mark(stream, &here, err);
+    ct_status status = ct_comm_check_here(op, "a collective", err);
+    if (status != CT_OK) {
+        return status;
+    }
+    status = ct_cuda_mark(stream, &here, err);
     if (status == CT_OK) {
         status = ct_cuda_check(cudaStreamWaitEvent(comm->stream, here, 0),
                                "let a stream wait for another", err);

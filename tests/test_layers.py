@@ -43,7 +43,7 @@ FLOORS = (
     {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool", "ct_meeting"}
     | {"ct_crc32c", "ct_crc_table", "ct_io", "ct_deadline", "ct_segment", "ct_crew"}
     | {"ct_copy_far", "ct_interrupt", "ct_lanes", "ct_packet", "ct_pages"}
-    | {"ct_malloc", "ct_mapping", "ct_segment_hold"},
+    | {"ct_malloc", "ct_mapping", "ct_owner", "ct_segment_hold"},
     {"ct_adamw", "ct_hyper", "ct_sgd"},
     {"ct_codes", "ct_factored", "ct_update"},
     {"ct_device", "ct_plugin", "ct_reduce", "ct_reduce_body"}

@@ -141,6 +141,11 @@ run_held(ct_comm *comm, const ct_request *request, ct_error *err)
 static ct_status
 run(ct_comm *comm, const ct_request *request, ct_error *err)
 {
+    const ct_status here =
+        ct_comm_check_here(comm, ct_collective_name(request->what), err);
+    if (here != CT_OK) {
+        return here;
+    }
     const PyGILState_STATE gil = PyGILState_Ensure();
     const ct_status status = run_held(comm, request, err);
     PyGILState_Release(gil);
@@ -213,7 +218,12 @@ start_held(ct_comm *comm, const ct_request *request, ct_work *made, ct_error *er
 static ct_status
 python_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
 {
-    ct_work *made = ct_alloc(sizeof *made);
+    const ct_status here =
+        ct_comm_check_here(comm, ct_collective_name(request->what), err);
+    ct_work *made = here == CT_OK ? ct_alloc(sizeof *made) : NULL;
+    if (here != CT_OK) {
+        return here;
+    }
     if (made == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to begin a collective");
     }
@@ -231,6 +241,11 @@ python_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error 
 static ct_status
 python_wait(ct_comm *comm, ct_work *work, ct_error *err)
 {
+    const ct_status here =
+        ct_comm_check_here(comm, ct_collective_name(work->request.what), err);
+    if (here != CT_OK) {
+        return here;
+    }
     const PyGILState_STATE gil = PyGILState_Ensure();
     ct_status status = finish_steal(comm, &work->request, work->handle, err);
     PyGILState_Release(gil);
@@ -285,12 +300,16 @@ python_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error 
     return status;
 }
 
+/* A forked child keeps the backend for ever: what it has (torch's process groups, MPI)
+ * waits when it is taken down for threads and peers that only the parent has. */
 static void
 python_free(ct_comm *comm)
 {
-    const PyGILState_STATE gil = PyGILState_Ensure();
-    Py_CLEAR(((python_comm *)comm)->backend);
-    PyGILState_Release(gil);
+    if (ct_comm_is_here(comm)) {
+        const PyGILState_STATE gil = PyGILState_Ensure();
+        Py_CLEAR(((python_comm *)comm)->backend);
+        PyGILState_Release(gil);
+    }
     ct_free(comm);
 }
 
@@ -346,7 +365,7 @@ ctpy_comm_python_new(PyObject *backend)
         return NULL;
     }
     *made = (python_comm){
-        .base = {.ops = &python_ops, .rank = rank, .world_size = world_size},
+        .base = ct_comm_made(&python_ops, rank, world_size),
         .backend = Py_NewRef(backend),
         .compares = ctpy_comm_wants_comparison(),
     };

@@ -48,13 +48,14 @@ CollectiveWork_traverse(PyObject *op, visitproc visit, void *arg)
 }
 
 /* The backend may still write into the tensors: they must not go before it has ended.
- */
+ * In a forked child nothing is under way. */
 static int
 CollectiveWork_clear(PyObject *op)
 {
     CollectiveWork *self = (CollectiveWork *)op;
     ct_error err;
-    if (self->communicator != NULL && end(self, &err) < 0) {
+    const Communicator *group = (const Communicator *)self->communicator;
+    if (group != NULL && ct_comm_is_here(group->comm) && end(self, &err) < 0) {
         (void)ctpy_raise(&err);
         PyErr_WriteUnraisable(op);
     }

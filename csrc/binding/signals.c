@@ -3,8 +3,11 @@
  *
  * A process has one disposition per signal, so this is process-wide by nature: the
  * first train() on the main thread installs the handler, the last one to leave puts
- * back what was there. */
+ * back what was there. A child that is forked meanwhile, such as a worker of a data
+ * loader, trains nothing: the first signal there goes to what was installed before. */
 #include "binding/signals.h"
+
+#include "core/ct_owner.h"
 
 #include <signal.h>
 #include <stdatomic.h>
@@ -12,11 +15,23 @@
 
 static atomic_int requested;
 
+/* What the first of the runs found. */
+static struct {
+    ct_owner owner;
+    int runs;
+    struct sigaction on_int, on_term;
+} outermost;
+
 static void
 on_signal(int number)
 {
     int none = 0;
-    if (!atomic_compare_exchange_strong(&requested, &none, number)) {
+    if (!ct_owner_is_here(outermost.owner)) {
+        (void)sigaction(
+            number, number == SIGINT ? &outermost.on_int : &outermost.on_term, NULL);
+        (void)raise(number);
+    }
+    else if (!atomic_compare_exchange_strong(&requested, &none, number)) {
         /* A second signal means now: back to the system's own action. */
         (void)signal(number, SIG_DFL);
         (void)raise(number);
@@ -47,9 +62,20 @@ ctpy_signals_install(ctpy_signals *saved)
 {
     struct sigaction action = {.sa_handler = on_signal};
     (void)sigemptyset(&action.sa_mask);
+    if (outermost.runs > 0 && !ct_owner_is_here(outermost.owner)) {
+        (void)sigaction(SIGINT, &outermost.on_int, NULL);
+        (void)sigaction(SIGTERM, &outermost.on_term, NULL);
+        outermost.runs = 0;
+    }
+    if (outermost.runs == 0) {
+        outermost.owner = ct_owner_here();
+        (void)sigaction(SIGINT, NULL, &outermost.on_int);
+        (void)sigaction(SIGTERM, NULL, &outermost.on_term);
+    }
     atomic_store(&requested, 0);
     saved->installed = sigaction(SIGINT, &action, &saved->on_int) == 0 &&
                        sigaction(SIGTERM, &action, &saved->on_term) == 0;
+    outermost.runs += saved->installed;
 }
 
 int
@@ -60,6 +86,7 @@ ctpy_signals_restore(ctpy_signals *saved)
         (void)sigaction(SIGINT, &saved->on_int, NULL);
         (void)sigaction(SIGTERM, &saved->on_term, NULL);
         saved->installed = false;
+        outermost.runs -= outermost.runs > 0;
     }
     return number;
 }

@@ -3,10 +3,12 @@
 
 #include "binding/communicator.h"
 
+/* A group that a forked child finds is its parent's: it trains alone. */
 static int
 is_open(PyObject *group)
 {
-    return group != NULL && ((Communicator *)group)->comm != NULL;
+    const ct_comm *comm = group == NULL ? NULL : ((Communicator *)group)->comm;
+    return comm != NULL && ct_comm_is_here(comm);
 }
 
 ct_comm *

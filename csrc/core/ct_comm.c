@@ -2,6 +2,31 @@
 
 #include <stdio.h>
 
+ct_comm
+ct_comm_made(const ct_comm_ops *ops, int rank, int world_size)
+{
+    return (ct_comm){
+        .ops = ops, .rank = rank, .world_size = world_size, .owner = ct_owner_here()};
+}
+
+bool
+ct_comm_is_here(const ct_comm *comm)
+{
+    return ct_owner_is_here(comm->owner);
+}
+
+ct_status
+ct_comm_check_here(const ct_comm *comm, const char *what, ct_error *err)
+{
+    char doing[64];
+    if (ct_comm_is_here(comm)) {
+        return CT_OK;
+    }
+    (void)snprintf(doing, sizeof doing, "%s on rank %d of %d", what, comm->rank,
+                   comm->world_size);
+    return ct_owner_check(comm->owner, doing, "this group of ranks", err);
+}
+
 ct_status
 ct_comm_run(ct_comm *comm, const ct_request *r, ct_error *err)
 {

@@ -9,10 +9,15 @@
  * CT_EINVAL that it has none; fp64, fp32, bf16, fp16 and int64 it always has. A
  * collective that other ranks do not join fails with CT_ECOMM within the backend's
  * time-out; its text names the collective, this rank, and the rank that did not come
- * where that is known. */
+ * where that is known.
+ *
+ * A group of several ranks belongs to the process that joined it. In a forked child
+ * every collective fails with CT_ECOMM at once, and `free` releases the child's memory
+ * alone: the parent stays in the group. */
 #ifndef CT_COMM_H
 #define CT_COMM_H
 
+#include "core/ct_owner.h"
 #include "core/ct_span.h"
 #include "core/ct_status.h"
 
@@ -120,7 +125,17 @@ struct ct_comm {
     int rank; /* in [0, world_size) */
     int world_size;
     unsigned splits; /* so far */
+    ct_owner owner;
 };
+
+/* What every backend begins a group with: made by this process, never split. */
+ct_comm ct_comm_made(const ct_comm_ops *ops, int rank, int world_size);
+
+/* Whether this process is the rank, and not a child that was forked from it; CT_ECOMM,
+ * naming the collective, the rank and both processes. */
+bool ct_comm_is_here(const ct_comm *comm);
+CT_NODISCARD ct_status ct_comm_check_here(const ct_comm *comm, const char *what,
+                                          ct_error *err);
 
 /* Does what the request asks for and waits for the result. */
 CT_NODISCARD ct_status ct_comm_run(ct_comm *comm, const ct_request *request,

@@ -253,9 +253,7 @@ ct_comm_levels_new_steal(ct_comm **comm, ct_comm *inner, ct_comm *outer, ct_comm
         return status;
     }
     *self = (ct_levels){
-        .base = {.ops = &levels_ops,
-                 .rank = whole->rank,
-                 .world_size = whole->world_size},
+        .base = ct_comm_made(&levels_ops, whole->rank, whole->world_size),
         .inner = inner,
         .outer = outer,
         .whole = whole,

@@ -179,9 +179,12 @@ collective(ct_comm *comm, const ct_request *wanted, ct_error *err)
 {
     member *self = (member *)comm;
     ct_meeting *meeting = self->group->meeting;
-    self->request = *wanted;
-    ct_status status =
-        ct_meeting_join(meeting, comm->rank, ct_collective_name(wanted->what), err);
+    const char *what = ct_collective_name(wanted->what);
+    ct_status status = ct_comm_check_here(comm, what, err);
+    if (status == CT_OK) {
+        self->request = *wanted;
+        status = ct_meeting_join(meeting, comm->rank, what, err);
+    }
     if (status != CT_OK) {
         return status;
     }
@@ -255,11 +258,13 @@ group_free(group *g)
     ct_free(g);
 }
 
+/* In a forked child the other ranks' threads are not there, and one may have held the
+ * lock: the child's copy of the group stays as it is. */
 static void
 local_free(ct_comm *comm)
 {
     group *g = ((member *)comm)->group;
-    if (ct_meeting_leave(g->meeting, comm->rank)) {
+    if (ct_comm_is_here(comm) && ct_meeting_leave(g->meeting, comm->rank)) {
         group_free(g);
     }
 }
@@ -282,7 +287,7 @@ group_new(const ct_comm_ops *ops, int world_size, double timeout_seconds)
     }
     for (int rank = 0; rank < world_size; rank++) {
         g->members[rank] = (member){
-            .base = {.ops = ops, .rank = rank, .world_size = world_size},
+            .base = ct_comm_made(ops, rank, world_size),
             .group = g,
         };
     }

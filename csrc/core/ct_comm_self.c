@@ -112,7 +112,7 @@ ct_comm_self_new(void)
 {
     ct_comm *comm = ct_alloc(sizeof *comm);
     if (comm != NULL) {
-        *comm = (ct_comm){.ops = &self_ops, .rank = 0, .world_size = 1};
+        *comm = ct_comm_made(&self_ops, 0, 1);
     }
     return comm;
 }

@@ -22,19 +22,25 @@ typedef struct member {
 static ct_status
 run(ct_comm *comm, const ct_request *request, ct_error *err)
 {
-    return ct_shm_run(&((member *)comm)->queue, request, err);
+    const ct_status here =
+        ct_comm_check_here(comm, ct_collective_name(request->what), err);
+    return here == CT_OK ? ct_shm_run(&((member *)comm)->queue, request, err) : here;
 }
 
 static ct_status
 shm_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
 {
-    return ct_shm_start(&((member *)comm)->queue, request, work, err);
+    const ct_status here =
+        ct_comm_check_here(comm, ct_collective_name(request->what), err);
+    return here == CT_OK ? ct_shm_start(&((member *)comm)->queue, request, work, err)
+                         : here;
 }
 
 static ct_status
 shm_wait(ct_comm *comm, ct_work *work, ct_error *err)
 {
-    return ct_shm_wait(&((member *)comm)->queue, work, err);
+    const ct_status here = ct_comm_check_here(comm, "the end of a collective", err);
+    return here == CT_OK ? ct_shm_wait(&((member *)comm)->queue, work, err) : here;
 }
 
 static ct_status
@@ -46,7 +52,8 @@ shm_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *er
 static ct_status
 shm_stream(ct_comm *comm, const ct_stream *stream, ct_error *err)
 {
-    return ct_shm_stream(&((member *)comm)->queue, stream, err);
+    const ct_status here = ct_comm_check_here(comm, "all_reduce", err);
+    return here == CT_OK ? ct_shm_stream(&((member *)comm)->queue, stream, err) : here;
 }
 
 static ct_status
@@ -242,7 +249,7 @@ member_new(const char *key, int rank, int world_size, double timeout_seconds)
     const size_t key_bytes = strlen(key) + 1;
     member *self = ct_calloc(1, sizeof *self + key_bytes);
     if (self != NULL) {
-        self->base = (ct_comm){.ops = &shm_ops, .rank = rank, .world_size = world_size};
+        self->base = ct_comm_made(&shm_ops, rank, world_size);
         self->timeout_seconds = timeout_seconds;
         memcpy(self->key, key, key_bytes);
     }

@@ -4,6 +4,7 @@
 #include "core/ct_alloc.h"
 #include "core/ct_deadline.h"
 #include "core/ct_interrupt.h"
+#include "core/ct_owner.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -50,6 +51,7 @@ typedef struct board {
 struct ct_crew {
     const ct_segment *segment;
     board *board;
+    ct_owner owner; /* whose place it is: a forked child must not give it up */
     int rank, world_size;
     int spins; /* looks at a counter before yielding the core */
     double timeout_seconds;
@@ -78,6 +80,7 @@ ct_crew_join(ct_crew **crew, const ct_segment *segment, int rank, int world_size
     *c = (ct_crew){
         .segment = segment,
         .board = segment->base,
+        .owner = ct_owner_here(),
         .rank = rank,
         .world_size = world_size,
         .spins = MOST_SPINS,
@@ -120,13 +123,13 @@ ct_crew_raise(ct_crew *c, ct_crew_count which, uint32_t value)
 void
 ct_crew_leave(ct_crew *c)
 {
-    if (c != NULL) {
+    if (c != NULL && ct_owner_is_here(c->owner)) {
         place *own = &c->board->places[c->rank];
         atomic_store(&own->has_left, true);
         wake(&own->tallies[CT_CREW_MADE]);
         wake(&own->tallies[CT_CREW_USED]);
-        ct_free(c);
     }
+    ct_free(c);
 }
 
 /* ---- faults ------------------------------------------------------------------------

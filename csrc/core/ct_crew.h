@@ -45,7 +45,8 @@ bool ct_crew_has(const ct_crew *crew, ct_crew_count which, uint32_t value);
 CT_NODISCARD ct_status ct_crew_wait(ct_crew *crew, ct_crew_count which, uint32_t value,
                                     const char *what, ct_error *err);
 
-/* The rank comes no more; NULL is fine. */
+/* The rank comes no more; in a forked child the place stays the parent's. NULL is fine.
+ */
 void ct_crew_leave(ct_crew *crew);
 
 #endif

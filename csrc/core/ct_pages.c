@@ -40,6 +40,7 @@ pages_with_holder(void)
     ct_pages *p = ct_calloc(1, sizeof *p);
     if (p != NULL) {
         p->holders = 1;
+        p->owner = ct_owner_here();
     }
     return p;
 }
@@ -103,6 +104,13 @@ ct_pages_discard(ct_pages *p, size_t offset, size_t bytes, ct_error *err)
                        "bytes, got %zu bytes at %zu",
                        page, p->bytes, bytes, offset);
     }
+    if (p->is_shared) {
+        const ct_status status =
+            ct_owner_check(p->owner, "discard", "this memory of a group", err);
+        if (status != CT_OK) {
+            return status;
+        }
+    }
     return give_back(p, offset, bytes)
                ? CT_OK
                : ct_fail_io(err, errno, "discard", "memory of a group");
@@ -134,8 +142,11 @@ ct_pages_drop(ct_pages *p)
 void
 ct_pages_free(ct_pages *p)
 {
-    if (p != NULL) {
-        (void)give_back(p, 0, p->bytes); /* else they go with the last holder */
-        ct_pages_drop(p);
+    if (p == NULL) {
+        return;
     }
+    if (!p->is_shared || ct_owner_is_here(p->owner)) {
+        (void)give_back(p, 0, p->bytes); /* else they go with the last holder */
+    }
+    ct_pages_drop(p);
 }

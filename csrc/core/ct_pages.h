@@ -6,6 +6,7 @@
 #ifndef CT_PAGES_H
 #define CT_PAGES_H
 
+#include "core/ct_owner.h"
 #include "core/ct_segment.h"
 
 #ifdef __cplusplus
@@ -18,6 +19,7 @@ typedef struct ct_pages {
     bool is_shared;      /* other processes read it */
     ct_segment segment;  /* where it lies; all zeros unless shared */
     int holders;
+    ct_owner owner;
 } ct_pages;
 
 /* bytes rounded up to whole pages; 0 when that overflows. */
@@ -32,8 +34,8 @@ CT_NODISCARD ct_status ct_pages_new_steal(ct_pages **pages, ct_segment *segment,
                                           size_t offset, size_t bytes, ct_error *err);
 
 /* Gives the memory of [offset, offset + bytes) back; it then reads as zeroes. Both are
- * multiples of a page within the pages, or CT_EINVAL; CT_EIO when the system refuses.
- */
+ * multiples of a page within the pages, or CT_EINVAL; CT_EIO when the system refuses,
+ * CT_ECOMM for shared memory in a forked child. */
 CT_NODISCARD ct_status ct_pages_discard(ct_pages *pages, size_t offset, size_t bytes,
                                         ct_error *err);
 
@@ -45,7 +47,8 @@ void ct_pages_hold(ct_pages *pages);
 void ct_pages_drop(ct_pages *pages); /* the last one unmaps them; NULL is fine */
 
 /* What who asked for them does: discards the content, as other holders may keep the
- * addresses for long, and drops them. NULL is fine. */
+ * addresses for long, and drops them. A forked child leaves shared content alone. NULL
+ * is fine. */
 void ct_pages_free(ct_pages *pages);
 
 #ifdef __cplusplus

@@ -5,6 +5,7 @@
 #include "core/ct_arena.h"
 #include "core/ct_fileset.h"
 #include "core/ct_io.h"
+#include "core/ct_owner.h"
 #include "core/ct_staging.h"
 
 #include <pthread.h>
@@ -25,7 +26,7 @@ struct ct_writer {
     ct_arena arena;
     size_t reserved; /* bytes that the thread is to ready */
     ct_error error;  /* kept; code CT_OK: none */
-    pid_t owner;     /* the process that started the thread */
+    ct_owner owner;  /* the process that began the save or started the thread */
     pthread_t thread;
     bool started;
     atomic_bool done;
@@ -34,7 +35,11 @@ struct ct_writer {
 ct_writer *
 ct_writer_new(void)
 {
-    return ct_calloc(1, sizeof(ct_writer));
+    ct_writer *writer = ct_calloc(1, sizeof *writer);
+    if (writer != NULL) {
+        writer->owner = ct_owner_here();
+    }
+    return writer;
 }
 
 static void
@@ -48,14 +53,32 @@ drop_files(ct_writer *writer)
     ct_arena_reset(&writer->arena);
 }
 
-/* Ends what the thread or the caller has under way. A forked child has no such thread
- * and owns no folder. */
+/* A forked child owns no folder and has no such thread, which may have been changing
+ * everything at the time of the fork: the child's copy of that is left as it is. */
+static void
+forget_parents_save(ct_writer *writer)
+{
+    if (writer->started) {
+        writer->staging = (ct_staging){.lock = -1};
+        writer->files = (ct_fileset){0};
+        writer->arena = (ct_arena){0};
+        writer->doomed = NULL;
+        writer->n_doomed = writer->doomed_capacity = 0;
+    }
+    else {
+        ct_staging_forget(&writer->staging);
+        drop_files(writer);
+    }
+    writer->error = (ct_error){0};
+    writer->owner = ct_owner_here();
+}
+
+/* Ends what the thread or the caller has under way. */
 static void
 settle(ct_writer *writer)
 {
-    if (writer->owner != getpid()) {
-        ct_staging_forget(&writer->staging);
-        drop_files(writer);
+    if (!ct_owner_is_here(writer->owner)) {
+        forget_parents_save(writer);
     }
     else if (writer->started) {
         (void)pthread_join(writer->thread, NULL);
@@ -125,14 +148,15 @@ ct_writer_snapshot_bytes(const ct_writer *writer)
 bool
 ct_writer_pending(const ct_writer *writer)
 {
-    return writer->started && writer->owner == getpid() &&
+    return writer->started && ct_owner_is_here(writer->owner) &&
            !atomic_load_explicit(&writer->done, memory_order_acquire);
 }
 
 const char *
 ct_writer_folder_borrow(const ct_writer *writer)
 {
-    return writer->started ? NULL : writer->staging.folder;
+    return writer->started || !ct_owner_is_here(writer->owner) ? NULL
+                                                               : writer->staging.folder;
 }
 
 ct_status
@@ -147,7 +171,7 @@ ct_writer_begin(ct_writer *writer, const char *final_folder, ct_error *err)
                        "%s is still being saved: commit or abort it before %s",
                        writer->staging.final, final_folder);
     }
-    writer->owner = getpid();
+    writer->owner = ct_owner_here();
     return ct_staging_open(&writer->staging, final_folder, err);
 }
 
@@ -257,7 +281,7 @@ static int
 start_thread(ct_writer *writer, void *(*run)(void *))
 {
     sigset_t all, before;
-    writer->owner = getpid();
+    writer->owner = ct_owner_here();
     writer->started = true;
     (void)sigfillset(&all);
     (void)pthread_sigmask(SIG_SETMASK, &all, &before);

@@ -215,6 +215,15 @@ def _on_one_machine(
     )
 
 
+def has_joined() -> bool:
+    """Whether this process has been a rank of any group of several."""
+    torch = sys.modules.get("torch")
+    dist = getattr(torch, "distributed", None)
+    return bool(_joined) or (
+        dist is not None and dist.is_available() and dist.is_initialized()
+    )
+
+
 def torch_place() -> Place | None:
     """This process's place in torch.distributed's default group, if somebody has made
     one; its rank on the machine is what LOCAL_RANK says, or 0."""

@@ -11,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ctrainer import _C
+from ctrainer._fork import by_parent_alone
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
@@ -196,7 +197,7 @@ _abandoned: list[Pending] = []
 
 def _abandon(pending: Pending) -> None:
     if not _abandoned:
-        atexit.register(_end_job)
+        atexit.register(by_parent_alone(_end_job))
     _abandoned.append(pending)
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from ctrainer._fork import by_parent_alone
+
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 
@@ -46,7 +48,7 @@ def leave() -> None:
 def leave_at_exit() -> None:
     """Leave the default group while Python still runs: gloo's threads may end the
     process with an abort where they outlive it."""
-    atexit.register(leave)
+    atexit.register(by_parent_alone(leave))
 
 
 def wait_for_all() -> None:

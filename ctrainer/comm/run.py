@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ctrainer import _C
+from ctrainer.comm import environment
 from ctrainer.comm.environment import (
     DEFAULT_TIMEOUT_SECONDS,
     Place,
@@ -67,8 +68,9 @@ def _is_open(group: _C.Communicator) -> bool:
 
 
 def _after_fork() -> None:
-    if _joined or _is_child:
-        _joined.clear()
+    was_rank = any(_is_open(group) and group.world_size > 1 for group in _joined)
+    _joined.clear()
+    if was_rank or _is_child or environment.has_joined():
         _is_child[:] = [os.getpid()]
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 1.0  # between two looks whether there is a thread to wait for
 _QUIET_SECONDS = 5 * 60  # at the start, while workers get going
 _BETWEEN_WARNINGS_SECONDS = 15 * 60
 
@@ -79,6 +81,7 @@ class BufferedIterator:
         self._iterable = iterable
         self._channel = _Channel(size)
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()  # whose thread it is
         self._given = 0
         self._warn_after = time.monotonic() + _QUIET_SECONDS
         self._finish = weakref.finalize(self, self._channel.close)
@@ -95,7 +98,7 @@ class BufferedIterator:
         if self._thread is None:
             self._start()
         self._warn_of_waiting()
-        item = self._channel.items.get()
+        item = self._next_item()
         if type(item) is _End:
             self._channel.items.put(item)  # for whoever asks again
             if item.error is not None:
@@ -104,6 +107,19 @@ class BufferedIterator:
         self._channel.room.put(None)
         self._given += 1
         return item
+
+    def _next_item(self) -> Any:
+        items = self._channel.items
+        while True:
+            try:
+                return items.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                if os.getpid() != self._process:
+                    raise RuntimeError(
+                        f"this BufferedIterator is read by a thread of process "
+                        f"{self._process}; process {os.getpid()}, which was forked "
+                        "from it, has to make its own"
+                    ) from None
 
     def take(self, n: int) -> Self:
         """Ends after n items at most, and tells the source so if it has take()."""
@@ -125,6 +141,7 @@ class BufferedIterator:
             name="ctrainer-batches",
             daemon=True,
         )
+        self._process = os.getpid()
         self._thread.start()
 
     def _warn_of_waiting(self) -> None:

@@ -90,7 +90,13 @@ def long_tensor(array: Any) -> Any:
     return _tensor_over()(array.astype(np.int64, copy=False))
 
 
-def _discard(file: BinaryIO, path: str) -> None:
+def _discard(file: BinaryIO, path: str, process: int) -> None:
+    if os.getpid() != process:  # a forked child: what it has buffered is the parent's
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())
+        os.close(nowhere)
+        file.close()
+        return
     with contextlib.suppress(OSError):  # of a full disk, on which nothing was to stay
         file.close()
     Path(path).unlink(missing_ok=True)
@@ -119,7 +125,9 @@ class PairWriter:
         self._temporary = f"{self._path}.{os.getpid()}.tmp"
         self._file = open(self._temporary, "wb", 1 << 20)
         self._items = self._bytes = 0
-        self._forget = weakref.finalize(self, _discard, self._file, self._temporary)
+        self._forget = weakref.finalize(
+            self, _discard, self._file, self._temporary, os.getpid()
+        )
 
     def _write_item(self, values: Any) -> int:
         """Appends an array in the pair's dtype; returns its number of elements."""

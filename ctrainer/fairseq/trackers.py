@@ -80,6 +80,17 @@ def _close_writers() -> None:
 
 atexit.register(_close_writers)
 
+# A child keeps them as they are: to close one is to wait for a thread of the parent.
+_of_parent: list[dict[str, Any]] = []
+
+
+def _after_fork() -> None:
+    _of_parent.append(dict(_writers))
+    _writers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 
 class TensorboardProgressBarWrapper(_TrackerBar):
     """Writes events for TensorBoard, those of each tag into its own folder."""

@@ -21,7 +21,7 @@ EMUL_INCLUDE := -DCT_EMUL '-DCT_EMUL_WHEELS="$(EMUL_WHEELS)"' \
 EMUL_LIBRARIES := $(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13 \
     $(EMUL_WHEELS)/nvidia/nccl/lib/libnccl.so.2
 PYTHON_INCLUDE = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')
-PLUGIN_CORE := alloc comm deadline dtype factored interrupt status update
+PLUGIN_CORE := alloc comm deadline dtype factored interrupt owner status update
 EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -fPIC -pthread $(SAN)
 
 .PHONY: cuda cuda-emul cuda-emul-build cuda-emul-python cuda-emul-plain cuda-check
