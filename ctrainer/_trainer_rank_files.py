@@ -6,10 +6,10 @@ import io
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from ctrainer._fork import temporary_folder
 from ctrainer._trainer_base import TrainerBase
 from ctrainer.checkpoint import Sink, from_json, to_json
 from ctrainer.trainer_state import TrainerState
@@ -34,7 +34,7 @@ class RankFilesMixin(TrainerBase):
         if os.path.isdir(folder) and not self.args.save_on_each_node:
             write(Sink(folder, None))  # of no other save: its name is not used again
             return None
-        with tempfile.TemporaryDirectory() as own:
+        with temporary_folder() as own:
             write(Sink(own, None))
             for entry in os.scandir(own):
                 with open(entry.path, "rb") as file:

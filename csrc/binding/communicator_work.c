@@ -54,8 +54,11 @@ CollectiveWork_clear(PyObject *op)
 {
     CollectiveWork *self = (CollectiveWork *)op;
     ct_error err;
-    const Communicator *group = (const Communicator *)self->communicator;
-    if (group != NULL && ct_comm_is_here(group->comm) && end(self, &err) < 0) {
+    Communicator *group = (Communicator *)self->communicator;
+    if (group != NULL && !ct_comm_is_here(group->comm)) {
+        group->busy--;
+    }
+    else if (group != NULL && end(self, &err) < 0) {
         (void)ctpy_raise(&err);
         PyErr_WriteUnraisable(op);
     }

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import mpi4py
 import numpy as np
-from mpi4py import MPI
 
 from ctrainer import _C
 from ctrainer._fork import by_parent_alone
+
+# mpi4py ends MPI in every process that exits, in a forked child too, which ends it for
+# its parent. Where nobody has settled the question yet, the parent alone does so.
+_ends_mpi = "mpi4py.MPI" not in sys.modules and mpi4py.rc.finalize is None
+if _ends_mpi:
+    mpi4py.rc.finalize = False
+
+from mpi4py import MPI  # noqa: E402
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
@@ -177,6 +186,15 @@ class Pending:
     def ends_late(self) -> bool:
         """Whether an abandoned one ends within its time-out, from now on."""
         return _has_ended(self._request, self._timeout_seconds)
+
+
+def _end_mpi() -> None:
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+if _ends_mpi:
+    atexit.register(by_parent_alone(_end_mpi))
 
 
 def _has_ended(request: Any, timeout_seconds: float) -> bool:

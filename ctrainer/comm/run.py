@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ctrainer import _C
+from ctrainer._fork import keep_torch_groups
 from ctrainer.comm import environment
 from ctrainer.comm.environment import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -68,6 +69,7 @@ def _is_open(group: _C.Communicator) -> bool:
 
 
 def _after_fork() -> None:
+    keep_torch_groups()
     was_rank = any(_is_open(group) and group.world_size > 1 for group in _joined)
     _joined.clear()
     if was_rank or _is_child or environment.has_joined():

@@ -90,11 +90,15 @@ class _Scratch:
     """Memory that is a file without a name."""
 
     def __init__(self, folder: str, n_bytes: int) -> None:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".whole-") as file:
-            os.posix_fallocate(file.fileno(), 0, max(n_bytes, 1))
+        fd, path = tempfile.mkstemp(dir=folder, prefix=".whole-")
+        try:
+            os.posix_fallocate(fd, 0, max(n_bytes, 1))
             self._flat = torch.from_file(
-                file.name, shared=True, size=n_bytes // torch.float32.itemsize
+                path, shared=True, size=n_bytes // torch.float32.itemsize
             )
+        finally:
+            os.close(fd)
+            os.unlink(path)
         self._at = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
