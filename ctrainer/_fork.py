@@ -1,8 +1,8 @@
 """What a forked child leaves to its parent.
 
-A child that ends through Python's finalizers runs the parent's too: functions of atexit,
-weakref.finalize, the destructors of whatever was alive. What they would end is still
-the parent's.
+A child that ends through Python's finalizers runs the parent's too: functions of
+atexit, weakref.finalize, the destructors of whatever was alive. What they would end is
+still the parent's.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ctrainer import _C
 
@@ -32,7 +33,8 @@ class Rank:
 
     def check(self) -> None:
         """The group, one split off it and its memory work as before."""
-        assert self.group is not None and self.part is not None
+        assert self.group is not None
+        assert self.part is not None
         world = self.group.world_size
         if self.begun is not None:
             self.begun[0].wait()
@@ -79,7 +81,8 @@ def collect_and_leave_at_once(rank: Rank) -> None:
 
 
 def close(rank: Rank) -> None:
-    assert rank.group is not None and rank.part is not None
+    assert rank.group is not None
+    assert rank.part is not None
     rank.begun = None
     rank.part.close()
     rank.group.close()
@@ -99,10 +102,15 @@ def be_terminated(rank: Rank) -> None:
     signal.pause()
 
 
+def _owner() -> str:
+    return f"belongs to process {os.getppid()}; this is process"
+
+
 def use(rank: Rank) -> None:
     """Every collective is refused at once, by a name."""
     group, part = rank.group, rank.part
-    assert group is not None and part is not None
+    assert group is not None
+    assert part is not None
     values = np.ones(4)
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("all_reduce", lambda: group.all_reduce(values)),
@@ -114,14 +122,8 @@ def use(rank: Rank) -> None:
     if rank.memory.is_shared:
         calls.append(("discard", rank.memory.discard))
     for what, call in calls:
-        try:
+        with pytest.raises(RuntimeError, match=f"{what}.* {_owner()}"):
             call()
-        except RuntimeError as error:
-            expected = f"belongs to process {os.getppid()}; this is process"
-            assert what in str(error), error
-            assert expected in str(error), error
-        else:
-            raise AssertionError(f"{what} worked in a child")
     assert group.world_size > 1  # what a worker shares its data out by
     sys.exit(CODE)
 
@@ -165,7 +167,7 @@ def _wait_for(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def _fork(rank: Rank, end: Callable[[Rank], None]) -> int:
+def _fork(rank: Any, end: Callable[[Any], None]) -> int:
     process = os.fork()
     if process != 0:
         return _wait_for(process)
@@ -174,7 +176,7 @@ def _fork(rank: Rank, end: Callable[[Rank], None]) -> int:
     raise AssertionError("the child has not ended")
 
 
-def _start(rank: Rank, end: Callable[[Rank], None]) -> int:
+def _start(rank: Any, end: Callable[[Any], None]) -> int:
     """As multiprocessing starts and ends a child."""
     process = multiprocessing.get_context("fork").Process(target=end, args=(rank,))
     process.start()
@@ -210,3 +212,70 @@ def run(group: _C.Communicator, folder: str, seed: int, n: int) -> list[str]:
         rank.check()
         told.append(f"{end.__name__}{how.__name__}{' under way' * under_way}")
     return told
+
+
+# ---- children of a rank that trains
+
+
+class MeddlingRows:
+    """Rows whose reader, where it is a worker, closes every group that it finds."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.reader = rows, os.getpid()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if os.getpid() != self.reader:
+            for found in gc.get_objects():
+                if type(found) is _C.Communicator:
+                    found.close()
+            gc.collect()
+        return self.rows[index]
+
+
+def training(folder: str, workers: int, persistent: bool, forks: bool) -> list[float]:
+    """The parameters after an epoch with saves in the background, in which every rank
+    makes a child after each step, if it is to."""
+    import tiny
+    import torch
+
+    import ctrainer
+
+    ends = [leave, fail, leave_at_once, be_terminated, use_trainer]
+    # At the end of a child that os.fork() made, multiprocessing itself kills the
+    # workers of the parent.
+    how = _start if workers else _fork
+
+    class Forking(ctrainer.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+            if not forks:
+                return
+            end = ends[state.global_step % len(ends)]
+            code = how(trainer, end)
+            assert code == ENDS.get(end, CODE), f"{end.__name__}: {code}"
+
+    torch.manual_seed(0)
+    args = ctrainer.TrainingArguments(
+        folder, use_cpu=True, report_to="none", disable_tqdm=True, num_train_epochs=1,
+        save_steps=2, per_device_train_batch_size=2, dataloader_num_workers=workers,
+        dataloader_persistent_workers=persistent, ddp_timeout=60, seed=3,
+    )  # fmt: skip
+    model = tiny.Net()
+    rows: Any = MeddlingRows(tiny.rows(20)) if forks else tiny.rows(20)
+    trainer = ctrainer.Trainer(model, args, train_dataset=rows, callbacks=[Forking()])
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert os.path.exists(f"{folder}/checkpoint-5/model.safetensors")
+    return [x for p in model.parameters() for x in p.flatten().tolist()]
+
+
+def use_trainer(trainer: Any) -> None:
+    """A child that goes on with the parent's objects is told whose they are."""
+    import tiny
+
+    batch = {name: value[None] for name, value in tiny.rows(1)[0].items()}
+    with pytest.raises(RuntimeError, match=_owner()):
+        trainer.model_wrapped(**batch)["loss"].backward()
+    sys.exit(CODE)

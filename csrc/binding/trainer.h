@@ -55,6 +55,7 @@ typedef struct Trainer {
 /* What does not change during one train(): made by the loop, on its stack. All borrowed
  * from there. */
 typedef struct ctpy_run {
+    ct_owner owner;           /* the process that trains, not a child of its own */
     PyObject *model;          /* what training_step is given */
     PyObject *trial;          /* hyper-parameter search, or None */
     PyObject *ignore_keys;    /* for evaluate, or None */

@@ -182,8 +182,7 @@ bool
 ctpy_ranks_stop(PyObject *op)
 {
     const Trainer *self = (const Trainer *)op;
-    const bool alone = self->group == NULL || ctpy_trainer_world_size(op) == 1;
-    return alone ? ctpy_stop_requested() : self->agreed_signal != 0;
+    return ctpy_trainer_is_alone(op) ? ctpy_stop_requested() : self->agreed_signal != 0;
 }
 
 /* ---- accumulation ------------------------------------------------------------------

@@ -185,6 +185,16 @@ epoch_iterator(PyObject *op, ctpy_run *run, PyObject *loader)
                                run->checkpoint);
 }
 
+/* A loader that is dropped ends its workers. In a child that a hook has forked they are
+ * the parent's: there it stays for ever. */
+static void
+drop_loader_steal(const ctpy_run *run, PyObject *loader)
+{
+    if (ct_owner_is_here(run->owner)) {
+        Py_XDECREF(loader);
+    }
+}
+
 static int
 run_epoch(PyObject *op, ctpy_run *run, PyObject *loader)
 {
@@ -194,7 +204,7 @@ run_epoch(PyObject *op, ctpy_run *run, PyObject *loader)
     }
     PyObject *iterator = epoch_iterator(op, run, loader);
     int result = iterator == NULL ? -1 : run_updates(op, run, iterator);
-    Py_XDECREF(iterator);
+    drop_loader_steal(run, iterator);
     if (result < 0 ||
         (run->micro_step == 0 && !ctpy_ranks_stop(op) && warn_no_batches(op) < 0)) {
         return -1;
@@ -268,7 +278,10 @@ Trainer__inner_training_loop(PyObject *op, PyObject *args, PyObject *kwargs)
         "batch_size",           "args", "resume_from_checkpoint", "trial",
         "ignore_keys_for_eval", NULL};
     ctpy_state *names = ctpy_state_borrow(op);
-    ctpy_run run = {.checkpoint = Py_None, .trial = Py_None, .ignore_keys = Py_None};
+    ctpy_run run = {.owner = ct_owner_here(),
+                    .checkpoint = Py_None,
+                    .trial = Py_None,
+                    .ignore_keys = Py_None};
     PyObject *batch_size = Py_None, *given = Py_None, *loader = NULL, *output = NULL;
     plan p = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OOOOO:_inner_training_loop",
@@ -291,7 +304,7 @@ Trainer__inner_training_loop(PyObject *op, PyObject *args, PyObject *kwargs)
 done:
     Py_XDECREF(run.start_time);
     Py_XDECREF(run.model);
-    Py_XDECREF(loader);
+    drop_loader_steal(&run, loader);
     Py_XDECREF(given);
     return output;
 }

@@ -98,10 +98,17 @@ ctpy_trainer_average_grads(PyObject *op, ctpy_update *u)
     return done;
 }
 
+bool
+ctpy_trainer_is_alone(const PyObject *op)
+{
+    PyObject *group = ((const Trainer *)op)->group;
+    return !is_open(group) || ((Communicator *)group)->comm->world_size == 1;
+}
+
 void
 ctpy_ranks_leave(PyObject *op)
 {
-    if (!is_open(((Trainer *)op)->group) || ctpy_trainer_world_size(op) == 1) {
+    if (ctpy_trainer_is_alone(op)) {
         return;
     }
     PyObject *answer =

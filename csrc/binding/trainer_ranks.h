@@ -24,6 +24,10 @@ PyObject *ctpy_trainer_get_communicator(PyObject *op, void *closure);
 /* How many ranks there are; -1 with an exception. */
 int ctpy_trainer_world_size(PyObject *op);
 
+/* Whether the trainer has joined no other rank, so far or any more; asks nobody and
+ * leaves an exception that is set as it is. */
+bool ctpy_trainer_is_alone(const PyObject *op);
+
 /* Reduces n numbers in place over the ranks, without the GIL. 0, or -1 with an
  * exception. */
 int ctpy_trainer_reduce(PyObject *op, double *values, size_t n, ct_reduce_op how);

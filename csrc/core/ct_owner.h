@@ -3,7 +3,8 @@
  * A forked child has a copy of every object, and its finalizers run for all of them.
  * What an object stands for beyond the child's own memory (a rank's place in a group,
  * memory that ranks share, a folder being written) stays the parent's: whoever releases
- * it asks here first, and leaves in a child everything but the child's copy as it is. */
+ * it asks here first, and leaves in a child everything but the child's copy as it is.
+ */
 #ifndef CT_OWNER_H
 #define CT_OWNER_H
 

@@ -217,10 +217,12 @@ def _on_one_machine(
 
 def has_joined() -> bool:
     """Whether this process has been a rank of any group of several."""
-    torch = sys.modules.get("torch")
-    dist = getattr(torch, "distributed", None)
-    return bool(_joined) or (
-        dist is not None and dist.is_available() and dist.is_initialized()
+    mpi = sys.modules.get("mpi4py.MPI")
+    dist = getattr(sys.modules.get("torch"), "distributed", None)
+    return (
+        bool(_joined)
+        or (dist is not None and dist.is_available() and dist.is_initialized())
+        or (mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1)
     )
 
 
