@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ctrainer._block_options import options_of, way_of
+from ctrainer._checkpoint_files import naming
 from ctrainer._trainer_ckpt import CheckpointMixin
 
 if TYPE_CHECKING:
@@ -66,9 +68,11 @@ class BlocksMixin(CheckpointMixin):
             logger.warning("%s has no %s: a block begins with its weights",
                            checkpoint, FILE)  # fmt: skip
         own = self._read_own_parts(checkpoint)
-        self._blocks.load_blocks_state_dict({**(state or {}), **own.get("blocks", {})})
-        if own:
-            self._load_own_parts(own)
+        with naming(os.path.join(checkpoint, FILE if not own else self._own_file())):
+            blocks = {**(state or {}), **own.get("blocks", {})}
+            self._blocks.load_blocks_state_dict(blocks)
+            if own:
+                self._load_own_parts(own)
 
     def _end_blocks(self) -> None:
         """Take the average that is still on its way after the last update."""

@@ -8,6 +8,7 @@ import os
 import shutil
 from typing import Any
 
+from ctrainer._checkpoint_files import naming
 from ctrainer._trainer_base import TrainerBase
 from ctrainer._trainer_rank_files import RankFilesMixin
 from ctrainer.checkpoint import (
@@ -287,15 +288,24 @@ class CheckpointMixin(RankFilesMixin):
     def _take_optimizer_and_scheduler(
         self, checkpoint: str, optimizer: Any, scheduler: Any
     ) -> None:
-        """Load both states, unless one is missing."""
-        if optimizer is None or scheduler is None:
+        """Load both states, unless both are missing."""
+        paths = [os.path.join(checkpoint, n) for n in ("optimizer.pt", "scheduler.pt")]
+        if optimizer is None and scheduler is None:
             logger.warning(
                 "%s has no state of optimizer and schedule (save_only_model?): both "
                 "start anew", checkpoint,
             )  # fmt: skip
             return
-        self.optimizer.load_state_dict(optimizer)
-        self.lr_scheduler.load_state_dict(scheduler)
+        for path, state in zip(paths, (optimizer, scheduler), strict=True):
+            if state is None:
+                raise ValueError(
+                    f"{path}: is missing, and the other one is there: restore it, or "
+                    "remove both to start optimizer and schedule anew"
+                )
+        with naming(paths[0]):
+            self.optimizer.load_state_dict(optimizer)
+        with naming(paths[1]):
+            self.lr_scheduler.load_state_dict(scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load scaler.pt, the state of the loss scale, if there is one. Hook."""
@@ -325,7 +335,8 @@ class CheckpointMixin(RankFilesMixin):
                 "%s has no %s: the average starts from its weights", checkpoint, name
             )
             return
-        self.weight_average.load_state_dict(state)
+        with naming(os.path.join(checkpoint, name)):
+            self.weight_average.load_state_dict(state)
 
     def _load_trainer_state(self, checkpoint: str) -> None:
         """Take over the state of the run, its callbacks' and our own."""
@@ -334,7 +345,8 @@ class CheckpointMixin(RankFilesMixin):
         self.state = TrainerState.load_from_json(path)
         for name in ("logging_steps", "eval_steps", "save_steps", "train_batch_size"):
             setattr(self.state, name, getattr(fresh, name))
-        self._load_callback_state()
+        with naming(path):
+            self._load_callback_state()
         self._load_own_state(checkpoint)
 
     def _load_callback_state(self) -> None:

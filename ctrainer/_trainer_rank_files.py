@@ -9,9 +9,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ctrainer._checkpoint_files import is_there, naming
 from ctrainer._fork import temporary_folder
 from ctrainer._trainer_base import TrainerBase
-from ctrainer.checkpoint import Sink, from_json, to_json
+from ctrainer.checkpoint import Sink, read_own_state, to_json
 from ctrainer.trainer_state import TrainerState
 
 logger = logging.getLogger("ctrainer.trainer")
@@ -83,7 +84,8 @@ class RankFilesMixin(TrainerBase):
                 "not interrupted%s", checkpoint, name, _ranks_of(checkpoint),
             )  # fmt: skip
             return
-        self._adapter.set_rng_state(state)
+        with naming(os.path.join(checkpoint, name)):
+            self._adapter.set_rng_state(state)
 
     # Sums of losses, position
 
@@ -108,18 +110,18 @@ class RankFilesMixin(TrainerBase):
         another number of ranks has saved the sums alone, for a new rank those of the
         first."""
         path = os.path.join(checkpoint, self._own_state_file())
-        if not os.path.isfile(path):
+        if not is_there(path):
             path = os.path.join(checkpoint, OWN_STATE)
-        if not os.path.isfile(path):
+        if not is_there(path):
             self._set_loss_state(**_loss_of_history(self.state))
             return
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-        self._set_loss_state(**content["loss"])
+        content = read_own_state(path)
+        with naming(path):
+            self._set_loss_state(**content["loss"])
         saved_by = content.get("world_size", 1)
         self._resumes_ranks = saved_by == self.args.world_size
         if self._resumes_ranks:
-            self._resume_state = from_json(content["resume"])
+            self._resume_state = content["resume"]
             return
         logger.warning(
             "%s was saved by %d rank(s) and %d resume from it: the epoch goes on after "

@@ -16,6 +16,21 @@ from typing import Any
 import numpy as np
 
 from ctrainer import _C
+from ctrainer._checkpoint_files import (
+    MANIFEST_NAME,
+    expected_of,
+    naming,
+    read_object,
+)
+from ctrainer._state_schema import (
+    LOSS_SUMS,
+    OWN_STATE,
+    POSITION,
+    TRAINER_STATE,
+    Kind,
+    check_fields,
+    mapping,
+)
 
 __all__ = [
     "CheckpointWriter",
@@ -29,8 +44,9 @@ __all__ = [
 
 logger = logging.getLogger("ctrainer.checkpoint")
 
-MANIFEST_NAME = "ctrainer_manifest.json"
 PREFIX = "checkpoint"
+STATE_NAME = "trainer_state.json"
+_OWN_STATE_NAME = re.compile(r"ctrainer_state(_\d+)?\.json")
 StrPath = str | os.PathLike[str]
 
 _writers: weakref.WeakSet[CheckpointWriter] = weakref.WeakSet()
@@ -85,7 +101,8 @@ _NUMPY = {
 
 
 def read_safetensors(path: StrPath, *, check: bool = True) -> Tensors:
-    """Read a safetensors file without torch.
+    """Read a safetensors file without torch; one that the manifest beside it lists is
+    held against that.
 
     Raises:
         ValueError: the file is not whole or, with `check`, its data differs from the
@@ -98,9 +115,11 @@ def read_safetensors(path: StrPath, *, check: bool = True) -> Tensors:
     targets: dict[str, Any] = {}
     for name, tag, shape, nbytes in index:
         memory = np.empty(nbytes, np.uint8)
-        found[name] = memory.view(_NUMPY[tag]).reshape(shape)
+        with naming(path):
+            found[name] = memory.view(_NUMPY[tag]).reshape(shape)
         targets[name] = (memory, tag, shape)
-    _C.load_safetensors_into(path, targets, True, check)
+    expected = expected_of(path) if check else None
+    _C.load_safetensors_into(path, targets, True, check, expected)
     return found
 
 
@@ -121,7 +140,8 @@ def load_safetensors_into(
         ValueError: something does not fit, told before anything is changed; or, with
             `check`, the data is damaged, told when it has been read.
     """
-    return _C.load_safetensors_into(path, dict(tensors), strict, check)
+    expected = expected_of(path) if check else None
+    return _C.load_safetensors_into(path, dict(tensors), strict, check, expected)
 
 
 # Judging
@@ -137,8 +157,8 @@ def verify_checkpoint(folder: StrPath) -> list[str]:
     if not os.path.isdir(folder):
         return [f"{os.fspath(folder)}: no such folder"]
     try:
-        if os.path.exists(os.path.join(folder, MANIFEST_NAME)):
-            return _C.verify_manifest(folder)
+        if os.path.lexists(os.path.join(folder, MANIFEST_NAME)):
+            return _C.verify_manifest(folder) or list(_judge_states(Path(folder)))
         return list(_judge_files(Path(folder)))
     except (OSError, ValueError) as problem:
         return [_text(problem)]
@@ -156,6 +176,20 @@ def _judge_files(folder: Path) -> Iterator[str]:
             _judge_file(folder / name)
         except (OSError, ValueError) as problem:
             yield _text(problem)
+
+
+def _judge_states(folder: Path) -> Iterator[str]:
+    """What is wrong with the states of a folder whose manifest holds."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".json" and _is_state(path.name):
+            try:
+                _judge_file(path)
+            except (OSError, ValueError) as problem:
+                yield _text(problem)
+
+
+def _is_state(name: str) -> bool:
+    return name == STATE_NAME or bool(_OWN_STATE_NAME.fullmatch(name))
 
 
 _WEIGHTS = (
@@ -177,26 +211,59 @@ def _missing_files(folder: Path, names: set[str]) -> Iterator[str]:
     if ("optimizer.pt" in names) != ("scheduler.pt" in names):
         yield f"{folder}: has one of optimizer.pt and scheduler.pt without the other"
     for index in names.intersection(_INDEXES):
-        shards = set(_read_json(folder / index).get("weight_map", {}).values())
-        for shard in sorted(shards - names):
-            yield f"{folder}: lacks {shard}, which {index} names"
+        for shard in shard_names(folder / index):
+            if shard not in names:
+                yield f"{folder / shard}: is missing; {index} names it"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ValueError(f"{path}: is not whole JSON: {problem}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds no JSON object")
+def shard_names(index: StrPath) -> list[str]:
+    """The files that an index of shards names, sorted."""
+    content = read_object(index)
+    check_fields(index, content, {"weight_map": mapping(_FILE)}, ("weight_map",))
+    return sorted(set(content["weight_map"].values()))
+
+
+_FILE = Kind(
+    "a file's name",
+    lambda v: (
+        isinstance(v, str)
+        and bool(v)
+        and not {"/", "\0"} & set(v)
+        and v not in (os.curdir, os.pardir)
+    ),
+)
+
+
+def read_trainer_state(path: StrPath) -> dict[str, Any]:
+    """trainer_state.json, held against its table."""
+    content = read_object(path)
+    check_fields(path, content, TRAINER_STATE)
+    return content
+
+
+def read_own_state(path: StrPath) -> dict[str, Any]:
+    """ctrainer_state.json or a rank's, held against its tables; what "resume" holds has
+    been through from_json()."""
+    content = read_object(path)
+    check_fields(path, content, OWN_STATE, ("version", "loss", "resume"))
+    check_fields(path, content["loss"], LOSS_SUMS, where="loss")
+    with naming(path):
+        content["resume"] = from_json(content["resume"])
+    check_fields(path, content["resume"], POSITION, where="resume")
     return content
 
 
 def _judge_file(path: Path) -> None:
     if path.suffix == ".safetensors":
         _C.check_safetensors(path)
-    elif path.name in ("trainer_state.json", "config.json", *_INDEXES):
-        _read_json(path)
+    elif path.name == STATE_NAME:
+        read_trainer_state(path)
+    elif path.suffix == ".json" and _is_state(path.name):
+        read_own_state(path)
+    elif path.name in _INDEXES:
+        shard_names(path)
+    elif path.name == "config.json":
+        read_object(path)
     elif path.suffix in (".pt", ".pth", ".bin") and _is_archive(path):
         _C.check_archive(path)
 
@@ -229,10 +296,12 @@ def find_checkpoints(output_dir: StrPath, prefix: str = PREFIX) -> list[str]:
 def last_whole_checkpoint(output_dir: StrPath) -> str | None:
     """The newest checkpoint that verify_checkpoint finds whole; None without one.
 
-    Warns of each newer one that it passes over, with what is wrong with it.
+    Warns of each newer one that it passes over, with what is wrong with it. One that
+    lost its name when a process was killed while it replaced it gets that back.
     """
     if not os.path.isdir(output_dir):
         return None
+    _C.recover_saves(output_dir)
     for folder in reversed(find_checkpoints(output_dir)):
         problems = verify_checkpoint(folder)
         if not problems:

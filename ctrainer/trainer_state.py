@@ -9,6 +9,9 @@ import os
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from ctrainer._checkpoint_files import read_object
+from ctrainer._state_schema import TRAINER_STATE, check_fields
+
 logger = logging.getLogger(__name__)
 
 
@@ -113,15 +116,10 @@ class TrainerState:
     def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:
         """Read a state; keys of other releases that are not known here are left out.
 
-        Raises ValueError when the file is not a state.
+        Raises ValueError, naming file and field, when the file is not a state.
         """
-        with open(json_path, encoding="utf-8") as file:
-            content = json.load(file)
-        if not isinstance(content, dict):
-            raise ValueError(
-                f"{os.fspath(json_path)} must hold a JSON object, "
-                f"not {type(content).__name__}"
-            )
+        content = read_object(json_path)
+        check_fields(json_path, content, TRAINER_STATE)
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(content) - known)
         if unknown:

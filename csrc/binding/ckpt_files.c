@@ -2,6 +2,7 @@
 #include "binding/ckpt_tensors.h"
 #include "core/ct_alloc.h"
 #include "core/ct_manifest.h"
+#include "core/ct_staging.h"
 #include "core/ct_zip.h"
 
 #include <stdbool.h>
@@ -14,13 +15,13 @@ text_to_str(ct_text text)
 }
 
 static ct_st_file *
-open_file(PyObject *path)
+open_file(PyObject *path, const ct_expected *expected)
 {
     ct_st_file *file = NULL;
     ct_status status;
     ct_error err;
     Py_BEGIN_ALLOW_THREADS
-    status = ct_st_open(&file, PyBytes_AS_STRING(path), &err);
+    status = ct_st_open(&file, PyBytes_AS_STRING(path), expected, &err);
     Py_END_ALLOW_THREADS
     if (status != CT_OK) {
         (void)ctpy_raise(&err);
@@ -102,7 +103,7 @@ PyObject *
 ctpy_safetensors_index(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     PyObject *path = ctpy_path_from(arg), *metadata = NULL, *list = NULL, *pair = NULL;
-    ct_st_file *file = path == NULL ? NULL : open_file(path);
+    ct_st_file *file = path == NULL ? NULL : open_file(path, NULL);
     if (file != NULL && (metadata = metadata_to_dict(file)) != NULL &&
         (list = tensors_to_list(file)) != NULL) {
         pair = PyTuple_Pack(2, metadata, list);
@@ -228,7 +229,7 @@ refuse_differences(PyObject *path, const load *l)
 /* Everything is checked before the first byte is read into a tensor. */
 static PyObject *
 load_file(PyObject *path, const ct_st_file *file, const ctpy_tensors *tensors,
-          int strict, int check)
+          int strict, int check, const ct_expected *expected)
 {
     load l = {0};
     ct_error err;
@@ -238,7 +239,7 @@ load_file(PyObject *path, const ct_st_file *file, const ctpy_tensors *tensors,
         (!strict || refuse_differences(path, &l) == 0)) {
         ct_status status;
         Py_BEGIN_ALLOW_THREADS
-        status = ct_st_read(file, l.targets, check != 0, &err);
+        status = ct_st_read(file, l.targets, check != 0, expected, &err);
         Py_END_ALLOW_THREADS
         answer = status == CT_OK ? PyTuple_Pack(2, l.missing, l.unexpected)
                                  : ctpy_raise(&err);
@@ -248,30 +249,36 @@ load_file(PyObject *path, const ct_st_file *file, const ctpy_tensors *tensors,
 }
 
 const char ctpy_load_safetensors_into_doc[] =
-    "load_safetensors_into($module, path, tensors, strict, check, /)\n--\n\n"
+    "load_safetensors_into($module, path, tensors, strict, check, expected=None, /)\n"
+    "--\n\n"
     "Read a safetensors file straight into the memory of a dict of named tensors.\n\n"
     "Returns (names the file lacks, names that were not asked for); with strict, "
     "either\n"
     "raises ValueError, as does a dtype or shape that differs, before anything is\n"
     "changed. With check, the data is compared with the checksum that ctrainer "
     "writes;\n"
-    "ValueError then, but the tensors have been overwritten.";
+    "with expected, (bytes, crc32c), the whole file is compared with that, too. "
+    "ValueError\n"
+    "then, but the tensors have been overwritten.";
 
 PyObject *
 ctpy_load_safetensors_into(PyObject *module, PyObject *args)
 {
-    PyObject *given, *dict, *answer = NULL, *path = NULL;
+    PyObject *given, *dict, *answer = NULL, *path = NULL, *pair = Py_None;
     int strict, check;
     ctpy_tensors tensors = {0};
     ct_st_file *file = NULL;
-    if (!PyArg_ParseTuple(args, "OOpp:load_safetensors_into", &given, &dict, &strict,
-                          &check) ||
+    ct_expected room;
+    const ct_expected *expected;
+    if (!PyArg_ParseTuple(args, "OOpp|O:load_safetensors_into", &given, &dict, &strict,
+                          &check, &pair) ||
+        ctpy_expected_from(pair, &room, &expected) < 0 ||
         (path = ctpy_path_from(given)) == NULL) {
         return NULL;
     }
     if (ctpy_tensors_from(PyModule_GetState(module), dict, 1, &tensors) == 0 &&
-        (file = open_file(path)) != NULL) {
-        answer = load_file(path, file, &tensors, strict, check);
+        (file = open_file(path, expected)) != NULL) {
+        answer = load_file(path, file, &tensors, strict, check, expected);
     }
     ct_st_close(file);
     ctpy_tensors_fini(&tensors);
@@ -281,34 +288,41 @@ ctpy_load_safetensors_into(PyObject *module, PyObject *args)
 
 /* Opens the file and sums its data, reading it nowhere. */
 static ct_status
-check_safetensors(const char *path, ct_error *err)
+check_safetensors(const char *path, const ct_expected *expected, ct_error *err)
 {
     ct_st_file *file = NULL;
     size_t n;
-    ct_status status = ct_st_open(&file, path, err);
+    ct_status status = ct_st_open(&file, path, expected, err);
     if (status != CT_OK) {
         return status;
     }
     (void)ct_st_tensors_borrow(file, &n);
     void **nowhere = (void **)ct_calloc(n + 1, sizeof(void *));
     status = nowhere == NULL ? ct_fail(err, CT_ENOMEM, "no memory to read %s", path)
-                             : ct_st_read(file, nowhere, true, err);
+                             : ct_st_read(file, nowhere, true, expected, err);
     ct_free((void *)nowhere);
     ct_st_close(file);
     return status;
 }
 
+typedef ct_status
+check_fn(const char *path, const ct_expected *expected, ct_error *err);
+
 static PyObject *
-check_path(PyObject *arg, ct_status (*check)(const char *path, ct_error *err))
+check_path(PyObject *args, check_fn *check)
 {
     ct_error err;
     ct_status status;
-    PyObject *path = ctpy_path_from(arg);
-    if (path == NULL) {
+    PyObject *given, *pair = Py_None, *path;
+    ct_expected room;
+    const ct_expected *expected;
+    if (!PyArg_ParseTuple(args, "O|O", &given, &pair) ||
+        ctpy_expected_from(pair, &room, &expected) < 0 ||
+        (path = ctpy_path_from(given)) == NULL) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = check(PyBytes_AS_STRING(path), &err);
+    status = check(PyBytes_AS_STRING(path), expected, &err);
     Py_END_ALLOW_THREADS
     Py_DECREF(path);
     if (status != CT_OK) {
@@ -318,28 +332,50 @@ check_path(PyObject *arg, ct_status (*check)(const char *path, ct_error *err))
 }
 
 const char ctpy_check_safetensors_doc[] =
-    "check_safetensors($module, path, /)\n--\n\n"
+    "check_safetensors($module, path, expected=None, /)\n--\n\n"
     "Raise ValueError or OSError, naming the file, unless it is whole.\n\n"
-    "Its header is checked against its size, and its data against the checksum in its\n"
-    "metadata where there is one.";
+    "Its header is checked against its size, and both against the checksums in its\n"
+    "metadata where there are any; with expected, (bytes, crc32c), against that, too.";
 
 PyObject *
-ctpy_check_safetensors(PyObject *Py_UNUSED(module), PyObject *arg)
+ctpy_check_safetensors(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    return check_path(arg, check_safetensors);
+    return check_path(args, check_safetensors);
 }
 
 const char ctpy_check_archive_doc[] =
-    "check_archive($module, path, /)\n--\n\n"
+    "check_archive($module, path, expected=None, /)\n--\n\n"
     "Raise ValueError or OSError, naming the file, unless it is a whole torch "
     "archive.\n"
     "\n"
-    "Every record is compared with its checksum; nothing is unpickled.";
+    "Every record is compared with its checksum, with expected the whole file with "
+    "that;\n"
+    "nothing is unpickled.";
 
 PyObject *
-ctpy_check_archive(PyObject *Py_UNUSED(module), PyObject *arg)
+ctpy_check_archive(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    return check_path(arg, ct_zip_verify);
+    return check_path(args, ct_zip_verify);
+}
+
+const char ctpy_recover_saves_doc[] =
+    "recover_saves($module, folder, /)\n--\n\n"
+    "Give checkpoints their names back that a process was replacing in folder when it "
+    "was\n"
+    "killed, and remove what else dead processes left of saves there.";
+
+PyObject *
+ctpy_recover_saves(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    PyObject *path = ctpy_path_from(arg);
+    if (path == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    ct_staging_recover(PyBytes_AS_STRING(path));
+    Py_END_ALLOW_THREADS
+    Py_DECREF(path);
+    Py_RETURN_NONE;
 }
 
 /* Collects problems as plain text: it runs without the GIL. */

@@ -4,6 +4,7 @@
 
 #include "binding/ctpy.h"
 #include "core/ct_safetensors.h"
+#include "core/ct_source.h"
 #include "core/ct_zip.h"
 
 /* Starts as {0}, or with may_excerpt set. The entries borrow from items, so those must
@@ -37,6 +38,10 @@ void ctpy_records_free(ct_zip_record *records, PyObject *list); /* NULL is fine 
  * their *n_bytes in all; release with ct_free. NULL with an exception that names
  * `what`. */
 ct_excerpt *ctpy_excerpts_from(PyObject *tuple, const char *what, size_t *n_bytes);
+
+/* What a file is expected to be, out of None (*expected is NULL then) or a tuple
+ * (bytes, crc32c), which goes to *room. 0, or -1 with an exception. */
+int ctpy_expected_from(PyObject *op, ct_expected *room, const ct_expected **expected);
 
 /* A path as the file system wants it: a new bytes object. str, bytes or PathLike. */
 PyObject *ctpy_path_from(PyObject *op);

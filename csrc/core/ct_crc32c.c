@@ -22,41 +22,17 @@ static uint32_t shift[2][4][256];
 static bool has_instruction;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* a * b modulo the polynomial; bit 31 is x^0. */
-static uint32_t
-multiply(uint32_t a, uint32_t b)
-{
-    uint32_t product = 0;
-    for (uint32_t bit = 0x80000000u; bit != 0; bit >>= 1) {
-        product ^= b & (0u - (uint32_t)((a & bit) != 0));
-        b = (b >> 1) ^ (POLYNOMIAL & (0u - (b & 1u)));
-    }
-    return product;
-}
-
-/* x^(8 n) modulo the polynomial: multiplying by it appends n zero bytes. */
-static uint32_t
-append_zeros(uint64_t n)
-{
-    uint32_t result = 0x80000000u, square = 0x00800000u; /* x^0 and x^8 */
-    for (; n != 0; n >>= 1) {
-        if (n & 1u) {
-            result = multiply(result, square);
-        }
-        square = multiply(square, square);
-    }
-    return result;
-}
-
 static void
 fill_tables(void)
 {
     ct_crc_table_init(&table, POLYNOMIAL);
     for (uint32_t s = 0; s < 2; s++) {
-        uint32_t factor = append_zeros((uint64_t)STREAM_BYTES * (s + 1));
+        uint32_t factor =
+            ct_crc_append_zeros(POLYNOMIAL, (uint64_t)STREAM_BYTES * (s + 1));
         for (uint32_t k = 0; k < 4; k++) {
             for (uint32_t byte = 0; byte < 256; byte++) {
-                shift[s][k][byte] = multiply(factor, byte << (8 * k));
+                shift[s][k][byte] =
+                    ct_crc_multiply(POLYNOMIAL, factor, byte << (8 * k));
             }
         }
     }
@@ -75,7 +51,7 @@ ct_crc32c_portable(uint32_t crc, const void *data, size_t n)
 uint32_t
 ct_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t n_b)
 {
-    return multiply(append_zeros(n_b), crc_a) ^ crc_b;
+    return ct_crc_combine(POLYNOMIAL, crc_a, crc_b, n_b);
 }
 
 #if defined(__x86_64__)

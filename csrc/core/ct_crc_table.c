@@ -45,3 +45,35 @@ ct_crc_table_run(const ct_crc_table *table, uint32_t crc, const void *data, size
     }
     return ~crc;
 }
+
+uint32_t
+ct_crc_multiply(uint32_t polynomial, uint32_t a, uint32_t b)
+{
+    uint32_t product = 0;
+    for (uint32_t bit = 0x80000000u; bit != 0; bit >>= 1) {
+        product ^= b & (0u - (uint32_t)((a & bit) != 0));
+        b = (b >> 1) ^ (polynomial & (0u - (b & 1u)));
+    }
+    return product;
+}
+
+uint32_t
+ct_crc_append_zeros(uint32_t polynomial, uint64_t n)
+{
+    uint32_t result = 0x80000000u, square = 0x00800000u; /* x^0 and x^8 */
+    for (; n != 0; n >>= 1) {
+        if (n & 1u) {
+            result = ct_crc_multiply(polynomial, result, square);
+        }
+        square = ct_crc_multiply(polynomial, square, square);
+    }
+    return result;
+}
+
+uint32_t
+ct_crc_combine(uint32_t polynomial, uint32_t crc_a, uint32_t crc_b, uint64_t n_b)
+{
+    uint32_t moved =
+        ct_crc_multiply(polynomial, ct_crc_append_zeros(polynomial, n_b), crc_a);
+    return moved ^ crc_b;
+}

@@ -4,6 +4,7 @@
 #include "core/ct_alloc.h"
 #include "core/ct_io.h"
 #include "core/ct_manifest.h"
+#include "core/ct_source.h"
 
 #include <errno.h>
 #include <string.h>

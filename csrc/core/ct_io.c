@@ -2,7 +2,6 @@
 #include "core/ct_io.h"
 
 #include "core/ct_alloc.h"
-#include "core/ct_crc32c.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -14,8 +13,7 @@
 #include <unistd.h>
 
 enum {
-    PIECES_AT_ONCE = 256,
-    BLOCK_BYTES = 1 << 20
+    PIECES_AT_ONCE = 256
 };
 
 ct_status
@@ -49,6 +47,24 @@ ct_path_name(const char *path)
     return slash == NULL ? path : slash + 1;
 }
 
+bool
+ct_path_is_inside(const char *name, size_t n)
+{
+    size_t at = 0;
+    if (memchr(name, '\0', n) != NULL) {
+        return false;
+    }
+    while (at <= n) {
+        const char *slash = memchr(name + at, '/', n - at);
+        size_t part = slash == NULL ? n - at : (size_t)(slash - name) - at;
+        if (part == 0 || (part == 2 && memcmp(name + at, "..", 2) == 0)) {
+            return false;
+        }
+        at += part + 1;
+    }
+    return true;
+}
+
 /* Drops the first `done` bytes of v[0..n); returns how many entries are used up. */
 static int
 advance(struct iovec *v, int n, size_t done)
@@ -69,7 +85,11 @@ write_all(int fd, struct iovec *v, int n)
 {
     while (n > 0) {
         ssize_t done = writev(fd, v, n);
-        if (done < 0 && errno != EINTR) {
+        if (done == 0) {
+            errno =
+                EIO; /* neither bytes nor a reason: asking again could go on for ever */
+        }
+        if (done == 0 || (done < 0 && errno != EINTR)) {
             return -1;
         }
         int used = advance(v, n, done < 0 ? 0 : (size_t)done);
@@ -143,19 +163,27 @@ int
 ct_open_read(const char *path, uint64_t *bytes, ct_error *err)
 {
     struct stat info;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    /* Opening a pipe that nobody writes to would wait. */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd < 0) {
         (void)!ct_fail_io(err, errno, "open", path);
         return -1;
     }
-    int failed = fstat(fd, &info) < 0 ? errno : S_ISDIR(info.st_mode) != 0 ? EISDIR : 0;
-    if (failed != 0) {
-        (void)close(fd);
-        (void)!ct_fail_io(err, failed, "read", path);
-        return -1;
+    int failed = fstat(fd, &info) < 0 ? errno : S_ISDIR(info.st_mode) ? EISDIR : 0;
+    if (failed == 0 && S_ISREG(info.st_mode)) {
+        *bytes = (uint64_t)info.st_size;
+        return fd;
     }
-    *bytes = (uint64_t)info.st_size;
-    return fd;
+    (void)close(fd);
+    if (failed != 0) {
+        (void)!ct_fail_io(err, failed, "read", path);
+    }
+    else {
+        (void)!ct_fail(err, CT_EINVAL,
+                       "%s: is no regular file, but a pipe, a socket or a device",
+                       path);
+    }
+    return -1;
 }
 
 ct_status
@@ -189,8 +217,8 @@ ct_write_at(int fd, const void *data, size_t n, uint64_t offset, const char *pat
     while (n > 0) {
         size_t ask = n < SSIZE_MAX ? n : SSIZE_MAX;
         ssize_t done = pwrite(fd, from, ask, (off_t)offset);
-        if (done < 0 && errno != EINTR) {
-            return ct_fail_io(err, errno, "write", path);
+        if (done == 0 || (done < 0 && errno != EINTR)) {
+            return ct_fail_io(err, done == 0 ? EIO : errno, "write", path);
         }
         if (done > 0) {
             from += done;
@@ -199,33 +227,4 @@ ct_write_at(int fd, const void *data, size_t n, uint64_t offset, const char *pat
         }
     }
     return CT_OK;
-}
-
-ct_status
-ct_checksum_file(const char *path, uint32_t *crc32c, uint64_t *bytes, ct_error *err)
-{
-    ct_status status = CT_OK;
-    uint32_t crc = 0;
-    uint64_t at = 0;
-    void *block = NULL;
-    int fd = ct_open_read(path, bytes, err);
-    if (fd < 0) {
-        return CT_EIO;
-    }
-    if ((block = ct_alloc(BLOCK_BYTES)) == NULL) {
-        status = ct_fail(err, CT_ENOMEM, "no memory to read %s", path);
-    }
-    while (status == CT_OK && at < *bytes) {
-        uint64_t left = *bytes - at;
-        size_t n = left < BLOCK_BYTES ? (size_t)left : BLOCK_BYTES;
-        status = ct_read_at(fd, block, n, at, path, err);
-        if (status == CT_OK) {
-            crc = ct_crc32c(crc, block, n);
-            at += n;
-        }
-    }
-    ct_free(block);
-    (void)close(fd);
-    *crc32c = crc;
-    return status;
 }

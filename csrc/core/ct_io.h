@@ -7,6 +7,7 @@
 
 #include "core/ct_status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/types.h>
@@ -31,6 +32,10 @@ char *ct_path_join(const char *folder, const char *name);
 /* Where the last component of path starts; trailing slashes are not expected. */
 const char *ct_path_name(const char *path);
 
+/* Is name[0..n) the path of a file below a folder: "name", "sub/name", never absolute,
+ * never with "..", an empty part or a NUL? */
+bool ct_path_is_inside(const char *name, size_t n);
+
 /* Makes path, which must not exist, and writes the pieces to it in order. */
 CT_NODISCARD ct_status ct_write_file(const char *path, const ct_piece *pieces, size_t n,
                                      ct_error *err);
@@ -39,7 +44,8 @@ CT_NODISCARD ct_status ct_write_file(const char *path, const ct_piece *pieces, s
 CT_NODISCARD ct_status ct_sync_file(const char *path, ct_error *err);
 CT_NODISCARD ct_status ct_sync_folder(const char *path, ct_error *err);
 
-/* An open file, or -1 with *err. */
+/* An open regular file and its size, or -1 with *err, which must be given: CT_EINVAL
+ * where path is a pipe, a socket or a device, which is not waited for. */
 int ct_open_read(const char *path, uint64_t *bytes, ct_error *err);
 
 /* n bytes at offset; CT_EINVAL where the file ends sooner. path is for errors. */
@@ -50,11 +56,8 @@ CT_NODISCARD ct_status ct_read_at(int fd, void *data, size_t n, uint64_t offset,
 CT_NODISCARD ct_status ct_write_at(int fd, const void *data, size_t n, uint64_t offset,
                                    const char *path, ct_error *err);
 
-/* The checksum and size of a whole file. */
-CT_NODISCARD ct_status ct_checksum_file(const char *path, uint32_t *crc32c,
-                                        uint64_t *bytes, ct_error *err);
-
-/* Makes path and what is missing above it; one that is there is no error. */
+/* Makes path and what is missing above it, and puts each new folder's name on the disk;
+ * a path that is there is no error. */
 CT_NODISCARD ct_status ct_make_folders(const char *path, ct_error *err);
 
 /* Calls visit for each regular file below folder, subfolders included, with its path

@@ -37,7 +37,9 @@ CT_NODISCARD ct_status ct_manifest_add(ct_manifest *manifest, const char *name,
 CT_NODISCARD ct_status ct_manifest_write(ct_manifest *manifest, const char *folder,
                                          ct_error *err);
 
-/* Reads folder's; CT_EIO with ENOENT where there is none. */
+/* Reads folder's; CT_EIO with ENOENT where there is none. CT_EINVAL where it lists no
+ * file, one twice, or one outside of folder, also by a link in the place of a folder.
+ */
 CT_NODISCARD ct_status ct_manifest_read(ct_manifest *manifest, const char *folder,
                                         ct_error *err);
 

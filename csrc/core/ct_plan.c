@@ -21,19 +21,10 @@ ct_plan_fini(ct_plan *plan)
     *plan = (ct_plan){0};
 }
 
-static bool
-is_inside(const char *name)
-{
-    size_t n = strlen(name);
-    return n > 0 && name[0] != '/' && name[n - 1] != '/' && strcmp(name, "..") != 0 &&
-           strncmp(name, "../", 3) != 0 && strstr(name, "/../") == NULL &&
-           !(n >= 3 && strcmp(name + n - 3, "/..") == 0);
-}
-
 ct_status
 ct_plan_set_name(ct_plan *plan, const char *name, ct_error *err)
 {
-    if (!is_inside(name)) {
+    if (!ct_path_is_inside(name, strlen(name))) {
         return ct_fail(err, CT_EINVAL,
                        "a file of a checkpoint needs a name inside its folder, got "
                        "'%.200s'",

@@ -2,6 +2,9 @@
  * ct_safetensors_data.c. */
 #include "core/ct_safetensors.h"
 
+#include "core/ct_crc32c.h"
+
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -101,13 +104,17 @@ add_pair(ct_buf *buf, ct_text key, ct_text value, ct_error *err)
     return status == CT_OK ? ct_buf_json(buf, value.data, value.n, err) : status;
 }
 
-/* *crc_at: where the digits of the checksum go. */
+/* crc_at: where the digits of the checksums of data and header go. */
 static ct_status
 add_metadata(ct_buf *buf, const ct_st_pair *pairs, size_t n, size_t *crc_at,
              ct_error *err)
 {
     ct_status status = ct_buf_text(buf, "{\"__metadata__\":{", err);
     for (size_t i = 0; i < n && status == CT_OK; i++) {
+        if (ct_text_is(pairs[i].key, CT_ST_CRC_KEY) ||
+            ct_text_is(pairs[i].key, CT_ST_HEADER_KEY)) {
+            continue; /* of the file that the metadata was read from */
+        }
         status = add_pair(buf, pairs[i].key, pairs[i].value, err);
         if (status == CT_OK) {
             status = ct_buf_text(buf, ",", err);
@@ -116,7 +123,11 @@ add_metadata(ct_buf *buf, const ct_st_pair *pairs, size_t n, size_t *crc_at,
     if (status == CT_OK) {
         status = ct_buf_text(buf, "\"" CT_ST_CRC_KEY "\":\"", err);
     }
-    *crc_at = buf->n;
+    crc_at[0] = buf->n;
+    if (status == CT_OK) {
+        status = ct_buf_text(buf, "00000000\",\"" CT_ST_HEADER_KEY "\":\"", err);
+    }
+    crc_at[1] = buf->n;
     return status == CT_OK ? ct_buf_text(buf, "00000000\"}", err) : status;
 }
 
@@ -185,6 +196,9 @@ build_header(ct_buf *buf, const ct_st_entry *entries, size_t n,
     }
     if (status == CT_OK) {
         ct_store_le64(buf->data, buf->n - 8);
+        char digits[CT_ST_CRC_DIGITS + 1];
+        (void)snprintf(digits, sizeof digits, "%08x", ct_crc32c(0, buf->data, buf->n));
+        memcpy(buf->data + crc_at[1], digits, CT_ST_CRC_DIGITS);
     }
     return status;
 }
@@ -202,7 +216,7 @@ ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n, const ct_st_pair *meta
            size_t n_metadata, ct_error *err)
 {
     ct_buf header = {0};
-    size_t crc_at = 0;
+    size_t crc_at[2] = {0, 0};
     ct_status status = CT_OK;
     for (size_t i = 0; i < n && status == CT_OK; i++) {
         status = check_entry(&entries[i], err);
@@ -211,7 +225,7 @@ ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n, const ct_st_pair *meta
         if (n > 0) {
             qsort(entries, n, sizeof *entries, compare_entries);
         }
-        status = build_header(&header, entries, n, metadata, n_metadata, &crc_at, err);
+        status = build_header(&header, entries, n, metadata, n_metadata, crc_at, err);
     }
     if (status == CT_OK) {
         status = ct_plan_add_buf(plan, &header, err);
@@ -220,7 +234,7 @@ ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n, const ct_st_pair *meta
         status = add_data(plan, &entries[i], err);
     }
     if (status == CT_OK) {
-        ct_patch patch = {CT_PATCH_CRC32C_HEX, .first = 1, .n = n, .offset = crc_at};
+        ct_patch patch = {CT_PATCH_CRC32C_HEX, .first = 1, .n = n, .offset = crc_at[0]};
         status = ct_plan_add_patch(plan, patch, err);
     }
     ct_buf_fini(&header);

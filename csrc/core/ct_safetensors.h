@@ -2,7 +2,8 @@
  *
  * Written as the safetensors library writes it (tensors by falling dtype, then name;
  * data aligned to 8 bytes) plus a CRC-32C of the data among the metadata, under
- * CT_ST_CRC_KEY. Read with every promise of the header checked against the file.
+ * CT_ST_CRC_KEY, and one of the header. Read with every promise of the header checked
+ * against the file.
  *
  * Source: github.com/huggingface/safetensors, README, "Format". */
 #ifndef CT_SAFETENSORS_H
@@ -10,6 +11,7 @@
 
 #include "core/ct_json.h"
 #include "core/ct_plan.h"
+#include "core/ct_source.h"
 #include "core/ct_status.h"
 
 #include <stddef.h>
@@ -20,6 +22,13 @@ extern "C" {
 #endif
 
 #define CT_ST_CRC_KEY "ctrainer.crc32c"
+
+/* The checksum of the header with zeros for the digits of both checksums. */
+#define CT_ST_HEADER_KEY "ctrainer.header_crc32c"
+
+enum {
+    CT_ST_CRC_DIGITS = 8
+};
 
 /* One tensor to write; everything is borrowed, data until the plan is written. */
 typedef struct ct_st_entry {
@@ -56,8 +65,10 @@ typedef struct ct_st_tensor {
 typedef struct ct_st_file ct_st_file;
 
 /* Opens and checks path. CT_EIO when it cannot be read; CT_EINVAL when it is not whole
- * or not safetensors, naming the file and what is wrong with it. */
-CT_NODISCARD ct_status ct_st_open(ct_st_file **file, const char *path, ct_error *err);
+ * or not safetensors, naming the file and what is wrong with it. expected: may be NULL.
+ */
+CT_NODISCARD ct_status ct_st_open(ct_st_file **file, const char *path,
+                                  const ct_expected *expected, ct_error *err);
 void ct_st_close(ct_st_file *file); /* NULL is fine */
 
 /* Tensors in the order of their data. */
@@ -66,10 +77,12 @@ const ct_st_pair *ct_st_metadata_borrow(const ct_st_file *file, size_t *n);
 const ct_st_tensor *ct_st_find_borrow(const ct_st_file *file, ct_text name);
 
 /* Reads tensors[i]'s bytes into targets[i] (NULL: left out), for all n of the file, on
- * the pool's threads. With `check` and a checksum in the file, all data is summed, also
- * what is left out; CT_EINVAL when it differs, with the targets overwritten by then. */
+ * the pool's threads. With `check` and a checksum in the file, or an expected one (may
+ * be NULL), all data is summed, also what is left out; CT_EINVAL when it differs, with
+ * the targets overwritten by then. */
 CT_NODISCARD ct_status ct_st_read(const ct_st_file *file, void *const *targets,
-                                  bool check, ct_error *err);
+                                  bool check, const ct_expected *expected,
+                                  ct_error *err);
 
 #ifdef __cplusplus
 }

@@ -1,21 +1,10 @@
 /* Reading the data of an open safetensors file, straight to where it belongs. */
-#define _POSIX_C_SOURCE 200809L
 #include "core/ct_safetensors_file.h"
 
 #include "core/ct_alloc.h"
 #include "core/ct_crc32c.h"
-#include "core/ct_io.h"
-#include "core/ct_pool.h"
 
-#include <errno.h>
 #include <stdlib.h>
-#include <unistd.h>
-
-enum {
-    PORTION_BYTES = 4 << 20, /* read by one thread at a time */
-    BLOCK_BYTES = 128 << 10, /* summed while it is still in the cache */
-    CRC_DIGITS = 8
-};
 
 const ct_st_tensor *
 ct_st_tensors_borrow(const ct_st_file *file, size_t *n)
@@ -47,135 +36,75 @@ ct_st_find_borrow(const ct_st_file *file, ct_text name)
     return found == NULL ? NULL : &file->tensors[found->index];
 }
 
-/* The checksum that the file carries; false if it has none. */
+/* The checksum of the data that the file carries; false if it has none. */
 static bool
 find_crc(const ct_st_file *file, uint32_t *crc)
 {
     for (size_t i = 0; i < file->n_metadata; i++) {
         const ct_st_pair *pair = &file->metadata[i];
-        char digits[CRC_DIGITS + 1] = {0};
+        char digits[CT_ST_CRC_DIGITS + 1] = {0};
         char *end = NULL;
-        if (!ct_text_is(pair->key, CT_ST_CRC_KEY) || pair->value.n != CRC_DIGITS) {
+        if (!ct_text_is(pair->key, CT_ST_CRC_KEY) ||
+            pair->value.n != CT_ST_CRC_DIGITS) {
             continue;
         }
-        for (int k = 0; k < CRC_DIGITS; k++) {
+        for (int k = 0; k < CT_ST_CRC_DIGITS; k++) {
             digits[k] = pair->value.data[k];
         }
         *crc = (uint32_t)strtoul(digits, &end, 16);
-        return end == digits + CRC_DIGITS;
+        return end == digits + CT_ST_CRC_DIGITS;
     }
     return false;
 }
 
-/* One batch of the pool: bytes of the file, read, summed, or both. */
-typedef struct portion {
-    int fd;
-    uint64_t offset;
-    size_t n;
-    unsigned char *target; /* NULL: only summed */
-    bool check;
-    uint32_t crc;
-    int failed; /* errno; -1 where the file ended too soon */
-} portion;
-
-static void
-read_block(portion *p, size_t at, size_t n, unsigned char *to)
+/* The data has no gaps: its checksum is that of all tensors in their order. */
+static uint32_t
+join(const ct_st_file *file, const ct_extent *extents, uint32_t crc)
 {
-    size_t done = 0;
-    while (done < n && p->failed == 0) {
-        ssize_t got = pread(p->fd, to + done, n - done, (off_t)(p->offset + at + done));
-        if (got > 0) {
-            done += (size_t)got;
-        }
-        else if (got == 0 || errno != EINTR) {
-            p->failed = got == 0 ? -1 : errno;
-        }
-    }
-    if (p->check && p->failed == 0) {
-        p->crc = ct_crc32c(p->crc, to, n);
-    }
-}
-
-static void
-read_portion(void *arg, size_t batch)
-{
-    portion *p = (portion *)arg + batch;
-    unsigned char *scratch = p->target == NULL ? ct_alloc(BLOCK_BYTES) : NULL;
-    if (p->target == NULL && scratch == NULL) {
-        p->failed = ENOMEM;
-    }
-    for (size_t at = 0; at < p->n && p->failed == 0; at += BLOCK_BYTES) {
-        size_t n = p->n - at < BLOCK_BYTES ? p->n - at : BLOCK_BYTES;
-        read_block(p, at, n, p->target == NULL ? scratch : p->target + at);
-    }
-    ct_free(scratch);
-}
-
-/* Cuts every wanted tensor into portions; with portions NULL only counts them. */
-static size_t
-cut(const ct_st_file *file, void *const *targets, bool check, portion *portions)
-{
-    size_t n = 0;
     for (size_t i = 0; i < file->n_tensors; i++) {
-        const ct_st_tensor *t = &file->tensors[i];
-        if (targets[i] == NULL && !check) {
-            continue;
-        }
-        for (uint64_t at = t->begin; at < t->end; at += PORTION_BYTES, n++) {
-            uint64_t left = t->end - at;
-            if (portions == NULL) {
-                continue;
-            }
-            portions[n] = (portion){
-                .fd = file->fd,
-                .offset = at,
-                .n = left < PORTION_BYTES ? (size_t)left : PORTION_BYTES,
-                .target = targets[i] == NULL
-                              ? NULL
-                              : (unsigned char *)targets[i] + (at - t->begin),
-                .check = check,
-            };
-        }
+        crc = ct_crc32c_combine(crc, extents[i].crc, extents[i].n);
     }
-    return n;
+    return crc;
 }
 
 static ct_status
-judge(const ct_st_file *file, const portion *portions, size_t n, bool check,
-      uint32_t expected, ct_error *err)
+judge(const ct_st_file *file, const ct_extent *extents, const uint32_t *own,
+      const ct_expected *expected, ct_error *err)
 {
-    uint32_t crc = 0;
-    for (size_t i = 0; i < n; i++) {
-        if (portions[i].failed == -1) {
-            return ct_fail(err, CT_EINVAL, "%s: was cut short while it was read",
-                           file->path);
-        }
-        if (portions[i].failed != 0) {
-            return ct_fail_io(err, portions[i].failed, "read", file->path);
-        }
-        crc = check ? ct_crc32c_combine(crc, portions[i].crc, portions[i].n) : 0;
-    }
-    if (check && crc != expected) {
+    uint32_t crc = join(file, extents, 0);
+    if (own != NULL && crc != *own) {
         return ct_fail(err, CT_EINVAL,
                        "%s: its data is damaged: checksum %08x, written as %08x",
-                       file->path, crc, expected);
+                       file->path, crc, *own);
     }
-    return CT_OK;
+    return expected == NULL
+               ? CT_OK
+               : ct_source_judge(&file->source, expected,
+                                 join(file, extents, file->header_crc), err);
 }
 
 ct_status
-ct_st_read(const ct_st_file *file, void *const *targets, bool check, ct_error *err)
+ct_st_read(const ct_st_file *file, void *const *targets, bool check,
+           const ct_expected *expected, ct_error *err)
 {
-    uint32_t expected = 0;
-    check = check && find_crc(file, &expected);
-    size_t n = cut(file, targets, check, NULL);
-    portion *portions = ct_calloc(n + 1, sizeof *portions);
-    if (portions == NULL) {
+    uint32_t crc = 0;
+    const uint32_t *own = check && find_crc(file, &crc) ? &crc : NULL;
+    bool summed = own != NULL || expected != NULL;
+    ct_extent *extents = ct_calloc(file->n_tensors + 1, sizeof *extents);
+    if (extents == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to read %s", file->path);
     }
-    (void)cut(file, targets, check, portions);
-    ct_pool_run(read_portion, portions, n);
-    ct_status status = judge(file, portions, n, check, expected, err);
-    ct_free(portions);
+    for (size_t i = 0; i < file->n_tensors; i++) {
+        const ct_st_tensor *t = &file->tensors[i];
+        extents[i] = (ct_extent){
+            .offset = t->begin, .n = t->end - t->begin, .target = targets[i]};
+    }
+    ct_status status =
+        ct_source_read_extents(&file->source, extents, file->n_tensors,
+                               summed ? CT_SUM_CRC32C : CT_SUM_NONE, err);
+    if (status == CT_OK && summed) {
+        status = judge(file, extents, own, expected, err);
+    }
+    ct_free(extents);
     return status;
 }

@@ -3,6 +3,7 @@
 #define CT_SAFETENSORS_FILE_H
 
 #include "core/ct_safetensors.h"
+#include "core/ct_source.h"
 
 /* An entry of the index of names. */
 typedef struct ct_st_name {
@@ -13,10 +14,11 @@ typedef struct ct_st_name {
 /* tensors is in the order of the data, by_name in the order of the names. Every text
  * points into header, every shape into extents. */
 struct ct_st_file {
-    int fd;
+    ct_source source;
     char *path;
     char *header;
-    uint64_t data_begin, bytes;
+    uint32_t header_crc; /* of the file up to its data */
+    uint64_t data_begin;
     ct_st_tensor *tensors;
     size_t n_tensors, tensors_capacity;
     uint64_t *extents;

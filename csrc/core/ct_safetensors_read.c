@@ -1,13 +1,15 @@
 /* Opening safetensors files: a hostile header must cost an error message and no more.
  */
+#define _GNU_SOURCE
 #include "core/ct_safetensors_file.h"
 
 #include "core/ct_alloc.h"
+#include "core/ct_crc32c.h"
 #include "core/ct_io.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 /* The library's own limit; a header of more is refused unread. */
 #define HEADER_LIMIT 100000000u
@@ -22,9 +24,7 @@ ct_st_close(ct_st_file *file)
     if (file == NULL) {
         return;
     }
-    if (file->fd >= 0) {
-        (void)close(file->fd);
-    }
+    ct_source_close(&file->source);
     ct_free(file->metadata);
     ct_free(file->by_name);
     ct_free(file->extents);
@@ -233,7 +233,7 @@ check_size(const ct_st_file *file, const ct_st_tensor *tensor, ct_error *err)
 static ct_status
 check_layout(ct_st_file *file, ct_error *err)
 {
-    uint64_t at = 0, available = file->bytes - file->data_begin;
+    uint64_t at = 0, available = file->source.bytes - file->data_begin;
     for (size_t i = 0; i < file->n_tensors; i++) {
         ct_st_tensor *tensor = &file->tensors[i];
         ct_status status = check_size(file, tensor, err);
@@ -294,43 +294,90 @@ place_shapes(ct_st_file *file)
     }
 }
 
+/* The digits of a checksum in the header's text, "KEY":"00000000" as the writer puts
+ * it; NULL where there are none. */
+static char *
+find_digits(const ct_st_file *file, size_t n, const char *key)
+{
+    char *found = memmem(file->header, n, key, strlen(key));
+    char *digits = found == NULL ? NULL : found + strlen(key);
+    return digits != NULL && file->header + n - digits >= CT_ST_CRC_DIGITS ? digits
+                                                                           : NULL;
+}
+
+/* Compares the header with the checksum that it carries, if it does, before it is
+ * parsed, which changes it. */
+static ct_status
+check_header(ct_st_file *file, const unsigned char *length, size_t n, ct_error *err)
+{
+    static const char zeros[] = "00000000";
+    char saved[2][CT_ST_CRC_DIGITS + 1] = {{0}};
+    char computed[CT_ST_CRC_DIGITS + 1];
+    char *const at[] = {find_digits(file, n, "\"" CT_ST_CRC_KEY "\":\""),
+                        find_digits(file, n, "\"" CT_ST_HEADER_KEY "\":\"")};
+    uint32_t begun = ct_crc32c(0, length, 8);
+    file->header_crc = ct_crc32c(begun, file->header, n);
+    if (at[0] == NULL || at[1] == NULL) {
+        return CT_OK;
+    }
+    for (int i = 0; i < 2; i++) {
+        memcpy(saved[i], at[i], CT_ST_CRC_DIGITS);
+        memcpy(at[i], zeros, CT_ST_CRC_DIGITS);
+    }
+    (void)snprintf(computed, sizeof computed, "%08x",
+                   ct_crc32c(begun, file->header, n));
+    for (int i = 0; i < 2; i++) {
+        memcpy(at[i], saved[i], CT_ST_CRC_DIGITS);
+    }
+    return memcmp(computed, saved[1], CT_ST_CRC_DIGITS) == 0
+               ? CT_OK
+               : ct_fail(err, CT_EINVAL,
+                         "%s: its header is damaged, or rewritten by a program that "
+                         "kept the metadata of ctrainer.*",
+                         file->path);
+}
+
 static ct_status
 load_header(ct_st_file *file, ct_error *err)
 {
     unsigned char length[8];
-    if (file->bytes < 8) {
+    const ct_source *source = &file->source;
+    if (source->bytes < 8) {
         return ct_fail(err, CT_EINVAL, "%s: %llu bytes are no safetensors file",
-                       file->path, (unsigned long long)file->bytes);
+                       file->path, (unsigned long long)source->bytes);
     }
-    ct_status status = ct_read_at(file->fd, length, 8, 0, file->path, err);
+    ct_status status = ct_source_read(source, length, 8, 0, err);
     if (status != CT_OK) {
         return status;
     }
     uint64_t n = ct_load_le64(length);
-    if (n > HEADER_LIMIT || n > file->bytes - 8) {
+    if (n > HEADER_LIMIT || n > source->bytes - 8) {
         return ct_fail(
             err, CT_EINVAL, "%s: a header of %llu bytes does not fit a file of %llu",
-            file->path, (unsigned long long)n, (unsigned long long)file->bytes);
+            file->path, (unsigned long long)n, (unsigned long long)source->bytes);
     }
     file->data_begin = 8 + n;
     if ((file->header = ct_alloc((size_t)n + 1)) == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to read %s", file->path);
     }
-    status = ct_read_at(file->fd, file->header, (size_t)n, 8, file->path, err);
+    status = ct_source_read(source, file->header, (size_t)n, 8, err);
+    if (status == CT_OK) {
+        status = check_header(file, length, (size_t)n, err);
+    }
     return status == CT_OK ? parse_header(file, (size_t)n, err) : status;
 }
 
 static ct_status
-open_file(ct_st_file *file, const char *path, ct_error *err)
+open_file(ct_st_file *file, const char *path, const ct_expected *expected,
+          ct_error *err)
 {
     if ((file->path = ct_path_join("", path)) == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to read %s", path);
     }
-    file->fd = ct_open_read(path, &file->bytes, err);
-    if (file->fd < 0) {
-        return CT_EIO;
+    ct_status status = ct_source_open(&file->source, file->path, expected, err);
+    if (status == CT_OK) {
+        status = load_header(file, err);
     }
-    ct_status status = load_header(file, err);
     if (status == CT_OK) {
         place_shapes(file);
         if (file->n_tensors > 0) {
@@ -343,19 +390,19 @@ open_file(ct_st_file *file, const char *path, ct_error *err)
 }
 
 ct_status
-ct_st_open(ct_st_file **file, const char *path, ct_error *err)
+ct_st_open(ct_st_file **file, const char *path, const ct_expected *expected,
+           ct_error *err)
 {
     ct_st_file *made = ct_calloc(1, sizeof *made);
     if (made == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to read %s", path);
     }
-    made->fd = -1;
-    ct_status status = open_file(made, path, err);
-    if (status == CT_OK) {
-        *file = made;
-    }
-    else {
+    made->source.fd = -1;
+    ct_status status = open_file(made, path, expected, err);
+    if (status != CT_OK) {
         ct_st_close(made);
+        return status;
     }
-    return status;
+    *file = made;
+    return CT_OK;
 }

@@ -16,6 +16,9 @@
 
 static const char prefix[] = ".ctrainer-saving-";
 
+/* Below outer: NAME as it was, while it is replaced without an exchange of names. */
+static const char replaced[] = ".replaced";
+
 enum {
     ATTEMPTS = 8
 };
@@ -33,10 +36,45 @@ ct_staging_forget(ct_staging *staging)
     *staging = (ct_staging){.lock = -1};
 }
 
+/* PARENT/NAME is away if its replacement was cut off between two renames. What was to
+ * take its place is whole: it is renamed last of all. */
+static bool
+put_back(const char *parent, const char *outer, const char *name)
+{
+    char *final = ct_path_join(parent, name), *whole = ct_path_join(outer, name);
+    bool there = final != NULL && whole != NULL &&
+                 (access(final, F_OK) == 0 || rename(whole, final) == 0);
+    ct_free(whole);
+    ct_free(final);
+    return there;
+}
+
+/* False where a folder is still without its name: outer must stay. */
+static bool
+recover(const char *parent, const char *outer)
+{
+    bool done = true;
+    struct dirent *entry;
+    char *old = ct_path_join(outer, replaced);
+    DIR *dir = old == NULL ? NULL : opendir(old);
+    while (dir != NULL && (entry = readdir(dir)) != NULL) {
+        const char *name = entry->d_name;
+        if (strcmp(name, ".") != 0 && strcmp(name, "..") != 0) {
+            done =
+                done && (put_back(parent, outer, name) || put_back(parent, old, name));
+        }
+    }
+    if (dir != NULL) {
+        (void)closedir(dir);
+    }
+    ct_free(old);
+    return done;
+}
+
 void
 ct_staging_close(ct_staging *staging)
 {
-    if (staging->outer != NULL) {
+    if (staging->outer != NULL && recover(staging->parent, staging->outer)) {
         (void)!ct_remove_tree(staging->outer, NULL); /* the next save tries again */
     }
     ct_staging_forget(staging);
@@ -44,20 +82,20 @@ ct_staging_close(ct_staging *staging)
 
 /* A folder nobody has locked belonged to a process that is gone. */
 static void
-remove_if_stale(const char *path)
+remove_if_stale(const char *parent, const char *path)
 {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) {
         return;
     }
-    if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0 && recover(parent, path)) {
         (void)!ct_remove_tree(path, NULL);
     }
     (void)close(fd);
 }
 
-static void
-sweep(const char *parent)
+void
+ct_staging_recover(const char *parent)
 {
     struct dirent *entry;
     DIR *dir = opendir(parent);
@@ -65,7 +103,7 @@ sweep(const char *parent)
         char *path = NULL;
         if (strncmp(entry->d_name, prefix, sizeof prefix - 1) == 0 &&
             (path = ct_path_join(parent, entry->d_name)) != NULL) {
-            remove_if_stale(path);
+            remove_if_stale(parent, path);
         }
         ct_free(path);
     }
@@ -137,7 +175,7 @@ open_folders(ct_staging *staging, const char *final_folder, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
-    sweep(staging->parent);
+    ct_staging_recover(staging->parent);
     if ((status = make_outer(staging, err)) != CT_OK) {
         return status;
     }
@@ -214,6 +252,25 @@ ct_staging_adopt(ct_staging *staging, ct_error *err)
     return status;
 }
 
+/* Two renames; errno tells why not. */
+static int
+replace_in_steps(const ct_staging *staging, const char *away)
+{
+    char *old = ct_path_join(away, ct_path_name(staging->final));
+    if (old == NULL) {
+        errno = ENOMEM;
+        return -1;
+    }
+    int failed = rename(staging->final, old) < 0 ? errno : 0;
+    if (failed == 0 && rename(staging->folder, staging->final) < 0) {
+        failed = errno;
+        (void)!rename(old, staging->final); /* failing, it stays where recovery looks */
+    }
+    ct_free(old);
+    errno = failed;
+    return failed == 0 ? 0 : -1;
+}
+
 /* The old folder ends up in outer, where closing removes it. */
 static int
 exchange(const ct_staging *staging)
@@ -227,11 +284,17 @@ exchange(const ct_staging *staging)
         return -1;
     }
 #endif
-    char *old = ct_path_join(staging->outer, ".replaced");
-    int failed = old == NULL || rename(staging->final, old) < 0 ||
-                 rename(staging->folder, staging->final) < 0;
-    ct_free(old);
-    return failed ? -1 : 0;
+    char *away = ct_path_join(staging->outer, replaced);
+    int failed = away == NULL ? ENOMEM : 0;
+    if (failed == 0 && mkdir(away, 0777) < 0 && errno != EEXIST) {
+        failed = errno;
+    }
+    if (failed == 0 && replace_in_steps(staging, away) < 0) {
+        failed = errno;
+    }
+    ct_free(away);
+    errno = failed;
+    return failed == 0 ? 0 : -1;
 }
 
 ct_status

@@ -30,12 +30,18 @@ typedef struct ct_staging {
 CT_NODISCARD ct_status ct_staging_open(ct_staging *staging, const char *final_folder,
                                        ct_error *err);
 
+/* Puts back what a process that was killed while it replaced a folder of parent left
+ * without its name, as far as it can, and removes what else dead processes left. */
+void ct_staging_recover(const char *parent);
+
 /* Moves into folder what somebody wrote to final meanwhile, if final was not there at
  * the start. */
 CT_NODISCARD ct_status ct_staging_adopt(ct_staging *staging, ct_error *err);
 
-/* Renames folder to final, replacing a folder of that name in one step where the file
- * system can exchange names, and puts the change on the disk. */
+/* Renames folder to final, replacing a folder of that name, and puts the change on the
+ * disk. Where the file system can exchange names, final is there at every moment;
+ * elsewhere it is away between two renames: the second one's failure brings the old
+ * folder back, and ct_staging_recover what a killed process left. */
 CT_NODISCARD ct_status ct_staging_publish(ct_staging *staging, ct_error *err);
 
 /* Moves another folder of PARENT out of sight; closing removes it. */

@@ -16,6 +16,23 @@ enum {
     MAX_DEPTH = 32
 };
 
+/* A new folder is found after a loss of power once the folder above it is synchronised.
+ */
+static ct_status
+sync_above(const char *path, ct_error *err)
+{
+    const char *name = ct_path_name(path);
+    size_t n = (size_t)(name - path);
+    char *above = ct_path_join("", n == 0 ? "." : path);
+    if (above == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for the path %s", path);
+    }
+    above[n > 1 ? n - 1 : 1] = '\0'; /* "." and "/" keep their one byte */
+    ct_status status = ct_sync_folder(above, err);
+    ct_free(above);
+    return status;
+}
+
 ct_status
 ct_make_folders(const char *path, ct_error *err)
 {
@@ -29,7 +46,10 @@ ct_make_folders(const char *path, ct_error *err)
         if (at != NULL) {
             *at = '\0';
         }
-        if (mkdir(copy, 0777) < 0 && errno != EEXIST) {
+        if (mkdir(copy, 0777) == 0) {
+            status = sync_above(copy, err);
+        }
+        else if (errno != EEXIST) {
             status = ct_fail_io(err, errno, "make the folder", copy);
         }
         if (at != NULL) {

@@ -1,4 +1,4 @@
-/* Writing; verifying is in ct_zip_verify.c. */
+/* Writing; reading is in ct_zip_read.c. */
 #include "core/ct_zip.h"
 
 #include "core/ct_zip_format.h"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ctrainer import _C
+from ctrainer._checkpoint_files import expected_of, is_there, naming, parse_json
 from ctrainer.adapters._numpy_model import named_parameters
 from ctrainer.checkpoint import Sink, read_safetensors
 
@@ -82,10 +83,12 @@ def save_object(sink: Sink, name: str, obj: Any) -> None:
 def load_object(folder: str, name: str) -> Any:
     """Read it back; None where there is none."""
     path = os.path.join(folder, _file_of(name))
-    if not os.path.isfile(path):
+    if not is_there(path):
         return None
     arrays = read_safetensors(path)
-    return _unflatten(json.loads(arrays.metadata[TREE_KEY]), arrays)
+    with naming(path):
+        tree = parse_json(arrays.metadata[TREE_KEY], f"{path}: {TREE_KEY}")
+        return _unflatten(tree, arrays)
 
 
 def save_arguments(sink: Sink, args: Any) -> None:
@@ -118,7 +121,7 @@ def load_model(model: Any, folder: str) -> None:
     Raises ValueError, nothing changed, where names, dtypes or shapes differ.
     """
     path = os.path.join(folder, "model.safetensors")
-    _C.load_safetensors_into(path, _arrays(model), True, True)
+    _C.load_safetensors_into(path, _arrays(model), True, True, expected_of(path))
 
 
 def trained_state(model: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import os
 import pickle
@@ -17,8 +16,10 @@ import torch
 from torch import nn
 
 from ctrainer import _C
+from ctrainer._checkpoint_files import expected_of, is_there
 from ctrainer.adapters import _saved_names
-from ctrainer.checkpoint import Sink
+from ctrainer.adapters._torch_files import load_plain
+from ctrainer.checkpoint import Sink, shard_names
 
 logger = logging.getLogger("ctrainer.checkpoint")
 
@@ -88,10 +89,9 @@ def load_object(folder: str, name: str) -> Any:
     """Read it back onto the CPU; None where there is none. Only plain data and NumPy's
     arrays are unpickled."""
     path = os.path.join(folder, name)
-    if not os.path.isfile(path):
+    if not is_there(path):
         return None
-    with torch.serialization.safe_globals(numpy_names()):
-        return torch.load(path, map_location="cpu", weights_only=True)
+    return load_plain(path, expected_of(path), numpy_names())
 
 
 def numpy_names() -> list[Any]:
@@ -255,7 +255,7 @@ def load_model(model: Any, folder: str) -> None:
         return
     state: dict[str, Any] = {}
     for file in files:
-        state |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        state |= load_plain(file, expected_of(file))
     layout = _layout(model, folder, state)
     _load_state(model, folder, layout.state(state))
 
@@ -267,12 +267,10 @@ def weight_files(folder: str) -> list[str]:
     """
     for stem in ("model.safetensors", "pytorch_model.bin"):
         path = os.path.join(folder, stem)
-        if os.path.isfile(path):
+        if is_there(path):
             return [path]
-        if os.path.isfile(f"{path}.index.json"):
-            with open(f"{path}.index.json", encoding="utf-8") as file:
-                shards = set(json.load(file)["weight_map"].values())
-            return [os.path.join(folder, shard) for shard in sorted(shards)]
+        if is_there(f"{path}.index.json"):
+            return [os.path.join(folder, n) for n in shard_names(f"{path}.index.json")]
     raise FileNotFoundError(
         f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, "
         "whole or in shards"
@@ -338,7 +336,7 @@ def _load_files(model: Any, folder: str, files: list[str]) -> None:
     for file, index in indexes.items():
         raw = _raw({n: fresh[n] for n, *_ in index if n in fresh})
         here = {n: direct[n] for n, *_ in index if n in direct}
-        _C.load_safetensors_into(file, here | raw, True, True)
+        _C.load_safetensors_into(file, here | raw, True, True, expected_of(file))
     if direct.keys() < entries.keys():
         _load_state(model, folder, layout.state(fresh), {own[n] for n in direct})
 

@@ -7,17 +7,16 @@ import contextlib
 import copy
 import inspect
 import io
-import os
-import pickle
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ctrainer import _C
+from ctrainer._checkpoint_files import expected_of, is_there
 from ctrainer.adapters._torch_checkpoint import archive_records, numpy_names
+from ctrainer.adapters._torch_files import FILE_LIMIT, load_plain
 from ctrainer.adapters.generators import rng_state, set_rng_state
 from ctrainer.adapters.torch import empty_cache, no_grad
 
@@ -186,11 +185,13 @@ def save_file(path: str, state: Any) -> None:
 
 
 def load_file(path: str) -> Any:
-    """Read a checkpoint onto the host, executing nothing that it may contain.
+    """Read a checkpoint onto the host, each byte checked, executing nothing that it may
+    contain.
 
-    Raises ValueError where it holds objects that are no plain data.
+    Raises OSError or ValueError, which name the file, where it cannot be read, is
+    damaged, or holds objects that are no plain data.
     """
-    return _load(path, path)
+    return load_plain(path, expected_of(path), _safe())
 
 
 class _MeterOf2019:
@@ -204,24 +205,19 @@ _OLD_METERS = [
 ]
 
 
-def _load(source: Any, name: str) -> Any:
-    safe = [argparse.Namespace, *_OLD_METERS, *numpy_names()]
-    try:
-        with torch.serialization.safe_globals(safe):
-            return torch.load(source, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{name} holds objects that are no plain data, which could run code when "
-            f"they are loaded: {error}"
-        ) from error
+def _safe() -> list[Any]:
+    return [argparse.Namespace, *_OLD_METERS, *numpy_names()]
 
 
 def read_bytes(path: str) -> tuple[bytes, str]:
     """The bytes of a file, none where it is missing, and what kept it from being
     read."""
     try:
-        return Path(path).read_bytes() if os.path.isfile(path) else b"", ""
-    except OSError as error:
+        if not is_there(path):
+            return b"", ""
+        data = _C.read_file(path, FILE_LIMIT, expected_of(path))
+        return data, "" if data else f"{path}: is empty"
+    except (OSError, ValueError) as error:
         return b"", str(error)
 
 
@@ -237,7 +233,7 @@ def from_bytes(data: bytes, name: str) -> Any:
 
     Raises ValueError, with the name, where it holds objects that are no plain data.
     """
-    return _load(io.BytesIO(data), name)
+    return load_plain(name, None, _safe(), data)
 
 
 def allow_namespaces() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ctrainer._checkpoint_files import is_there, naming
 from ctrainer.adapters import fairseq_parameters
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import _code_feedback, _sharding, _worker_states, _zero
@@ -30,6 +31,14 @@ def plain_config(cfg: Any) -> Any:
     if hasattr(cfg, "__dict__"):
         return {key: plain_config(value) for key, value in vars(cfg).items()}
     return cfg
+
+
+def _checked(filename: str, state: Any) -> dict[str, Any]:
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"{filename}: holds a {type(state).__name__}, and a checkpoint is a dict"
+        )
+    return state
 
 
 class Checkpoints(Core):
@@ -157,7 +166,8 @@ class Checkpoints(Core):
         if state is None:
             logger.info("No existing checkpoint found %s", filename)
             return None
-        state = upgrade_state_dict(state)
+        with naming(filename):
+            state = upgrade_state_dict(state)
         saved = state.get("last_optimizer_state")
         if saved is not None and not reset_optimizer and self._uses_bmuf:
             rank, workers = self.data_parallel_rank, self.data_parallel_world_size
@@ -169,16 +179,18 @@ class Checkpoints(Core):
         self._optim_history = state.get("optimizer_history") or []
         saved = state.get("last_optimizer_state")
         if saved is not None and not reset_optimizer:
-            self._load_optimizer(
-                saved, state["model"], reset_lr_scheduler, optimizer_overrides
-            )
+            with naming(filename):
+                self._load_optimizer(
+                    saved, state["model"], reset_lr_scheduler, optimizer_overrides
+                )
             if _sharding.reduces_to_codes(self.cfg):
                 _code_feedback.load(
                     self.model, extra_state or {}, filename, self._saves_shards
                 )
         if extra_state is not None:
-            self._load_extra_state(extra_state, reset_meters)
-            self._load_ema(extra_state)
+            with naming(filename):
+                self._load_extra_state(extra_state, reset_meters)
+                self._load_ema(extra_state)
             logger.info(
                 "Loaded checkpoint %s (epoch %s @ %s updates)",
                 filename,
@@ -195,8 +207,8 @@ class Checkpoints(Core):
         )
         alone = self.data_parallel_world_size == 1 or on_all or self._saves_shards
         if alone:
-            found = os.path.isfile(filename)
-            return tools.load_file(filename) if found else None
+            found = is_there(filename)
+            return _checked(filename, tools.load_file(filename)) if found else None
         data, problem = b"", ""
         if self.is_data_parallel_master:
             data, problem = tools.read_bytes(filename)
@@ -204,7 +216,7 @@ class Checkpoints(Core):
         data = self._communicator.broadcast_bytes(data)
         if problem:
             raise OSError(f"rank 0 could not read {filename}: {problem}")
-        return tools.from_bytes(data, filename) if data else None
+        return _checked(filename, tools.from_bytes(data, filename)) if data else None
 
     def _load_weights(self, filename: str, state: dict[str, Any]) -> None:
         try:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ctrainer._checkpoint_files import naming
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
 
@@ -245,13 +246,17 @@ def load_checkpoint(cfg: Any, trainer: Any, **passthrough_args: Any) -> tuple[An
         reset_meters=resets["meters"],
     )
     if extra_state is not None and not resets["optimizer"] and not resets["meters"]:
-        score_of(trainer).load_state_dict(extra_state)
+        with naming(path):
+            score_of(trainer).load_state_dict(extra_state)
     if extra_state is not None and not resets["dataloader"]:
-        position = extra_state["train_iterator"]
+        with naming(path):
+            position = extra_state["train_iterator"]
+            epoch = int(position["epoch"])
         epoch_itr = trainer.get_train_iterator(
-            epoch=position["epoch"], load_dataset=True, **passthrough_args
+            epoch=epoch, load_dataset=True, **passthrough_args
         )
-        epoch_itr.load_state_dict(position)
+        with naming(path):
+            epoch_itr.load_state_dict(position)
     else:
         epoch_itr = trainer.get_train_iterator(
             epoch=1, load_dataset=True, **passthrough_args
@@ -320,7 +325,9 @@ def load_checkpoint_to_cpu(
 ) -> dict[str, Any]:
     """A checkpoint's dictionary, brought up to date. arg_overrides: options that
     replace those in its cfg, in whichever group has them."""
-    state = upgrade_state_dict(tools.load_file(path))
+    state = tools.load_file(path)
+    with naming(path):
+        state = upgrade_state_dict(state)
     cfg = state.get("cfg")
     for name, value in (arg_overrides or {}).items():
         for group in (g for g in (cfg or {}).values() if isinstance(g, dict)):

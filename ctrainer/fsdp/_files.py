@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ctrainer import _C
+from ctrainer._checkpoint_files import naming
 from ctrainer.adapters._torch_checkpoint import (
     DTYPES,
     TAGS,
@@ -22,6 +23,7 @@ from ctrainer.fsdp._shard_layout import dtype_name
 from ctrainer.fsdp._shards import KEYS, METADATA_KEY, MODEL, OPTIMIZER
 from ctrainer.fsdp._stored import Item, Stored, read_safetensors_index
 from ctrainer.fsdp._together import SAVING, write_together
+from ctrainer.fsdp._torch_archive import read_archive
 
 State = dict[str, Any]
 
@@ -190,15 +192,18 @@ def write_shard(path: str, content: State) -> None:
 def open_full(path: str) -> dict[str, torch.Tensor]:
     """The model's tensors of a file of write_full, mapped: pages are read when used,
     and changes stay in memory."""
-    if not path.endswith(".safetensors"):
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return dict(content["model"])
-    return mapped(path)
+    if path.endswith(".safetensors"):
+        return mapped(path)
+    with naming(path):
+        return _map(path, read_archive(path)["model"])
 
 
 def mapped(path: str) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, mapped in the same way."""
-    _, index = read_safetensors_index(path)
+    return _map(path, read_safetensors_index(path)[1])
+
+
+def _map(path: str, index: dict[str, Stored]) -> dict[str, torch.Tensor]:
     size = os.path.getsize(path)
     flat = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
     tensors = {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from ctrainer import _C
+from ctrainer._checkpoint_files import parse_json
 from ctrainer.fsdp._shard_checks import check_metadata, check_optimizer, is_list_of
 from ctrainer.fsdp._shard_layout import Part, parts_of
 from ctrainer.fsdp._stored import Stored, read_safetensors_index
@@ -81,19 +81,14 @@ def described(path: str) -> tuple[list[str], Metadata]:
     """The names of the tensors of a rank's model in its safetensors file, and the
     metadata; the data is not read."""
     metadata, _ = _C.safetensors_index(path)
-    content = json.loads(metadata[METADATA_KEY])
+    content = _described(path, metadata.get(METADATA_KEY, "null"))
     names = [name.removeprefix(MODEL) for name in content["names"]]
     return names, content["shard_metadata"]
 
 
 def _described(path: str, text: str) -> dict[str, Any]:
     """What the metadata of a safetensors file says of the shards in it."""
-    try:
-        content = json.loads(text)
-    except ValueError as problem:
-        raise ValueError(
-            f"{path}: its {METADATA_KEY!r} is no JSON: {problem}"
-        ) from None
+    content = parse_json(text, f"{path}: {METADATA_KEY}")
     if not isinstance(content, dict) or not is_list_of(str, content.get("names")):
         raise ValueError(
             f"{path}: its {METADATA_KEY!r} has no list of 'names'; it is not of a "

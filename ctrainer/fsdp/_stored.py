@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ctrainer import _C
+from ctrainer._checkpoint_files import expected_of
 
 # (path or None for zeros, offset, bytes): what C copies from file to file.
 Excerpt = tuple[bytes | None, int, int]
@@ -61,12 +62,13 @@ class Item:
         at = 0
         for path, offset, n in self.data:
             if path is not None:
-                _read_into(memory[at : at + n], path, offset)
+                read_into(memory[at : at + n], path, offset)
             at += n
         return memory
 
 
-def _read_into(memory: np.ndarray[Any, Any], path: bytes, offset: int) -> None:
+def read_into(memory: np.ndarray[Any, Any], path: bytes, offset: int) -> None:
+    """Fill the memory with the file's bytes from the offset on."""
     with open(path, "rb") as file:
         file.seek(offset)
         if file.readinto(memory.data) != memory.size:
@@ -95,7 +97,7 @@ def joined(
 
 def read_safetensors_index(path: str) -> tuple[dict[str, str], dict[str, Stored]]:
     """The metadata and the tensors of a safetensors file, whose data is checked."""
-    _C.check_safetensors(path)
+    _C.check_safetensors(path, expected_of(path))
     metadata, index = _C.safetensors_index(path)
     at = os.path.getsize(path) - sum(nbytes for *_, nbytes in index)
     tensors = {}

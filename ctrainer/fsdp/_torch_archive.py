@@ -7,15 +7,17 @@ looked up in one short table of plain types, and what is not there is refused.
 from __future__ import annotations
 
 import io
+import os
 import pickle
-import struct
-import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ctrainer import _C
-from ctrainer.fsdp._stored import ITEM_BYTES, Stored
+from ctrainer._checkpoint_files import expected_of
+from ctrainer.fsdp._stored import ITEM_BYTES, Stored, read_into
 
 _STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16",
@@ -37,7 +39,9 @@ class _Storage:
     tag: str
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own, whose memo is a dict: no number in the file makes it large."""
+
     def __init__(self, file: io.BytesIO, archive: _Archive) -> None:
         super().__init__(file)
         self._archive = archive
@@ -94,20 +98,11 @@ def _parameter(data: Stored, *_: Any) -> Stored:
 
 
 class _Archive:
-    """The records of a file that torch.save wrote; they are stored, not compressed."""
+    """The records of a file that torch.save wrote, which C has checked."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._zip = zipfile.ZipFile(path)
-        self._records = {
-            info.filename.partition("/")[2]: info for info in self._zip.infolist()
-        }
-
-    def __enter__(self) -> _Archive:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._zip.close()
+        self._places = _C.archive_index(path, expected_of(path))
 
     def load(self) -> Any:
         if self._record("byteorder", b"little") != b"little":
@@ -115,12 +110,12 @@ class _Archive:
         return _Unpickler(io.BytesIO(self._record("data.pkl")), self).load()
 
     def _record(self, name: str, default: bytes | None = None) -> bytes:
-        info = self._records.get(name)
-        if info is None:
-            if default is None:
-                raise ValueError(f"{self.path}: has no record {name!r}")
+        if default is not None and name not in self._places:
             return default
-        return self._zip.read(info)
+        offset, nbytes = self._place(name)
+        memory = np.empty(nbytes, np.uint8)
+        read_into(memory, os.fsencode(self.path), offset)
+        return memory.tobytes()
 
     def tensor(
         self,
@@ -142,15 +137,9 @@ class _Archive:
         return found
 
     def _place(self, name: str) -> tuple[int, int]:
-        info = self._records.get(name)
-        if info is None:
+        if name not in self._places:
             raise ValueError(f"{self.path}: has no record {name!r}")
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{self.path}: its record {name!r} is compressed")
-        with open(self.path, "rb") as file:
-            file.seek(info.header_offset + 26)  # the lengths of the name and the extra
-            lengths = struct.unpack("<HH", file.read(4))
-        return info.header_offset + 30 + sum(lengths), info.file_size
+        return self._places[name]
 
 
 def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -173,11 +162,12 @@ def read_archive(path: str) -> Any:
         ValueError: the file is damaged, not of torch.save's format since torch 1.6, or
             holds something else than plain data.
     """
-    _C.check_archive(path)
+    archive = _Archive(path)
     try:
-        with _Archive(path) as archive:
-            return archive.load()
-    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError) as problem:
-        raise ValueError(f"{path}: is damaged: {problem}") from None
-    except (TypeError, KeyError, IndexError, AttributeError) as problem:
+        return archive.load()
+    except (OSError, ValueError) as problem:
+        if path in str(problem):
+            raise
+        raise ValueError(f"{path}: is no file of torch.save: {problem!r}") from None
+    except Exception as problem:
         raise ValueError(f"{path}: is no file of torch.save: {problem!r}") from None

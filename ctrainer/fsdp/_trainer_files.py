@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from ctrainer import _C
+from ctrainer._checkpoint_files import expected_of
 from ctrainer.adapters import _saved_names
 from ctrainer.adapters._torch_checkpoint import raise_unless_all, weight_files
+from ctrainer.adapters._torch_files import load_plain
 from ctrainer.fsdp import _files, _full, _metadata
 from ctrainer.fsdp._optimizer_state import consolidate_optimizers
 from ctrainer.fsdp._shard_set import find_shards
@@ -135,7 +137,7 @@ def load_weights(model: Any, folder: str) -> None:
         if path.endswith(".safetensors"):
             state |= _files.mapped(path)
         else:
-            state |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            state |= load_plain(path, expected_of(path))
     module, own = _trained.unwrapped(model), _own_names(model)
     with _trained.without_wrappers(model):
         layout = _saved_names.layout(module, own, state)

@@ -47,6 +47,7 @@ test_instruction_equals_tables_at_every_length_and_alignment(void)
     for (size_t n = 0; n < 70000; n += n < 64 ? 1 : 977) {
         for (size_t at = 0; at < 9; at++) {
             CHECK(ct_crc32c(7, noise + at, n) == ct_crc32c_portable(7, noise + at, n));
+            CHECK(ct_crc32(7, noise + at, n) == ct_crc32_portable(7, noise + at, n));
         }
     }
 }
@@ -55,11 +56,15 @@ static void
 test_pieces_combine_to_the_whole(void)
 {
     uint32_t whole = ct_crc32c(0, noise, sizeof noise);
+    uint32_t zip_whole = ct_crc32_portable(0, noise, sizeof noise);
     for (size_t cut = 0; cut <= sizeof noise; cut += 7919) {
         uint32_t a = ct_crc32c(0, noise, cut);
         uint32_t b = ct_crc32c(0, noise + cut, sizeof noise - cut);
         CHECK(ct_crc32c_combine(a, b, sizeof noise - cut) == whole);
         CHECK(ct_crc32c(a, noise + cut, sizeof noise - cut) == whole);
+        a = ct_crc32(0, noise, cut);
+        b = ct_crc32(0, noise + cut, sizeof noise - cut);
+        CHECK(ct_crc32_combine(a, b, sizeof noise - cut) == zip_whole);
     }
 }
 

@@ -80,7 +80,7 @@ test_round_trip(void)
     float back[6] = {0};
     int64_t back_count = 0;
     write_sample();
-    CHECK(ct_st_open(&file, path, &err) == CT_OK);
+    CHECK(ct_st_open(&file, path, NULL, &err) == CT_OK);
     const ct_st_tensor *tensors = ct_st_tensors_borrow(file, &n);
     CHECK(n == 3 && ct_text_is(tensors[0].name, "a")); /* the wider dtype comes first */
     CHECK(ct_text_is(tensors[1].name, "b\"\\\n") && tensors[1].shape[1] == 3);
@@ -88,7 +88,7 @@ test_round_trip(void)
     CHECK(ct_st_find_borrow(file, text("nobody")) == NULL);
     CHECK(tensors[0].begin % 8 == 0);
     void *targets[3] = {&back_count, back, NULL};
-    CHECK(ct_st_read(file, targets, true, &err) == CT_OK);
+    CHECK(ct_st_read(file, targets, true, NULL, &err) == CT_OK);
     CHECK(memcmp(back, weight, sizeof weight) == 0 && back_count == 42);
     ct_st_close(file);
 }
@@ -104,9 +104,9 @@ test_damaged_data_is_found_also_where_it_is_not_read(void)
     size_t n = slurp(bytes, sizeof bytes);
     bytes[n - 1] ^= 1;
     spill(bytes, n);
-    CHECK(ct_st_open(&file, path, &err) == CT_OK);
-    CHECK(ct_st_read(file, targets, false, &err) == CT_OK);
-    CHECK(ct_st_read(file, targets, true, &err) == CT_EINVAL);
+    CHECK(ct_st_open(&file, path, NULL, &err) == CT_OK);
+    CHECK(ct_st_read(file, targets, false, NULL, &err) == CT_OK);
+    CHECK(ct_st_read(file, targets, true, NULL, &err) == CT_EINVAL);
     CHECK(strstr(err.message, path) != NULL && strstr(err.message, "damaged") != NULL);
     ct_st_close(file);
 }
@@ -121,7 +121,7 @@ expect_refused(const char *header, size_t data_bytes, const char *reason)
     ct_store_le64(bytes, n);
     memcpy(bytes + 8, header, n);
     spill(bytes, 8 + n + data_bytes);
-    CHECK(ct_st_open(&file, path, &err) == CT_EINVAL);
+    CHECK(ct_st_open(&file, path, NULL, &err) == CT_EINVAL);
     if (strstr(err.message, reason) == NULL) {
         fprintf(stderr, "'%s' does not say '%s'\n", err.message, reason);
     }
@@ -167,12 +167,12 @@ test_short_and_absent_files(void)
     ct_st_file *file = NULL;
     ct_error err;
     spill("1234", 4);
-    CHECK(ct_st_open(&file, path, &err) == CT_EINVAL);
+    CHECK(ct_st_open(&file, path, NULL, &err) == CT_EINVAL);
     spill("\xff\xff\xff\xff\xff\xff\xff\xff{}", 10);
-    CHECK(ct_st_open(&file, path, &err) == CT_EINVAL);
+    CHECK(ct_st_open(&file, path, NULL, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "does not fit") != NULL);
     (void)unlink(path);
-    CHECK(ct_st_open(&file, path, &err) == CT_EIO && err.os_error != 0);
+    CHECK(ct_st_open(&file, path, NULL, &err) == CT_EIO && err.os_error != 0);
 }
 
 /* Every byte of the header set to a few values, and random cuts: whatever the verdict,
@@ -194,13 +194,13 @@ test_mutations(void)
                 changed[at] = values[v];
             }
             spill(changed, length);
-            if (ct_st_open(&file, path, NULL) == CT_OK) {
+            if (ct_st_open(&file, path, NULL, NULL) == CT_OK) {
                 void *targets[3] = {NULL, NULL, NULL};
                 size_t tensors;
                 opened++;
                 (void)ct_st_tensors_borrow(file, &tensors);
                 CHECK(tensors <= 3);
-                (void)!ct_st_read(file, targets, true, NULL);
+                (void)!ct_st_read(file, targets, true, NULL, NULL);
                 ct_st_close(file);
             }
         }

@@ -31,7 +31,7 @@ test_data_is_aligned_and_verifies(void)
         at += plan.pieces[i + 1].n;
     }
     CHECK(ct_plan_write(&plan, path, &err) == CT_OK);
-    CHECK(ct_zip_verify(path, &err) == CT_OK);
+    CHECK(ct_zip_verify(path, NULL, &err) == CT_OK);
     ct_plan_fini(&plan);
 }
 
@@ -65,12 +65,12 @@ test_every_flipped_byte_of_data_and_every_cut_is_found(void)
         changed[at] = (char)(changed[at] ^ 0x55);
         spill(changed, n);
         bool is_data = (at >= 64 && at < 67) || (at >= 128 && at < 140);
-        CHECK(ct_zip_verify(path, &err) != CT_OK || !is_data);
+        CHECK(ct_zip_verify(path, NULL, &err) != CT_OK || !is_data);
         spill(bytes, at);
-        CHECK(ct_zip_verify(path, &err) == CT_EINVAL);
+        CHECK(ct_zip_verify(path, NULL, &err) == CT_EINVAL);
         CHECK(strstr(err.message, path) != NULL);
     }
-    CHECK(ct_zip_verify("/nonexistent/x", &err) == CT_EIO);
+    CHECK(ct_zip_verify("/nonexistent/x", NULL, &err) == CT_EIO);
 }
 
 int

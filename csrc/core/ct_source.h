@@ -1,0 +1,72 @@
+/* A file that is read once: its bytes are checked as they are read.
+ *
+ * A checkpoint's files may be damaged, cut short or something else than files. What is
+ * parsed is what has been checked: the same bytes, read through one descriptor. */
+#ifndef CT_SOURCE_H
+#define CT_SOURCE_H
+
+#include "core/ct_status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What a manifest says of a file. */
+typedef struct ct_expected {
+    uint64_t bytes;
+    uint32_t crc32c;
+} ct_expected;
+
+/* An open regular file, or memory that is borrowed. */
+typedef struct ct_source {
+    const char *path; /* named in errors; borrowed */
+    const unsigned char *memory;
+    int fd; /* -1: memory */
+    uint64_t bytes;
+} ct_source;
+
+/* Opens path. CT_EIO where it cannot be read; CT_EINVAL where it is no regular file, or
+ * with `expected` (may be NULL) not as long as that says. */
+CT_NODISCARD ct_status ct_source_open(ct_source *source, const char *path,
+                                      const ct_expected *expected, ct_error *err);
+void ct_source_close(ct_source *source);
+
+/* n bytes at offset; CT_EINVAL where the source ends sooner. */
+CT_NODISCARD ct_status ct_source_read(const ct_source *source, void *data, size_t n,
+                                      uint64_t offset, ct_error *err);
+
+typedef enum ct_sum {
+    CT_SUM_NONE,
+    CT_SUM_CRC32,
+    CT_SUM_CRC32C
+} ct_sum;
+
+/* Bytes of a source. */
+typedef struct ct_extent {
+    uint64_t offset, n;
+    void *target; /* n bytes; NULL: only summed */
+    uint32_t crc; /* of these bytes, once read with a sum */
+} ct_extent;
+
+/* Reads extents[0..n) on the pool's threads, summing each with `sum`. */
+CT_NODISCARD ct_status ct_source_read_extents(const ct_source *source,
+                                              ct_extent *extents, size_t n, ct_sum sum,
+                                              ct_error *err);
+
+/* CT_EINVAL unless crc32c, of the whole source, is the expected one. */
+CT_NODISCARD ct_status ct_source_judge(const ct_source *source,
+                                       const ct_expected *expected, uint32_t crc32c,
+                                       ct_error *err);
+
+/* The checksum and size of a whole file. */
+CT_NODISCARD ct_status ct_checksum_file(const char *path, uint32_t *crc32c,
+                                        uint64_t *bytes, ct_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
