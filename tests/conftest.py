@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
 )
+
+# A shell that starts a command in the background has it ignore Ctrl-C, and so all that
+# the command starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says how loaded the machine is. Examples are the same in
 # every run, so there is no folder of former failures, which two processes would share.
@@ -39,7 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave exhaustive tests to `make test-all`."""
+    """Leave exhaustive tests to `make test-all`; CTRAINER_ORDER, a number, is the seed
+    of another order of the files and of the tests in each."""
+    if "CTRAINER_ORDER" in os.environ:
+        chance = random.Random(os.environ["CTRAINER_ORDER"])
+        places = {item.path: chance.random() for item in items}
+        items.sort(key=lambda item: (places[item.path], chance.random()))
     if EXHAUSTIVE:
         return
     left = [item for item in items if item.get_closest_marker("exhaustive")]

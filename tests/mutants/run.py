@@ -1,7 +1,7 @@
 """Draws faults, puts each into a copy of the tree, and says which tests see it.
 
     python tests/mutants/run.py [--count 100] [--seed 0] [--area NAME ...]
-                                [--only NUMBER ...] [--list]
+                                [--only NUMBER ...] [--list] [--trusted]
 
 Exits 1 if fewer than 95 of 100 are seen by the tests of their area, or fewer than 90 by
 the nearest; 2 where tests fail without a fault. Results are in build/mutants/results.
@@ -70,7 +70,8 @@ def drawn(seed: int, areas: list[str]) -> Iterator[Drawn]:
 class Tree:
     """A copy of the working tree, with what is built in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, trusted: bool) -> None:
+        self.trusted = trusted
         self.folder = ROOT / "build/mutants/tree"
         shutil.rmtree(self.folder, ignore_errors=True)
         for name in COPIED:
@@ -137,7 +138,9 @@ class Tree:
 
     def measure(self, test: str) -> None:
         """A test that fails by itself would seem to see every fault."""
-        if test not in self.seconds:
+        if self.trusted:
+            self.seconds[test] = 30.0 if test.endswith(".py") else 3.0
+        elif test not in self.seconds:
             failed = self.build(test)
             began = time.monotonic()
             if failed or not self.passes(test, 600):
@@ -146,8 +149,7 @@ class Tree:
             self.seconds[test] = time.monotonic() - began
 
     def sees(self, test: str) -> bool:
-        self.measured = self.seconds[test]
-        return not self.passes(test, LEAST_SECONDS + 10 * self.measured)
+        return not self.passes(test, LEAST_SECONDS + 10 * self.seconds[test])
 
 
 def tried(tree: Tree, fault: Fault, tests: list[str], others: list[str]) -> str:
@@ -208,8 +210,13 @@ def main() -> int:
     parser.add_argument("--area", nargs="+", choices=AREAS, default=list(AREAS))
     parser.add_argument("--only", nargs="+", type=int, help="numbers of the draw")
     parser.add_argument("--list", action="store_true", help="draw, and try nothing")
+    parser.add_argument(
+        "--trusted",
+        action="store_true",
+        help="the tests have just passed",
+    )
     given = parser.parse_args()
-    tree = None if given.list else Tree()
+    tree = None if given.list else Tree(given.trusted)
     results: list[dict[str, str]] = []
     folder = ROOT / "build/mutants"
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 import rank_evaluations
 from ranks import run_ranks, told
+
+from ctrainer import _C
 
 WORK = """
 import numpy as np
@@ -130,6 +133,36 @@ def test_values_that_do_not_go_together_are_refused_on_all(found: Any) -> None:
     for rank, other in ((0, 1), (1, 0)):
         assert f"rank {other} has a container" in found[rank]["structure"]
         assert "float" in found[rank]["dtype"]
+
+
+class Cut:
+    """A backend of two ranks; the other one's message is this one's, cut short."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, missing: int) -> None:
+        self.missing = missing
+
+    def begin(
+        self, what: str, out: Any, in_: Any, dtype: str, op: str, root: int
+    ) -> Any:
+        both, own = np.frombuffer(out, "u1"), np.frombuffer(in_, "u1")
+        both.reshape(2, -1)[:] = own
+        if dtype == "int64":
+            both.view("i8")[1] -= self.missing
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def test_a_message_that_ends_too_early_is_refused_with_its_rank() -> None:
+    value = {"a": np.arange(5.0), "b": [None, np.ones((2, 3), bool)]}
+    for missing in range(8, 600, 8):
+        group = _C.Communicator(Cut(missing))
+        with pytest.raises(ValueError, match="message of rank 1 ends too early"):
+            _C.nested_gather(value, group)
+    assert len(_C.nested_gather(value, _C.Communicator(Cut(0)))["a"]) == 10
 
 
 def test_a_failure_of_one_rank_is_told_to_all(found: Any) -> None:
