@@ -7,7 +7,7 @@ import contextlib
 import copy
 import inspect
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -182,6 +182,15 @@ def memory_summaries() -> list[str]:
 def save_file(path: str, state: Any) -> None:
     """Write a file that torch.load reads, whole or not at all."""
     _C.write_archive(path, archive_records(path, to_host(state)))
+
+
+def file_to_save(path: str, state: Any) -> Callable[[], None]:
+    """What writes the file as save_file() does, of the values as they are now."""
+    records = [
+        (name, data.clone() if isinstance(data, torch.Tensor) else data)
+        for name, data in archive_records(path, to_host(state))
+    ]
+    return lambda: _C.write_archive(path, records)
 
 
 def load_file(path: str) -> Any:

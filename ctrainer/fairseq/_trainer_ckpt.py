@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ctrainer._checkpoint_files import is_there, naming
@@ -39,6 +39,10 @@ def _checked(filename: str, state: Any) -> dict[str, Any]:
             f"{filename}: holds a {type(state).__name__}, and a checkpoint is a dict"
         )
     return state
+
+
+def _log_saved(filename: str) -> None:
+    logger.info("Finished saving checkpoint to %s", filename)
 
 
 class Checkpoints(Core):
@@ -130,17 +134,36 @@ class Checkpoints(Core):
     def save_checkpoint(self, filename: str, extra_state: Any) -> str | None:
         """Write state_dict() with extra_state; return the absolute path.
 
-        The file appears when it is whole. write_checkpoints_asynchronously makes no
-        difference: it has been written when this returns.
+        The file appears when it is whole. With write_checkpoints_asynchronously the
+        state is copied and a thread writes it; the next save, load_checkpoint() and
+        finish_saves() wait for that, and raise OSError where it has failed.
         """
         if not self.should_save_checkpoint_on_current_rank:
             return None
+        self.finish_saves()
         logger.info("Saving checkpoint to %s", filename)
         state = self.state_dict()
         state["extra_state"].update(extra_state)
-        tools.save_file(filename, state)
-        logger.info("Finished saving checkpoint to %s", filename)
+        if setting(self.cfg, "checkpoint", "write_checkpoints_asynchronously", False):
+            self._saves.do(tools.file_to_save(filename, state))
+            self._saves.do(lambda: _log_saved(filename))
+        else:
+            tools.save_file(filename, state)
+            _log_saved(filename)
         return os.path.abspath(filename)
+
+    def finish_saves(self) -> None:
+        """Wait for what is written in the background; raise OSError where a file could
+        not be."""
+        self._saves.wait()
+
+    def after_save(self, job: Callable[[], None]) -> None:
+        """Run job() once the last save_checkpoint() has written its file: now, or in
+        the thread that writes it."""
+        if setting(self.cfg, "checkpoint", "write_checkpoints_asynchronously", False):
+            self._saves.do(job)
+        else:
+            job()
 
     def load_checkpoint(
         self,
@@ -160,6 +183,7 @@ class Checkpoints(Core):
             Exception: the weights do not fit; the message says which.
             AssertionError: another criterion or optimizer wrote it.
         """
+        self.finish_saves()
         self._optim_history = []
         logger.info("Preparing to load checkpoint %s", filename)
         state = self._read_checkpoint(filename)

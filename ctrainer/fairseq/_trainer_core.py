@@ -9,6 +9,7 @@ from typing import Any
 from ctrainer import _C
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import _sharding
+from ctrainer.fairseq._background_saves import BackgroundSaves
 from ctrainer.fairseq._sharded_ema import ShardedEMA
 from ctrainer.fairseq._trainer_checks import setting
 from ctrainer.fairseq.ema import build_ema
@@ -41,6 +42,7 @@ class Core(_C.FairseqTrainer):
     _optim_history: list[dict[str, Any]] | None
     _wrapped_criterion: Any
     _wrapped_model: Any
+    _saves: BackgroundSaves
     _warn_once: set[str]
     _worker_states: tuple[int, list[Any]] | None
     _start_time: float

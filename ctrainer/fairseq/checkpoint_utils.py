@@ -80,7 +80,9 @@ def save_checkpoint(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> No
     what the keep_* options no longer keep.
 
     cfg: the group `checkpoint`. val_loss: the metric of this validation, or None. Each
-    file appears whole or not at all: the first is written, the others are copies.
+    file appears whole or not at all: the first is written, the others are copies. With
+    write_checkpoints_asynchronously a thread does all of that; the save before has
+    ended by then, and this raises OSError where it has failed.
     """
     score = score_of(trainer)
     if val_loss is not None:
@@ -92,6 +94,7 @@ def save_checkpoint(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> No
         if trainer.always_call_state_dict_during_save_checkpoint:
             trainer.state_dict()
         return
+    trainer.finish_saves()
     os.makedirs(cfg.save_dir, exist_ok=True)
     started = time.perf_counter()
     names = _due(cfg, trainer, epoch_itr, val_loss, score)
@@ -103,15 +106,20 @@ def save_checkpoint(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> No
         }
         first, *others = [os.path.join(cfg.save_dir, name) for name in names]
         trainer.save_checkpoint(first, extra_state)
-        for other in others:
-            _copy(first, other)
-        logger.info(
-            "Saved checkpoint %s (epoch %s @ %s updates, score %s) "
-            "(writing took %.3f seconds)",
-            first, epoch_itr.epoch, trainer.get_num_updates(), val_loss,
-            time.perf_counter() - started,
-        )  # fmt: skip
-    _delete_old(cfg, trainer.checkpoint_suffix, epoch_itr.end_of_epoch())
+        epoch, updates = epoch_itr.epoch, trainer.get_num_updates()
+
+        def finish() -> None:
+            for other in others:
+                _copy(first, other)
+            logger.info(
+                "Saved checkpoint %s (epoch %s @ %s updates, score %s) "
+                "(writing took %.3f seconds)",
+                first, epoch, updates, val_loss, time.perf_counter() - started,
+            )  # fmt: skip
+
+        trainer.after_save(finish)
+    suffix, ends = trainer.checkpoint_suffix, epoch_itr.end_of_epoch()
+    trainer.after_save(lambda: _delete_old(cfg, suffix, ends))
 
 
 def _due(
@@ -220,7 +228,17 @@ def verify_checkpoint_directory(save_dir: str) -> None:
 
 
 def torch_persistent_save(obj: Any, filename: str, async_write: bool = False) -> None:
-    """Write a file that torch.load reads, whole or not at all."""
+    """Write a file that torch.load reads, whole or not at all.
+
+    Raises ValueError for async_write: Trainer.save_checkpoint() writes in the
+    background, and knows when it has to wait for that.
+    """
+    if async_write:
+        raise ValueError(
+            "torch_persistent_save() with async_write has nobody who waits for the "
+            "file; set checkpoint.write_checkpoints_asynchronously and use "
+            "Trainer.save_checkpoint()"
+        )
     tools.save_file(filename, obj)
 
 

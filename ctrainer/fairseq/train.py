@@ -94,7 +94,10 @@ def train(cfg: Any) -> Trainer:
         checkpoint_utils.verify_checkpoint_directory(cfg.checkpoint.save_dir)
     logger.info("%s", to_dict(cfg))
     run = TrainingRun(cfg)
-    run.run()
+    try:
+        run.run()
+    finally:
+        run.trainer.finish_saves()
     return run.trainer
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import metrics as own_metrics
+from ctrainer.fairseq._background_saves import BackgroundSaves
 from ctrainer.fairseq._sharding import is_sharded
 from ctrainer.fairseq._trainer_checks import check_config, setting
 from ctrainer.fairseq._trainer_data import Iterators
@@ -105,6 +106,7 @@ class Trainer(Iterators, Failures):
         self._wrapped_criterion = None
         self._wrapped_model = None
         self._num_updates = self._amp_retries = self._num_xla_compiles = 0
+        self._saves = BackgroundSaves()
         self._warn_once = set()
         self._worker_states = None
         self._previous_training_time = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,12 @@ class Trainer:
 
     def consolidate_optimizer(self) -> None:
         pass
+
+    def finish_saves(self) -> None:
+        pass
+
+    def after_save(self, job: Callable[[], None]) -> None:
+        job()
 
     def save_checkpoint(self, path: str, extra_state: Any) -> None:
         Path(path).write_text(str(self.updates))

@@ -50,6 +50,7 @@ HONOURED = {
     "checkpoint.save_dir": _TRAIN,
     "checkpoint.save_interval": _TRAIN,
     "checkpoint.save_interval_updates": _TRAIN,
+    "checkpoint.write_checkpoints_asynchronously": _STEP,
     "common.cpu": _STEP,
     "common.log_file": _BAR,
     "common.log_format": _BAR,
