@@ -238,6 +238,10 @@ test_reserved_memory_is_what_the_first_save_uses(void)
     CHECK(add(w, "a.bin", true, NULL) == CT_OK && ct_writer_commit(w, NULL) == CT_OK);
     CHECK(ct_writer_wait(w, NULL) == CT_OK && problems_of("checkpoint-12") == 0);
     CHECK(ct_writer_snapshot_bytes(w) == bytes);
+    CHECK(ct_writer_begin(w, below("checkpoint-13"), NULL) == CT_OK);
+    CHECK(add(w, "a.bin", true, NULL) == CT_OK && ct_writer_commit(w, NULL) == CT_OK);
+    CHECK(ct_writer_reserve(w, 1, NULL) == CT_OK); /* after the save under way */
+    CHECK(!ct_writer_pending(w) && problems_of("checkpoint-13") == 0);
     CHECK(ct_writer_reserve(w, SIZE_MAX / 4, NULL) == CT_OK); /* cannot be had */
     CHECK(ct_writer_wait(w, NULL) == CT_OK && ct_writer_snapshot_bytes(w) == bytes);
     ct_writer_free(w);

@@ -152,17 +152,17 @@ class Tree:
         return not self.passes(test, LEAST_SECONDS + 10 * self.seconds[test])
 
 
-def tried(tree: Tree, fault: Fault, tests: list[str], others: list[str]) -> str:
+def tried(tree: Tree, fault: Fault, tests: list[str]) -> str:
     """The test that fails; "" where all pass, "does not compile" where that is so."""
     path = tree.folder / fault.path
-    text = (ROOT / fault.path).read_text()
-    for test in tests + others:
+    text = path.read_text()  # of the copy: the working tree may change meanwhile
+    for test in tests:
         tree.measure(test)
     path.write_text(fault.applied(text))
     try:
         if fault.path.endswith(".py"):
             compile(path.read_text(), fault.path, "exec")
-        for test in tests + others:
+        for test in tests:
             if tree.build(test):
                 return "does not compile"
             if tree.sees(test):
@@ -177,11 +177,11 @@ def tried(tree: Tree, fault: Fault, tests: list[str], others: list[str]) -> str:
 def judged(tree: Tree, drawing: Drawn) -> dict[str, str]:
     """The fault and how it was caught: by nearest, by area, or not."""
     fault, area, tests = drawing
-    by = tried(tree, fault, tests, [])
+    by = tried(tree, fault, tests)
     how = "nearest"
     if not by:
         others = [t for t in AREAS[area].others.split() if t not in tests]
-        by, how = tried(tree, fault, others, []), "area"
+        by, how = tried(tree, fault, others), "area"
     if by == "does not compile":
         how = by
     return {"area": area, "fault": str(fault), "by": by, "how": how if by else "-"}
