@@ -166,7 +166,7 @@ AREAS = {
         {
             core("staging", "io"): "core/test_staging.c core/test_writer.c",
             core("writer", "fileset"): "core/test_writer.c",
-            core("zip", "zip_verify"): "core/test_zip.c",
+            core("zip", "zip_read"): "core/test_zip.c",
             core("safetensors", "safetensors_read"): "core/test_safetensors.c",
             core("plan", "plan_publish", "manifest"):
                 "core/test_plan.c binding/test_checkpoint.py",
