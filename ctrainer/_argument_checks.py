@@ -60,7 +60,10 @@ def normalize(args: TrainingArguments) -> None:
     for name in _DICTS:
         value = getattr(args, name)
         if isinstance(value, str) and value.startswith("{"):
-            setattr(args, name, _typed(_json(name, value)))
+            value = _typed(_json(name, value))
+        if isinstance(value, dict) and name.endswith("_kwargs"):
+            value = _typed(value)
+        setattr(args, name, value)
     for name, typed in _read(args, type(args)):
         setattr(args, name, typed)
     args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
@@ -147,7 +150,8 @@ def _json(name: str, text: str) -> Any:
 
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
-    """A command line's dict: words that are numbers or bools become such."""
+    """A command line's or a file's dict: words that are numbers or bools become such,
+    NaN and infinity apart."""
     return {name: _typed_value(value) for name, value in values.items()}
 
 
@@ -160,8 +164,8 @@ def _typed_value(value: Any) -> Any:
         return value.lower() == "true"
     for number in (int, float):
         try:
-            return number(value)
-        except ValueError:
+            return value if not math.isfinite(made := number(value)) else made
+        except (ValueError, OverflowError):
             continue
     return value
 
@@ -204,6 +208,7 @@ def derive(args: TrainingArguments) -> None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
     if args.torch_compile_mode is not None or args.torch_compile_backend is not None:
         args.torch_compile = True
+    _take_compilation(args)
     if args.torch_compile and args.torch_compile_backend is None:
         args.torch_compile_backend = "inductor"
     if args.enable_jit_checkpoint:
@@ -213,6 +218,25 @@ def derive(args: TrainingArguments) -> None:
     if args.world_size > 1:
         args.local_rank = args.local_process_index
     _take_mixed_precision(args)
+
+
+def _take_compilation(args: TrainingArguments) -> None:
+    """What accelerate launch was told of torch.compile, likewise."""
+    told = {
+        name: os.environ.get(f"ACCELERATE_DYNAMO_{name}", "").lower()
+        for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC")
+    }
+    if args.torch_compile or told["BACKEND"] in ("", "no"):
+        return
+    for name in ("USE_FULLGRAPH", "USE_DYNAMIC"):
+        if read(told[name] or "no", bool, f"ACCELERATE_DYNAMO_{name}"):
+            raise ValueError(
+                f"ACCELERATE_DYNAMO_{name} is set, which torch_compile does not pass "
+                "on; pass torch.compile(model, ...) instead"
+            )
+    args.torch_compile = True
+    args.torch_compile_backend = args.torch_compile_backend or told["BACKEND"]
+    args.torch_compile_mode = args.torch_compile_mode or told["MODE"] or None
 
 
 def _take_mixed_precision(args: TrainingArguments) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctrainer import _fsdp_options, _optimizer_names, _rank_options
+from ctrainer._settings import nearest, read
 
 HONOURED = frozenset(
     """
@@ -190,15 +191,34 @@ def tell(args: Any, default_of: Callable[[str], Any]) -> None:
             )
 
 
+_ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed's engine is not used; fsdp shards as its "
+    "ZeRO does",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron's engine is not used",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "ranks hold the whole model, or shards of it "
+    "with fsdp",
+}
+# Ours, with those of the build and the tests.
+_VARIABLES = [
+    f"CTRAINER_{name}"
+    for name in "LOG ISA NUM_THREADS CHECK_COLLECTIVES CUDA CUDA_ARCHS CFLAGS LDFLAGS "
+    "EXHAUSTIVE".split()
+]
+
+
 def check_environment() -> None:
-    """Raise RuntimeError when accelerate launch asks for DeepSpeed."""
-    name = "ACCELERATE_USE_DEEPSPEED"
-    if os.environ.get(name, "").lower() in ("1", "true", "yes", "on"):
-        raise RuntimeError(
-            f"{name} is set: DeepSpeed's engine is not used. Unset it, or start the "
-            "script without it in accelerate's configuration; fsdp shards as its ZeRO "
-            "does"
-        )
+    """Raise RuntimeError when accelerate launch asks for another engine, and warn of
+    a variable that is nearly called as one of ours."""
+    for name, why in _ENGINES.items():
+        if read(os.environ.get(name) or "no", bool, name):
+            raise RuntimeError(
+                f"{name} is set: {why}. Unset it, or start the script without it in "
+                "accelerate's configuration"
+            )
+    ours = (name for name in os.environ if name.startswith("CTRAINER_"))
+    for name in set(ours) - set(_VARIABLES):
+        if "did you mean" in (meant := nearest(name, _VARIABLES)):
+            warnings.warn(f"{name} has no effect; {meant}", stacklevel=4)
 
 
 def status_of(name: str) -> tuple[str, str]:

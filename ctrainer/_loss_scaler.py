@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from ctrainer._C import LossScaler
-from ctrainer._settings import nearest, read, refuse_unknown
+from ctrainer._settings import nearest, read_keywords
 
 PRESETS = ("torch", "fairseq", "deepspeed", "static")
 
@@ -23,13 +22,7 @@ def make_loss_scaler(setting: dict[str, Any] | str | None) -> LossScaler:
     if name not in PRESETS:
         raise ValueError(f"loss_scaler: no preset {name!r}; {nearest(name, PRESETS)}")
     preset = getattr(LossScaler, name)
-    known = inspect.signature(preset).parameters
-    refuse_unknown(f"loss_scaler {name!r}", options, known)
-    for option, value in options.items():
-        default = known[option].default
-        kind = float if default is inspect.Parameter.empty else type(default)
-        hint = kind if kind in (bool, int, float) else Any
-        options[option] = read(value, hint, f"loss_scaler: {option}")
+    options = read_keywords(preset, options, f"loss_scaler {name!r}")
     try:
         return preset(**options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:

@@ -9,7 +9,10 @@ setting, what is expected, and the value with its type.
 from __future__ import annotations
 
 import difflib
+import inspect
+import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -27,6 +30,7 @@ from typing import (
     get_type_hints,
 )
 
+_LARGEST = sys.float_info.max
 _TRUE = {"true", "yes", "on", "t", "y", "1"}
 _FALSE = {"false", "no", "off", "f", "n", "0"}
 _NOTHING = {"none", "null", "~"}  # as text, of what is no text itself
@@ -48,6 +52,7 @@ Natural = Annotated[int, Range("[0, inf)")]
 Count = Annotated[int, Range("[1, inf)")]
 NotNegative = Annotated[float, Range("[0, inf)")]
 Positive = Annotated[float, Range("(0, inf)")]
+Finite = Annotated[float, Range("(-inf, inf)")]
 Share = Annotated[float, Range("[0, 1)")]
 
 # ---- names
@@ -90,11 +95,16 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def without_none(hint: Any) -> tuple[Any, bool]:
-    """(the annotation without None, whether None was allowed)."""
+    """(the annotation without None, whether None was allowed).
+
+    str beside an enumeration stands for its words and is left out, too.
+    """
     if get_origin(hint) not in (Union, UnionType):
         return hint, hint is Any
-    rest = [arg for arg in get_args(hint) if arg is not NoneType]
-    optional = len(rest) < len(get_args(hint))
+    optional = NoneType in get_args(hint)
+    words = any(isinstance(a, type) and issubclass(a, Enum) for a in get_args(hint))
+    leaves = (NoneType, str) if words else (NoneType,)
+    rest = [arg for arg in get_args(hint) if arg not in leaves]
     return rest[0] if len(rest) == 1 else Union[tuple(rest)], optional  # noqa: UP007
 
 
@@ -187,6 +197,8 @@ class Reader:
             raise Mismatch
         if not isinstance(value, Integral) and float(value) % 1 != 0:  # NaN, inf too
             raise Mismatch
+        if not -(2**63) <= value < 2**63:  # type: ignore[operator]  # what C holds
+            raise Mismatch
         return int(value)  # type: ignore[call-overload, no-any-return]
 
     def number(self, value: Any, kind: Any, where: str) -> float:
@@ -194,6 +206,8 @@ class Reader:
         if isinstance(value, str):
             value = _number(value)
         if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+            raise Mismatch
+        if _LARGEST < abs(value) < math.inf:  # type: ignore[operator]
             raise Mismatch
         return int(value) if isinstance(value, Integral) else float(value)
 
@@ -207,8 +221,8 @@ class Reader:
         if value is False and "no" in choices:  # YAML's reading of the word
             value = "no"
         for word in choices:
-            same = value == word and type(value) is type(word)
-            if same or value == str(word):
+            written = isinstance(value, str) and value == str(word)
+            if written or (type(value) is type(word) and value == word):
                 return kind(word) if isinstance(kind, type) else word
         raise Mismatch
 
@@ -244,10 +258,8 @@ class Reader:
 
     def union(self, value: Any, kind: Any, where: str) -> Any:
         """The first member that takes the value; one whose type it is before those
-        that convert. Beside an enumeration, str means its words alone."""
-        members: Sequence[Any] = get_args(kind)
-        if any(isinstance(m, type) and issubclass(m, Enum) for m in members):
-            members = [member for member in members if member is not str]
+        that convert."""
+        members = get_args(kind)
         for member in sorted(members, key=lambda m: type(value) is not _bare(m)):
             try:
                 return self._read(value, member, where)
@@ -333,6 +345,23 @@ _Options = TypeVar("_Options")
 def read(value: Any, hint: Any, where: str) -> Any:
     """`value` as `hint` wants it. Raises ValueError naming `where`."""
     return _READER.read(value, hint, where)
+
+
+def read_keywords(
+    function: Callable[..., Any], given: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """Keywords for `function`: truth values and numbers, or lists of these, where its
+    defaults are, and numbers where it has none. Raises ValueError naming the keyword.
+    """
+    known = dict(inspect.signature(function).parameters)
+    known.pop("optimizer", None)  # the caller's own
+    refuse_unknown(where, given, known)
+    kinds = {bool: bool, int: float | list[float], float: float | list[float]}
+    kinds[type(inspect.Parameter.empty)] = float
+    return {
+        name: read(value, kinds.get(type(known[name].default), Any), f"{where}: {name}")
+        for name, value in given.items()
+    }
 
 
 def read_options(cls: type[_Options], source: Any, where: str) -> _Options:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from ctrainer._settings import (
     Count,
+    Finite,
     Natural,
     NotNegative,
     Range,
@@ -141,7 +142,7 @@ class CurrentFields:
     use_liger_kernel: bool = arg(False, "Replace layers by Liger's kernels.")
     liger_kernel_config: dict[str, bool] | None = arg(None, "Which of them.")
     use_cache: bool = arg(False, "Value of model.config.use_cache while training.")
-    neftune_noise_alpha: float | None = arg(
+    neftune_noise_alpha: Finite | None = arg(
         None, "Strength of NEFTune's noise on the input embeddings."
     )
     torch_empty_cache_steps: Count | None = arg(
@@ -149,7 +150,7 @@ class CurrentFields:
     )
     auto_find_batch_size: bool = arg(False, "Halve the batch until it fits in memory.")
     logging_strategy: IntervalStrategy | str = arg("steps", "When to log.")
-    logging_steps: float = arg(
+    logging_steps: Finite = arg(
         500, "Updates between logs; below 1, a share of the run."
     )
     logging_first_step: bool = arg(False, "Log the first update too.")
@@ -178,10 +179,10 @@ class CurrentFields:
         None, "Static space for Trackio; False: none."
     )
     eval_strategy: IntervalStrategy | str = arg("no", "When to evaluate.")
-    eval_steps: float | None = arg(
+    eval_steps: Finite | None = arg(
         None, "Updates between evaluations; below 1, a share; None: logging_steps."
     )
-    eval_delay: float = arg(0, "Steps or epochs before the first evaluation.")
+    eval_delay: Finite = arg(0, "Steps or epochs before the first evaluation.")
     per_device_eval_batch_size: Count = arg(8, "Rows in an evaluation batch.")
     prediction_loss_only: bool = arg(False, "Evaluate the loss alone.")
     eval_on_start: bool = arg(False, "Evaluate before the first update.")
@@ -199,7 +200,7 @@ class CurrentFields:
     batch_eval_metrics: bool = arg(False, "Call compute_metrics after each batch.")
     save_only_model: bool = arg(False, "Checkpoints without what resuming needs.")
     save_strategy: SaveStrategy | str = arg("steps", "When to take a checkpoint.")
-    save_steps: float = arg(
+    save_steps: Finite = arg(
         500, "Updates between checkpoints; below 1, a share of the run."
     )
     save_on_each_node: bool = arg(False, "Save once per machine.")

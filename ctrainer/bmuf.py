@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from ctrainer import _C
-from ctrainer._settings import read_options
+from ctrainer._settings import Range, read_options
 from ctrainer.adapters import blocks
 from ctrainer.comm import from_environment
 
@@ -24,7 +24,7 @@ class _Options:
     warmup_iterations: int = 500
     use_nbm: bool = False
     average_sync: bool = False
-    delta_bits: int = 32
+    delta_bits: Annotated[int, Range("[4, 32]")] = 32
     overlap_steps: int = 0
     distributed_world_size: int | None = None
 

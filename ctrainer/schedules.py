@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrainer._C import GreedyLR, LRScheduler, ReduceLROnPlateau, Schedule
+from ctrainer._settings import read_keywords
 
 __all__ = [
     "GreedyLR",
@@ -62,8 +63,10 @@ def get_scheduler(
 
 
 def _on_metric(name: str, optimizer: Any, options: dict[str, Any]) -> Any:
+    cls = ON_METRIC[name]
+    options = read_keywords(cls, options, f"schedule '{name}'")
     try:
-        return ON_METRIC[name](optimizer, **options)
+        return cls(optimizer, **options)
     except TypeError as error:
         raise TypeError(f"schedule '{name}': {error}") from None
 

@@ -9,6 +9,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 typedef struct python_comm {
     ct_comm base; /* first: a ct_comm * of ours is a python_comm * */
@@ -342,7 +343,12 @@ bool
 ctpy_comm_wants_comparison(void)
 {
     const char *wish = getenv("CTRAINER_CHECK_COLLECTIVES");
-    return wish != NULL && *wish != '\0' && strcmp(wish, "0") != 0;
+    static const char *const off[] = {"", "0", "false", "no", "off"};
+    bool wants = wish != NULL;
+    for (size_t i = 0; wants && i < sizeof off / sizeof *off; i++) {
+        wants = strcasecmp(wish, off[i]) != 0;
+    }
+    return wants;
 }
 
 ct_comm *

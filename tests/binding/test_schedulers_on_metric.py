@@ -159,7 +159,7 @@ def test_a_bad_option_is_named(
 
 @pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy"])
 def test_an_unknown_option_is_named(name: str) -> None:
-    with pytest.raises(TypeError, match=f"schedule '{name}'.*num_cycles"):
+    with pytest.raises(ValueError, match=f"schedule '{name}'.*num_cycles"):
         get_scheduler(name, optimizer(), 0, 10, {"num_cycles": 2})
 
 

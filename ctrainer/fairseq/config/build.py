@@ -153,7 +153,7 @@ def _completed(cls: type, tree: Any, where: str, left_out: list[str] | None) -> 
 
 def _component(component: str, value: Any) -> tuple[Any, type | None]:
     """The options of a component, and its dataclass where one is known."""
-    if value is None or value == MISSING:
+    if value is None or (isinstance(value, str) and value == MISSING):
         return value, None
     if isinstance(value, str):
         value = {"_name": value}
@@ -186,7 +186,7 @@ def _instance(cls: type | None, value: Any, where: str) -> Any:
     for name, item in value.items():
         inner = nested_class(cls, name)
         path = f"{where}.{name}"
-        if item == MISSING:
+        if isinstance(item, str) and item == MISSING:
             raise ValueError(f"{path} must be given")
         if inner is not None:
             arguments[name] = _instance(inner, item, path)
