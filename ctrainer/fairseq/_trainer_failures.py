@@ -67,6 +67,7 @@ class Failures(Checkpoints):
             "error": f"{type(error).__name__}: {error}",
             "traceback": "".join(traceback.format_exception(error)),
             "rng": rng,
+            "folder": os.getcwd(),
         }
         return state
 

@@ -1,4 +1,9 @@
-"""`python -m ctrainer replay crash.pt`: the update that failed, once more."""
+"""`python -m ctrainer replay crash.pt`: the update that failed, once more.
+
+The file holds the run's configuration, from which task, model and criterion are made as
+fairseq-train makes them. It is read as plain data; what the run imported, its
+--user-dir, is imported again.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +28,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("crash", help="the file that a failed update has left")
     parser.add_argument(
         "--setup",
-        required=True,
         metavar="MODULE:FUNCTION",
         help="called with the run's config, as nested dicts, for one worker; returns "
-        "its Trainer",
+        "its Trainer. Needed for a Trainer that a program of your own has made of a "
+        "config that is not fairseq-train's",
     )
     return _run(parser.parse_args(arguments))
 
@@ -61,16 +66,49 @@ def replay(crash: str, trainer: Any) -> str:
 
 
 def _run(options: argparse.Namespace) -> int:
-    module, _, function = options.setup.partition(":")
-    if not function:
-        raise SystemExit(f"--setup is {options.setup!r}; expected MODULE:FUNCTION")
     if not os.path.isfile(options.crash):
         raise SystemExit(f"there is no file {options.crash}")
-    sys.path.insert(0, os.getcwd())
-    setup = getattr(import_module(module), function)
-    cfg = tools.load_file(options.crash)["cfg"]
-    if "distributed_training" in cfg:  # what one worker did is repeated by itself
-        cfg["distributed_training"]["distributed_world_size"] = 1
-    verdict = replay(options.crash, setup(cfg))
+    crash = os.path.abspath(options.crash)
+    state = tools.load_file(crash)
+    if "crash" not in state:
+        raise SystemExit(f"{crash} is a checkpoint and holds no failed update")
+    cfg = state["cfg"]
+    for group in ("distributed_training", "bmuf"):
+        if group in cfg:  # what one worker did is repeated by itself
+            cfg[group]["distributed_world_size"] = 1
+    if options.setup is None:
+        trainer = _trainer_of_the_run(cfg, state["crash"].get("folder"))
+    else:
+        trainer = _setup(options.setup)(cfg)
+    verdict = replay(crash, trainer)
     print(verdict)
     return 1 if verdict.startswith("nothing") else 0
+
+
+def _setup(name: str) -> Any:
+    module, _, function = name.partition(":")
+    if not function:
+        raise SystemExit(f"--setup is {name!r}; expected MODULE:FUNCTION")
+    sys.path.insert(0, os.getcwd())
+    return getattr(import_module(module), function)
+
+
+def _trainer_of_the_run(cfg: dict[str, Any], folder: str | None) -> Any:
+    """What fairseq-train made of the config, in the folder where it ran, since paths
+    may be relative to it."""
+    from ctrainer.fairseq import train
+
+    missing = sorted({"common", "task", "model", "criterion"} - cfg.keys())
+    if missing or "data" not in cfg["task"]:
+        raise SystemExit(
+            "the run was no fairseq-train: its config has no "
+            f"{', '.join(missing) or 'task.data'}. Give --setup MODULE:FUNCTION, a "
+            "function that gets the config and returns the Trainer"
+        )
+    if folder is not None and os.path.isdir(folder):
+        os.chdir(folder)
+    return train.trainer_of(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

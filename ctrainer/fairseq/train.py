@@ -10,7 +10,7 @@ import argparse
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,18 @@ def train(cfg: Any) -> Trainer:
     finally:
         run.trainer.finish_saves()
     return run.trainer
+
+
+def trainer_of(cfg: Mapping[str, Any]) -> Trainer:
+    """The Trainer of a checkpoint's config, with its task, model and criterion, before
+    any data are loaded."""
+    from ctrainer.fairseq import tasks
+
+    import_components(argparse.Namespace(user_dir=cfg["common"].get("user_dir")))
+    whole = as_config(cfg, unknown="warn")
+    task = tasks.setup_task(whole.task)
+    model = task.build_model(whole.model)
+    return Trainer(whole, task, model, task.build_criterion(whole.criterion))
 
 
 def _check(cfg: Any) -> None:
