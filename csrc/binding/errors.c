@@ -1,6 +1,8 @@
 /* The one place where a core status becomes a Python exception. */
 #include "binding/ctpy.h"
 
+#include <string.h>
+
 static PyObject *
 exception_borrow(ct_status code)
 {
@@ -22,6 +24,23 @@ exception_borrow(ct_status code)
     return PyExc_SystemError;
 }
 
+/* Sets the exception from the message, in which names of files and what files hold may
+ * be no UTF-8, or cut within a character. */
+static void
+set_error(PyObject *type, int os_error, const char *message)
+{
+    PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message),
+                                          "backslashreplace");
+    PyObject *value = text;
+    if (text != NULL && os_error != 0) {
+        value = Py_BuildValue("(iN)", os_error, text);
+    }
+    if (value != NULL) {
+        PyErr_SetObject(type, value);
+        Py_DECREF(value);
+    }
+}
+
 PyObject *
 ctpy_raise(const ct_error *err)
 {
@@ -31,13 +50,8 @@ ctpy_raise(const ct_error *err)
     if (err->code == CT_ENOMEM) {
         return PyErr_NoMemory();
     }
-    if (err->code == CT_EIO && err->os_error != 0) {
-        PyObject *pair = Py_BuildValue("(is)", err->os_error, err->message);
-        PyErr_SetObject(PyExc_OSError, pair);
-        Py_XDECREF(pair);
-        return NULL;
-    }
-    PyErr_SetString(exception_borrow(err->code), err->message);
+    set_error(exception_borrow(err->code), err->code == CT_EIO ? err->os_error : 0,
+              err->message);
     return NULL;
 }
 
