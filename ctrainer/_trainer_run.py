@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from ctrainer import _C, _rank_options
+from ctrainer._checkpoint_files import naming
 from ctrainer._loss_scaler import make_loss_scaler
 from ctrainer._trainer_blocks import BlocksMixin
 from ctrainer._trainer_data import DataMixin
@@ -287,7 +288,9 @@ class RunMixin(
         """
         began = self._resume_state.get("epoch_rng") if checkpoint and skip else None
         if began is not None:
-            self._adapter.set_rng_state(began)
+            assert checkpoint is not None
+            with naming(os.path.join(checkpoint, self._own_state_file())):
+                self._adapter.set_rng_state(began)
         else:
             self._load_rng_state(None if skip else checkpoint)
             self._resume_state["epoch_rng"] = self._adapter.rng_state()

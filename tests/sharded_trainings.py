@@ -206,7 +206,7 @@ def older(folder: str) -> Any:
     source, target = f"{folder}/saved/checkpoint-10", f"{folder}/older/checkpoint-10"
     group = ctrainer.comm.world()
     if group.rank == 0:
-        kept = shutil.ignore_patterns("shard-*", "weight_average_*")
+        kept = shutil.ignore_patterns("shard-*", "weight_average_*", "*_manifest.json")
         shutil.copytree(source, target, ignore=kept)
     group.barrier()
     _save_each_by_itself(source, target)

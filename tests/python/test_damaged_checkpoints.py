@@ -305,3 +305,167 @@ def test_random_damages_are_the_same_for_a_seed(runs: Path, tmp_path: Path) -> N
         names = sorted(p.name for p in folder.iterdir())
         told.append(damage(folder, runs / "b/checkpoint-2", names, random.Random(3)))
     assert told[0] == told[1]
+
+
+# ---- through training
+
+
+def trainer(folder: Path, callbacks: Any = None, **changes: Any) -> Any:
+    from ctrainer.trainer import Trainer
+    from ctrainer.training_args import TrainingArguments
+
+    options: dict[str, Any] = {
+        "max_steps": 4, "save_strategy": "no", "logging_steps": 1, "use_cpu": True,
+        "per_device_train_batch_size": 4, "report_to": "none", "disable_tqdm": True,
+        "log_level": "error",
+    }  # fmt: skip
+    args = TrainingArguments(output_dir=str(folder), **{**options, **changes})
+    data = rows(16)
+    return Trainer(
+        model=Net(0.1), args=args, train_dataset=data, eval_dataset=data[:4],
+        callbacks=callbacks,
+    )  # fmt: skip
+
+
+def outcome(done: Any) -> Any:
+    """All that a run has come to."""
+    logs = [{k: v for k, v in e.items() if k in ("loss", "step")} for e in _logs(done)]
+    return [
+        dict(done.model.state_dict()), done.optimizer.state_dict(), logs,
+        done.lr_scheduler.state_dict(), done.state.global_step, torch.rand(1),
+    ]  # fmt: skip
+
+
+def _logs(done: Any) -> list[dict[str, Any]]:
+    return [entry for entry in done.state.log_history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of four updates, stopped after the second."""
+    folder = tmp_path_factory.mktemp("stopped")
+    for i, name in enumerate("ab"):
+        trainer(folder / name, save_strategy="steps", save_steps=1, seed=42 + i).train()
+        for step in (3, 4):
+            shutil.rmtree(folder / name / f"checkpoint-{step}")
+    return folder
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_goes_on_right_or_not_at_all(
+    named: bool, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With True an older folder may be taken: the run ends in the same bits."""
+    out = tmp_path / "out"
+    shutil.copytree(stopped / "a", out)
+    newest = out / "checkpoint-2"
+
+    def resume(_: Path) -> Any:
+        done = trainer(out)
+        done.train(resume_from_checkpoint=str(newest) if named else True)
+        capsys.readouterr()
+        return outcome(done)
+
+    names = sorted(p.name for p in newest.iterdir())
+    judge = Judge(newest, stopped / "b/checkpoint-2", names, resume, same)
+    for seed in range(SEED, SEED + draws(15, 1_000)):
+        judge.run(seed)
+    print(judge.counts)
+    assert judge.counts["right"] > 0
+
+
+def test_the_best_model_is_the_best_or_named(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ctrainer.callbacks import TrainerCallback
+
+    class Best(TrainerCallback):
+        """Puts the damaged folder in the place of the best one."""
+
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            state.best_model_checkpoint = str(best)
+
+    best = tmp_path / "best"
+    shutil.copytree(stopped / "a/checkpoint-2", best)
+
+    def train(_: Path) -> Any:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        done = trainer(
+            tmp_path / "out", [Best()], max_steps=1, save_strategy="steps",
+            save_steps=1, eval_strategy="steps", eval_steps=1,
+            load_best_model_at_end=True,
+        )  # fmt: skip
+        done.train()
+        capsys.readouterr()
+        return dict(done.model.state_dict())
+
+    names = ["model.safetensors", "model.safetensors", MANIFEST_NAME]
+    judge = Judge(best, stopped / "b/checkpoint-2", names, train, same)
+    kept = torch.load(best / "optimizer.pt", weights_only=True)
+    assert kept["state"]
+    for seed in range(SEED, SEED + draws(10, 2_000)):
+        judge.run(seed)
+    print(judge.counts)
+
+
+def test_fairseqs_trainer_loads_the_whole_file_or_names_it(tmp_path: Path) -> None:
+    from tests import fairseq_tiny
+
+    def make(folder: Path, n: int) -> None:
+        folder.mkdir()
+        ours = fairseq_tiny.trainer(fairseq_tiny.Model(0.2))
+        for sample in fairseq_tiny.batches(n):
+            ours.train_step([sample])
+        itr = {"epoch": 1, "version": 2, "iterations_in_epoch": n}
+        ours.save_checkpoint(
+            str(folder / "checkpoint_last.pt"), {"train_iterator": itr}
+        )
+
+    def load(folder: Path) -> Any:
+        ours = fairseq_tiny.trainer(fairseq_tiny.Model(0.2))
+        extra = ours.load_checkpoint(str(folder / "checkpoint_last.pt"))
+        if extra is None:  # fairseq's word for a file that is not there
+            raise FileNotFoundError(str(folder / "checkpoint_last.pt"))
+        weights = [p.detach().clone() for p in ours.model.parameters()]
+        state = ours.optimizer.state_dict()
+        return [weights, state, ours.get_num_updates(), extra["train_iterator"]]
+
+    folders_ = tmp_path / "ck", tmp_path / "other"
+    for i, folder in enumerate(folders_):
+        make(folder, 2 + i)
+    judge = Swapped(*folders_, ["checkpoint_last.pt"], load, same)
+    for seed in range(SEED, SEED + draws(15, 2_000)):
+        judge.run(seed)
+    print(judge.counts)
+
+
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+def test_shards_are_put_together_right_or_named(ending: str, tmp_path: Path) -> None:
+    from ctrainer.fsdp.consolidate import consolidate_sharded_model_checkpoints
+    from ctrainer.fsdp.shard_files import load_shard, save_shard
+    from tests.fsdp_shards import nested_job, save
+
+    folders_ = tmp_path / "ck", tmp_path / "other"
+    for i, folder in enumerate(folders_):
+        folder.mkdir()
+        job = nested_job(2)
+        for unit in job.units:
+            unit.parameters = {n: p + i for n, p in unit.parameters.items()}
+        save(job, folder, adam=True)
+        for path in folder.glob("ckpt*.pth"):
+            if ending == "safetensors":
+                save_shard(load_shard(path), path.with_suffix(".safetensors"))
+                path.unlink()
+
+    def consolidate(folder: Path) -> Any:
+        result = tmp_path / "whole.safetensors"
+        full, _ = consolidate_sharded_model_checkpoints(
+            str(folder / "ckpt"), f"-*.{ending}", save_path=str(result)
+        )
+        return {name: tensor.clone() for name, tensor in full.items()}
+
+    names = sorted(p.name for p in folders_[0].iterdir())
+    judge = Swapped(*folders_, names, consolidate, same)
+    for seed in range(SEED, SEED + draws(10, 1_000)):
+        judge.run(seed)
+    print(judge.counts)
