@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ from ctrainer._block_options import way_of
 from ctrainer._fsdp_options import sharding_of
 from ctrainer._loss_scaler import make_loss_scaler
 from ctrainer._older_fields import ALIASES, default_of
-from ctrainer._settings import hints, read
+from ctrainer._settings import hints, parse_json, read
 from ctrainer._training_fields import read_field
 from ctrainer.enums import (
     IntervalStrategy,
@@ -60,7 +59,7 @@ def normalize(args: TrainingArguments) -> None:
     for name in _DICTS:
         value = getattr(args, name)
         if isinstance(value, str) and value.startswith("{"):
-            value = _typed(_json(name, value))
+            value = _typed(parse_json(value, f"{name}={value!r}"))
         if isinstance(value, dict) and name.endswith("_kwargs"):
             value = _typed(value)
         setattr(args, name, value)
@@ -140,13 +139,6 @@ def check_types(args: Any, cls: type) -> None:
                 f"{name}={value!r} ({type(value).__name__}) is not {typed!r} to those "
                 "who read it; set it to that"
             )
-
-
-def _json(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{name}={text!r} is no JSON: {error}") from None
 
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ctrainer._settings import Natural, nearest, read, refuse_unknown
+from ctrainer._settings import Natural, nearest, parse_json, read, refuse_unknown
 
 _STRATEGIES = (
     "full_shard",
@@ -162,11 +161,10 @@ def _config(given: Any) -> dict[str, Any]:
 def _read_file(path: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
+            text = file.read()
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"fsdp_config: {path!r} is no JSON that can be read: {error}"
-        ) from None
+        raise ValueError(f"fsdp_config: {path!r} cannot be read: {error}") from None
+    return parse_json(text, f"fsdp_config: {path!r}")
 
 
 def _take_older_fields(args: Any, config: dict[str, Any]) -> None:

@@ -264,6 +264,8 @@ def parse_options(text: str | None) -> dict[str, Any]:
         name, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"optim_args must be name=value pairs, got {item!r}")
+        if name in options:
+            raise ValueError(f"optim_args has {name!r} twice; give it once")
         options[name] = _value(value)
     return options
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ctrainer._settings import Count, hints, read, read_options, refuse_unknown
+from ctrainer._settings import (
+    Count,
+    hints,
+    parse_json,
+    read,
+    read_options,
+    refuse_unknown,
+)
 
 
 @dataclass(slots=True)
@@ -55,7 +61,8 @@ class AcceleratorConfig:
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
         """Read a JSON object. ValueError for names that are no settings."""
         with open(json_file, encoding="utf-8") as file:
-            return _of_dict(json.load(file))
+            text = file.read()
+        return _of_dict(parse_json(text, f"accelerator_config: {str(json_file)!r}"))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import math
 import os
 import sys
@@ -79,6 +80,24 @@ def refuse_unknown(where: str, given: Iterable[Any], known: Iterable[str]) -> No
     for name in given:
         if name not in known:
             raise ValueError(f"{where} has no {name!r}; {nearest(name, known)}")
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of a JSON text. Raises ValueError naming `where` for what is no JSON,
+    and for a name that an object has twice, of which json keeps the last."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is no JSON that can be read: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands there twice")
+    return found
 
 
 # ---- annotations

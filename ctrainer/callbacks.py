@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
+from ctrainer._settings import read
 from ctrainer.trainer_state import ExportableState, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
@@ -142,8 +143,12 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         early_stopping_patience: int = 1,
         early_stopping_threshold: float | None = 0.0,
     ) -> None:
-        self.early_stopping_patience = early_stopping_patience
-        self.early_stopping_threshold = early_stopping_threshold
+        self.early_stopping_patience = read(
+            early_stopping_patience, int, "early_stopping_patience"
+        )
+        self.early_stopping_threshold = read(
+            early_stopping_threshold, float | None, "early_stopping_threshold"
+        )
         self.early_stopping_patience_counter = 0
 
     def check_metric_value(

@@ -66,8 +66,17 @@ def backward_prefetch(given: Any) -> str | None:
     return name  # type: ignore[no-any-return]
 
 
+def check_flags(init: Any, given: dict[str, Any]) -> None:
+    """Refuse text for a truth value: "false" would be true."""
+    for name, parameter in inspect.signature(init).parameters.items():
+        if parameter.annotation == "bool" and isinstance(given[name], str):
+            raise ValueError(f"{name} must be True or False, not {given[name]!r} (str)")
+
+
 def offloads(given: Any) -> bool:
     """Of cpu_offload: True, False, None or torch's CPUOffload."""
+    if isinstance(given, str):
+        raise ValueError(f"cpu_offload must be True or False, not {given!r} (str)")
     return bool(getattr(given, "offload_params", given))
 
 

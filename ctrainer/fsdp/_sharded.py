@@ -88,6 +88,7 @@ class ShardedModule(nn.Module):
         return_memory: bool = True,
     ) -> None:
         _options.check_module(module, ShardedModule)
+        _options.check_flags(ShardedModule.__init__, locals())
         super().__init__()
         self.compute_dtype = _options.float_dtype(
             "compute_dtype", compute_dtype, torch.float32

@@ -23,12 +23,14 @@ import numpy as np
 import pytest
 import torch
 
-from ctrainer import BMUF
+from ctrainer import BMUF, EarlyStoppingCallback
 from ctrainer._argument_checks import read_table
 from ctrainer._fsdp_options import sharding_of
+from ctrainer._optimizer_names import parse_options
 from ctrainer._settings import hints, read
 from ctrainer.fairseq.config import FairseqBMUFConfig, as_config
 from ctrainer.fairseq.config.trees import groups, known_options
+from ctrainer.fsdp import FullyShardedDataParallel
 from ctrainer.schedules import get_scheduler
 from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments, adopt
 from tests.draws import draws
@@ -486,6 +488,13 @@ class TestSharding:
             if wrong != name:
                 assert name in str(sharding({wrong: 1})), (wrong, sharding({wrong: 1}))
 
+    @pytest.mark.parametrize(
+        "name", ["reshard_after_forward", "flatten_parameters", "cpu_offload"]
+    )
+    def test_text_is_no_truth_value_of_a_module(self, name: str) -> None:
+        with pytest.raises(ValueError, match=f"{name} must be True or False, not 'fal"):
+            FullyShardedDataParallel(torch.nn.Linear(2, 2), **{name: "false"})
+
     def test_one_setting_twice_has_to_agree(self) -> None:
         both = {"min_num_params": 3, "fsdp_min_num_params": 4}
         with pytest.raises(ValueError, match=r"min_num_params=3 and .*=4; give one"):
@@ -571,6 +580,13 @@ class TestEnvironment:
 
 
 class TestSchedules:
+    def test_early_stopping_reads_its_options(self) -> None:
+        assert EarlyStoppingCallback("3", "0.5").early_stopping_patience == 3
+        for given in ({"early_stopping_patience": 0.5},
+                      {"early_stopping_threshold": math.nan}):  # fmt: skip
+            with pytest.raises(ValueError, match=f"{next(iter(given))} must be"):
+                EarlyStoppingCallback(**given)
+
     @pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy"])
     def test_keywords_are_read(self, name: str) -> None:
         parameters = [torch.nn.Parameter(torch.ones(3))]
@@ -594,6 +610,39 @@ class TestSchedules:
             "o", gradient_checkpointing_kwargs={"use_reentrant": "false"}
         )
         assert args.gradient_checkpointing_kwargs == {"use_reentrant": False}
+
+
+class TestOnce:
+    """A name that stands twice: files and texts would keep the last."""
+
+    def test_json(self, tmp_path: Path) -> None:
+        text = '{"num_cycles": 1, "num_cycles": 2}'
+        with pytest.raises(ValueError, match=r"lr_scheduler_kw.*num_cycles' stands"):
+            TrainingArguments("o", lr_scheduler_kwargs=text)
+        file = tmp_path / "a.json"
+        file.write_text('{"version": 1, "version": 2}')
+        with pytest.raises(ValueError, match=r"fsdp_config: .*a\.json.*'version'"):
+            TrainingArguments("o", fsdp=True, fsdp_config=str(file))
+        file.write_text('{"even_batches": true, "even_batches": false}')
+        with pytest.raises(ValueError, match=r"accelerator_config: .*a\.json.*stands"):
+            TrainingArguments("o", accelerator_config=file)
+        file.write_text("[" * 100_000)
+        with pytest.raises(ValueError, match=r"a\.json' is no JSON"):
+            TrainingArguments("o", accelerator_config=file)
+
+    def test_yaml(self, tmp_path: Path) -> None:
+        file = tmp_path / "a.yaml"
+        file.write_text("common:\n  seed: 1\n  fp16: true\n  seed: 2\n")
+        with pytest.raises(ValueError, match=r"a\.yaml.*'seed' stands there twice"):
+            as_config(file)
+        file.write_text("x: &x {seed: 3}\ncommon:\n  <<: *x\n  fp16: true\n")
+        with pytest.raises(ValueError, match="there is no option x"):
+            as_config(file)
+
+    def test_optim_args(self) -> None:
+        assert parse_options("a=1,b=2") == {"a": 1, "b": 2}
+        with pytest.raises(ValueError, match="optim_args has 'a' twice"):
+            parse_options("a=1,a=2")
 
 
 class TestReader:

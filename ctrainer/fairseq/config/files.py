@@ -35,7 +35,21 @@ def _with_floats(base: type) -> Any:
 
 @cache
 def _loader() -> Any:
-    return _with_floats(_yaml().SafeLoader)
+    made = _with_floats(_yaml().SafeLoader)
+    made.add_constructor("tag:yaml.org,2002:map", _mapping)
+    return made
+
+
+def _mapping(loader: Any, node: Any) -> Any:
+    """A mapping that has each of its keys once: YAML keeps the last of several."""
+    written = [key for key, _ in node.value if not key.tag.endswith(":merge")]
+    keys = [loader.construct_object(key, deep=True) for key in written]
+    for place, key in enumerate(keys):
+        if key in keys[:place]:
+            raise _yaml().YAMLError(f"{key!r} stands there twice{node.start_mark}")
+    found: dict[Any, Any] = {}
+    yield found
+    found.update(loader.construct_mapping(node))
 
 
 @cache
