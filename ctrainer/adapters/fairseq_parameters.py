@@ -40,10 +40,25 @@ def state_in_order(
 
     Raises ValueError where `saved` has another number of parameters.
     """
+    order, extra = _places(model, weights, _names_of_trained(model))
+    if order is not None:
+        others = len(shapes) - len(order)
+        order = [*order, *range(len(weights), len(weights) + others)]
+    return _in_order(saved, shapes, order, extra)
+
+
+def _in_order(
+    saved: State,
+    shapes: list[torch.Size],
+    order: list[int] | None,
+    extra: dict[int, torch.Size],
+) -> State:
+    """The state of parameters of these shapes. order: where each is among those that
+    were saved, None: in this order; extra: places and shapes of those that may be
+    among them and are not wanted."""
     groups = saved["param_groups"]
     if len(groups) != 1:
         return saved
-    order, extra = _saved_places(model, weights, len(shapes))
     if order is None:
         order, extra = list(range(len(shapes))), {}
     known = dict(zip(order, shapes, strict=True))
@@ -53,6 +68,7 @@ def state_in_order(
         if entries is not None:
             numbers = [ranks[place] for place in order]
             state = {i: entries[n] for i, n in enumerate(numbers) if n in entries}
+            _check_shapes(state, shapes)
             group = {**groups[0], "params": list(range(len(shapes)))}
             return {**saved, "state": state, "param_groups": [group]}
     raise ValueError(
@@ -62,12 +78,41 @@ def state_in_order(
     )
 
 
-def _saved_places(
-    model: Any, weights: State, count: int
+def _check_shapes(state: dict[int, State], shapes: list[torch.Size]) -> None:
+    for i, entry in state.items():
+        for name, value in entry.items():
+            like = isinstance(value, torch.Tensor) and value.dim() == len(shapes[i])
+            if like and value.shape != shapes[i]:
+                raise ValueError(
+                    f"the checkpoint's optimizer has {name} of shape "
+                    f"{tuple(value.shape)} for parameter {i}, which is of "
+                    f"{tuple(shapes[i])}: reset the optimizer (--reset-optimizer)"
+                )
+
+
+def sharded_state_in_order(
+    saved: State, model: Any, weights: State, names: list[str]
+) -> State:
+    """The same for an optimizer of sharded parameters, of which `names` are numbered.
+
+    saved: as gather_full_optim_state_dict() gives it, which is returned as it is, or of
+    a run without sharding.
+    """
+    if "param_id_map" in saved:
+        return saved
+    upgraded = upgraded_weights(model, weights)
+    shapes = [upgraded[name].shape for name in names]
+    own = [[name] for name in names]
+    made = _in_order(saved, shapes, *_places(model, weights, own))
+    return {**made, "param_id_map": dict.fromkeys(range(len(names)), 0)}
+
+
+def _places(
+    model: Any, weights: State, names: list[list[str]]
 ) -> tuple[list[int] | None, dict[int, torch.Size]]:
-    """(where in `weights` each of `count` parameters is, those that are none of the
-    model's at the end, or None where the order is the model's own or cannot be told;
-    the shapes of saved tensors that the model has no use for, by their places)."""
+    """(where in `weights` each of the parameters with these names is, or None where the
+    order is the model's own or cannot be told; the shapes of saved tensors that the
+    model has no use for, by their places)."""
     upgraded = upgraded_weights(model, weights)
     index = {name: i for i, name in enumerate(weights)}
     origin = {id(value): i for i, value in enumerate(weights.values())}
@@ -82,15 +127,13 @@ def _saved_places(
         for i, (name, value) in enumerate(weights.items())
         if id(value) not in used and name not in here
     }
-    names = _names_of_trained(model)
     places = [_least(at, own) for own in names]
     known = [place for place in places if place is not None]
     if len(known) < len(places):
         return None, {}  # the model makes new tensors of the saved ones
     if not extra and _ranks(known) == _ranks([_least(here, own) or 0 for own in names]):
         return None, {}
-    others = range(len(weights), len(weights) + count - len(places))
-    return [*known, *others], extra
+    return known, extra
 
 
 def _names_of_trained(model: Any) -> list[list[str]]:

@@ -76,6 +76,13 @@ def metadata_of(module: Any) -> dict[str, Any]:
     return metadata
 
 
+def parameter_names(module: Any) -> list[str]:
+    """Of the whole parameters, as get_shard_from_optim_state_dict() numbers them."""
+    from ctrainer.fsdp._optim_rows import held_in
+
+    return [name for held in held_in(module) for name in held.names]
+
+
 def load_shards(module: Any, filename: str, state: dict[str, Any]) -> None:
     """Load what local_state_dict() gave on this process.
 

@@ -289,6 +289,10 @@ class Checkpoints(Core):
                 saved, self.get_model(), weights, shapes
             )
         elif not self._saves_shards:
+            names = _sharding.parameter_names(self.model)
+            saved = fairseq_parameters.sharded_state_in_order(
+                saved, self._model, weights, names
+            )
             saved = self.model.get_shard_from_optim_state_dict(saved)
         self.optimizer.load_state_dict(saved, overrides)
         self.set_num_updates(last["num_updates"])

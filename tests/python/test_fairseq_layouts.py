@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,11 @@ def _arguments(layout: Layout, data: Path, save_dir: Path) -> list[str]:
     return [*text.split(), *(["--fp16"] if layout.fp16 else [])]
 
 
-def _run(layout: Layout, data: Path, save_dir: Path) -> train.TrainingRun:
+def _run(layout: Layout, data: Path, save_dir: Path, *more: str) -> train.TrainingRun:
     """What fairseq-train makes before its first update: the checkpoint is loaded."""
     metrics.reset()
-    return train.TrainingRun(train.parse_args(_arguments(layout, data, save_dir)))
+    arguments = [*_arguments(layout, data, save_dir), *more]
+    return train.TrainingRun(train.parse_args(arguments))
 
 
 def _moments_of(trainer: Any) -> dict[str, dict[str, torch.Tensor]]:
@@ -179,6 +181,26 @@ def test_a_run_goes_on_from_the_checkpoint_of_a_release(
         assert torch.equal(value, ends[1][name]), name
     start = layouts.weights(layout)
     assert any(not torch.equal(ends[0][n], start[n]) for n in ends[0] if n in start)
+
+
+@pytest.mark.parametrize("release", layouts.RELEASES)
+def test_a_run_with_sharded_parameters_goes_on_from_one_without(
+    data: Path, tmp_path: Path, release: str
+) -> None:
+    case = (release, "transformer", False, False, False)
+    layout, path = _write(data, tmp_path, case)
+    sharded = ["--ddp-backend", "fully_sharded"]
+    plain, shards = _run(layout, data, tmp_path), tmp_path / "shards"
+    shards.mkdir()
+    shutil.copy(path, shards)
+    ends = []
+    for run, folder in ((plain, tmp_path), (None, shards)):
+        made = run or _run(layout, data, folder, *sharded)
+        made.run()
+        ends.append(load_file(str(folder / "checkpoint_last.pt")))
+    for name, value in ends[0]["model"].items():
+        # The same updates; a norm of one flat parameter adds in another order.
+        torch.testing.assert_close(ends[1]["model"][name], value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", layouts.KINDS)
