@@ -1,4 +1,5 @@
 #define _GNU_SOURCE /* SYS_fsync; /proc/self/fd */
+#include "core/ct_alloc.h"
 #include "core/ct_staging.h"
 #include "ct_test.h"
 
@@ -15,14 +16,14 @@ static char root[] = "/tmp/ct_staging_XXXXXX";
  *
  * Definitions here come before the C library's. */
 
-static char calls[16][256];
+static char calls[32][256];
 static int n_calls;
 
 static void
 note(const char *what, const char *path)
 {
     const size_t skipped = strncmp(path, root, strlen(root)) == 0 ? strlen(root) : 0;
-    CHECK(n_calls < 16);
+    CHECK(n_calls < 32);
     (void)snprintf(calls[n_calls++], sizeof calls[0], "%s %s", what, path + skipped);
 }
 
@@ -76,11 +77,42 @@ test_the_parent_is_put_on_the_disk_after_the_rename(void)
     CHECK(strcmp(calls[n_calls - 1], "sync ") == 0);
 }
 
+static char *
+below(const char *name)
+{
+    static char path[sizeof root + 64];
+    (void)snprintf(path, sizeof path, "%s/%s", root, name);
+    return path;
+}
+
+/* What others wrote under the final name meanwhile is taken over, or stays there. */
+static void
+test_adopting_survives_every_failed_allocation(void)
+{
+    ct_status status = CT_ENOMEM;
+    ct_staging staging = {0};
+    CHECK(ct_staging_open(&staging, below("adopted"), NULL) == CT_OK);
+    CHECK(mkdir(below("adopted"), 0777) == 0 && mkdir(below("adopted/own"), 0777) == 0);
+    for (size_t n = 1; n < 9 && status != CT_OK; n++) {
+        CHECK(access(below("adopted/own"), F_OK) == 0);
+        ct_alloc_fail_after(n);
+        status = ct_staging_adopt(&staging, NULL);
+        ct_alloc_fail_after(0);
+        CHECK(status == CT_OK || status == CT_ENOMEM);
+    }
+    CHECK(status == CT_OK && access(below("adopted"), F_OK) != 0);
+    CHECK(ct_staging_publish(&staging, NULL) == CT_OK);
+    CHECK(access(below("adopted/own"), F_OK) == 0);
+    ct_staging_close(&staging);
+}
+
 int
 main(void)
 {
     CHECK(mkdtemp(root) != NULL);
     test_the_parent_is_put_on_the_disk_after_the_rename();
+    n_calls = 0;
+    test_adopting_survives_every_failed_allocation();
     char command[sizeof root + 16];
     (void)snprintf(command, sizeof command, "rm -r %s", root);
     CHECK(system(command) == 0);

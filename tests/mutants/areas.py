@@ -62,9 +62,12 @@ AREAS = {
     ),
     "schedules": Area(
         {
-            core("schedule", "schedule_transformers", "schedule_fairseq",
-                 "schedule_deepspeed"):
+            core("schedule", "schedule_transformers"):
                 "core/test_schedule.c binding/test_scheduler.py",
+            core("schedule_fairseq"):
+                "core/test_schedule.c python/test_fairseq_schedules.py",
+            core("schedule_deepspeed"):
+                "core/test_schedule.c python/test_deepspeed_schedules.py",
             core("plateau", "greedy"):
                 "core/test_plateau.c binding/test_schedulers_on_metric.py",
             binding("schedule", "scheduler", "scheduler_state", "scheduler_groups"):
@@ -202,9 +205,9 @@ AREAS = {
     ),
     "cuda": Area(
         {
-            "cuda/norm.cu": "cuda/test_norm.cpp",
+            "cuda/norm.cu": "cuda/test_launch.cpp cuda/test_norm.cpp",
             "cuda/update.cu cuda/average.cu cuda/copy.cu cuda/scale.cu":
-                "cuda/test_elementwise.cpp cuda/test_step.cpp",
+                "cuda/test_launch.cpp cuda/test_elementwise.cpp cuda/test_step.cpp",
             "cuda/measure.cu": "cuda/test_measure.cpp",
             "cuda/codes.cu": "cuda/test_codes.cpp",
             "cuda/mapping.c": "cuda/test_mapping.cpp",
@@ -290,5 +293,33 @@ FIXED = (
 )
 
 # Faults that change nothing that anybody can see: path, the line without its indent,
-# the operator, and the reason.
-EQUIVALENT: tuple[tuple[str, str, str, str], ...] = ()
+# what takes its place, and the reason.
+EQUIVALENT = (
+    (
+        "csrc/core/ct_io.c",
+        "int used = advance(v, n, done < 0 ? 0 : (size_t)done);",
+        "int used = advance(v, n, done <= 0 ? 0 : (size_t)done);",
+        "where done is 0, it is 0 that is passed on either way",
+    ),
+    (
+        "csrc/core/ct_pool.c",
+        "(void)work_off();",
+        ";",
+        "the caller of a batch works on it beside the pool's threads: the results are "
+        "the same without, only later",
+    ),
+    (
+        "csrc/core/ct_pool.c",
+        "atomic_fetch_sub(&pool.sleepers, 1);",
+        ";",
+        "sleepers says whether a wake-up can be spared: one too many changes no result",
+    ),
+    (
+        "csrc/core/ct_batches.c",
+        "if (rule->max_tokens > 0 && longest > 0 && "
+        "rule->max_tokens / longest < room) {",
+        "if (rule->max_tokens > 0 && longest > 0 && "
+        "rule->max_tokens / longest <= room) {",
+        "room becomes the smaller of two numbers; where they are equal, itself",
+    ),
+)

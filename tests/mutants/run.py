@@ -39,7 +39,7 @@ Drawn = tuple[Fault, str, list[str]]  # the fault, its area, its nearest tests
 
 
 def excluded(fault: Fault) -> bool:
-    told = (fault.path, fault.before.strip(), fault.operator)
+    told = (fault.path, fault.before.strip(), fault.after.strip())
     return any(told == equivalent[:3] for equivalent in EQUIVALENT)
 
 
