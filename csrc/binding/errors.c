@@ -29,8 +29,8 @@ exception_borrow(ct_status code)
 static void
 set_error(PyObject *type, int os_error, const char *message)
 {
-    PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message),
-                                          "backslashreplace");
+    PyObject *text =
+        PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "backslashreplace");
     PyObject *value = text;
     if (text != NULL && os_error != 0) {
         value = Py_BuildValue("(iN)", os_error, text);

@@ -18,6 +18,7 @@ struct ct_st_file {
     char *path;
     char *header;
     uint32_t header_crc; /* of the file up to its data */
+    bool header_checked; /* against the checksum in it */
     uint64_t data_begin;
     ct_st_tensor *tensors;
     size_t n_tensors, tensors_capacity;

@@ -294,6 +294,15 @@ place_shapes(ct_st_file *file)
     }
 }
 
+static ct_status
+fail_header(const ct_st_file *file, ct_error *err)
+{
+    return ct_fail(err, CT_EINVAL,
+                   "%s: its header is damaged, or rewritten by a program that kept the "
+                   "metadata of ctrainer.*",
+                   file->path);
+}
+
 /* The digits of a checksum in the header's text, "KEY":"00000000" as the writer puts
  * it; NULL where there are none. */
 static char *
@@ -305,36 +314,58 @@ find_digits(const ct_st_file *file, size_t n, const char *key)
                                                                            : NULL;
 }
 
+/* Is what follows the checksum of the data nearly the key of the header's? */
+static bool
+is_spoilt_key(const ct_st_file *file, size_t n, const char *digits)
+{
+    static const char next[] = "\",\"" CT_ST_HEADER_KEY "\":\"";
+    const char *at = digits + CT_ST_CRC_DIGITS;
+    size_t differ = 0;
+    if ((size_t)(file->header + n - at) < sizeof next - 1) {
+        return false;
+    }
+    for (size_t i = 0; i < sizeof next - 1; i++) {
+        differ += at[i] != next[i];
+    }
+    return differ <= 6;
+}
+
+/* Is the checksum at digits[1] that of the header with zeros at both places? */
+static bool
+is_whole(const ct_st_file *file, uint32_t begun, size_t n, char *const *digits)
+{
+    char saved[2][CT_ST_CRC_DIGITS], computed[CT_ST_CRC_DIGITS + 1];
+    for (int i = 0; i < 2; i++) {
+        memcpy(saved[i], digits[i], CT_ST_CRC_DIGITS);
+        memset(digits[i], '0', CT_ST_CRC_DIGITS);
+    }
+    (void)snprintf(computed, sizeof computed, "%08x",
+                   ct_crc32c(begun, file->header, n));
+    for (int i = 0; i < 2; i++) {
+        memcpy(digits[i], saved[i], CT_ST_CRC_DIGITS);
+    }
+    return memcmp(computed, saved[1], CT_ST_CRC_DIGITS) == 0;
+}
+
 /* Compares the header with the checksum that it carries, if it does, before it is
  * parsed, which changes it. */
 static ct_status
 check_header(ct_st_file *file, const unsigned char *length, size_t n, ct_error *err)
 {
-    static const char zeros[] = "00000000";
-    char saved[2][CT_ST_CRC_DIGITS + 1] = {{0}};
-    char computed[CT_ST_CRC_DIGITS + 1];
-    char *const at[] = {find_digits(file, n, "\"" CT_ST_CRC_KEY "\":\""),
-                        find_digits(file, n, "\"" CT_ST_HEADER_KEY "\":\"")};
+    char *const digits[] = {find_digits(file, n, "\"" CT_ST_CRC_KEY "\":\""),
+                            find_digits(file, n, "\"" CT_ST_HEADER_KEY "\":\"")};
     uint32_t begun = ct_crc32c(0, length, 8);
     file->header_crc = ct_crc32c(begun, file->header, n);
-    if (at[0] == NULL || at[1] == NULL) {
-        return CT_OK;
+    if (digits[1] == NULL) {
+        return digits[0] != NULL && is_spoilt_key(file, n, digits[0])
+                   ? fail_header(file, err)
+                   : CT_OK;
     }
-    for (int i = 0; i < 2; i++) {
-        memcpy(saved[i], at[i], CT_ST_CRC_DIGITS);
-        memcpy(at[i], zeros, CT_ST_CRC_DIGITS);
+    if (digits[0] == NULL || !is_whole(file, begun, n, digits)) {
+        return fail_header(file, err);
     }
-    (void)snprintf(computed, sizeof computed, "%08x",
-                   ct_crc32c(begun, file->header, n));
-    for (int i = 0; i < 2; i++) {
-        memcpy(at[i], saved[i], CT_ST_CRC_DIGITS);
-    }
-    return memcmp(computed, saved[1], CT_ST_CRC_DIGITS) == 0
-               ? CT_OK
-               : ct_fail(err, CT_EINVAL,
-                         "%s: its header is damaged, or rewritten by a program that "
-                         "kept the metadata of ctrainer.*",
-                         file->path);
+    file->header_checked = true;
+    return CT_OK;
 }
 
 static ct_status
@@ -364,7 +395,16 @@ load_header(ct_st_file *file, ct_error *err)
     if (status == CT_OK) {
         status = check_header(file, length, (size_t)n, err);
     }
-    return status == CT_OK ? parse_header(file, (size_t)n, err) : status;
+    if (status == CT_OK) {
+        status = parse_header(file, (size_t)n, err);
+    }
+    for (size_t i = 0; i < file->n_metadata && status == CT_OK; i++) {
+        if (ct_text_is(file->metadata[i].key, CT_ST_HEADER_KEY) &&
+            !file->header_checked) { /* not as the writer puts it */
+            status = fail_header(file, err);
+        }
+    }
+    return status;
 }
 
 static ct_status
