@@ -43,6 +43,7 @@ HONOURED = frozenset(
     clip_by_group log_layer_grad_norms log_grad_noise_scale
     use_bmuf use_diloco global_sync_iter block_lr block_momentum warmup_iterations
     use_nbm average_sync delta_bits overlap_steps
+    dataloader_seed_by_place
     malloc_tuning async_save save_on_signal eval_loss_by_token eval_spill_bytes
     use_legacy_prediction_loop predict_with_generate generation_max_length
     generation_num_beams generation_config average_tokens_across_devices

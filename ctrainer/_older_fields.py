@@ -378,6 +378,13 @@ class OwnFields(OlderFields):
         "step. Holds for the process.",
         kw_only=True,
     )
+    dataloader_seed_by_place: bool = arg(
+        True,
+        "Rows and collators draw random numbers by the seed, the epoch and the batch's "
+        "place in it: the same after a resume and for any number of workers. Off: as "
+        "torch seeds its workers.",
+        kw_only=True,
+    )
     async_save: bool = arg(
         True, "Write checkpoints in the background, from a copy.", kw_only=True
     )

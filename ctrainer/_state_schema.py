@@ -134,12 +134,38 @@ OWN_STATE: dict[str, Kind] = {
     "resume": mapping(),
 }
 
+# "data" of POSITION: the place in the training data, and what else the reader of its
+# kind knows of it.
+_PLACE = fields(
+    {
+        "kind": TEXT,
+        "epoch": whole(0, 1 << 48),
+        "place": whole(0, 1 << 48),
+        "length": none_or(whole()),
+        "rows": whole(1, 1 << 48),
+        "last": none_or(whole()),
+        "workers": whole(),
+        "ranks": whole(1),
+        "past": whole(),
+        "fetched": listing(whole()),
+        "states": listing(ANY),
+        "generators": listing(ANY),
+        "inner": mapping(),
+    }
+)
+_ALWAYS = ("kind", "epoch", "place", "length", "rows")
+PLACE = Kind(
+    f"{_PLACE.what}, and has {', '.join(map(repr, _ALWAYS))}",
+    lambda v: _PLACE.holds(v) and all(name in v for name in _ALWAYS),
+)
+
 # "resume" of OWN_STATE, out of from_json(): where the run stands.
 POSITION: dict[str, Kind] = {
     "epoch": whole(),
     "micro_step": whole(),
     "epoch_done": FLAG,
     "epoch_rng": mapping(),
+    "data": PLACE,
 }
 
 

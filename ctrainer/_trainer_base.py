@@ -71,6 +71,7 @@ class TrainerBase(_C.Trainer):
     _saved_step: int
     _rank_files: dict[str, bytes]  # of this rank, for the ranks that write
     _resume_state: dict[str, Any]
+    _reader: Any = None  # of the training data, while train() runs
 
     def is_local_process_zero(self) -> bool:
         return bool(self.args.local_process_index == 0)

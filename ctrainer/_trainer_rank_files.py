@@ -11,9 +11,11 @@ from typing import Any
 
 from ctrainer._checkpoint_files import is_there, naming
 from ctrainer._fork import temporary_folder
+from ctrainer._rank_options import config_of
 from ctrainer._trainer_base import TrainerBase
 from ctrainer.checkpoint import Sink, read_own_state, to_json
 from ctrainer.trainer_state import TrainerState
+from ctrainer.trainer_utils import has_length
 
 logger = logging.getLogger("ctrainer.trainer")
 
@@ -100,10 +102,20 @@ class RankFilesMixin(TrainerBase):
             "version": 1,
             "world_size": self.args.world_size,
             "loss": self._loss_state(),
-            "resume": to_json(self._resume_state),
+            "resume": to_json(self._where()),
         }
         name = self._own_state_file()
         self._add_file(output_dir, lambda sink: sink.json(name, content))
+
+    def _where(self) -> dict[str, Any]:
+        """The generators at the beginning of the epoch, and the place in its data."""
+        reader = self._reader
+        if reader is None:
+            return self._resume_state
+        loader = reader.loader
+        length = len(loader) if has_length(loader) else None
+        data = {**reader.state(), "length": length, "rows": self._step_rows()}
+        return {**self._resume_state, "data": data}
 
     def _load_own_state(self, checkpoint: str) -> None:
         """Take over the sums and the position of this rank; of a checkpoint that
@@ -123,11 +135,43 @@ class RankFilesMixin(TrainerBase):
         if self._resumes_ranks:
             self._resume_state = content["resume"]
             return
+        self._resume_state = self._for_other_ranks(content, checkpoint)
         logger.warning(
-            "%s was saved by %d rank(s) and %d resume from it: the epoch goes on after "
-            "as many updates, with other batches and random numbers", checkpoint,
-            saved_by, self.args.world_size,
+            "%s was saved by %d rank(s) and %d resume from it: the epoch goes on with "
+            "the rows that come next, dealt out anew, and with other random numbers",
+            checkpoint, saved_by, self.args.world_size,
         )  # fmt: skip
+
+    def _for_other_ranks(
+        self, content: dict[str, Any], checkpoint: str
+    ) -> dict[str, Any]:
+        """Where this number of ranks is in the data when the ranks that saved it have
+        seen their rows. Raises ValueError where that is within an update."""
+        resume: dict[str, Any] = content["resume"]
+        data = resume.get("data")
+        if data is None or self.args.ignore_data_skip:
+            return {}
+        seen = data["place"] * data["rows"]
+        if 0 < (data["length"] or 0) <= data["place"]:
+            return resume  # at the end of an epoch
+        rows = self._step_rows()
+        if seen % (rows * self.args.gradient_accumulation_steps):
+            raise ValueError(
+                f"{checkpoint} was saved by {content['world_size']} rank(s) after "
+                f"{seen} rows of the epoch, and the updates of this run, of "
+                f"{rows * self.args.gradient_accumulation_steps} rows, begin at none "
+                "of their multiples: choose per_device_train_batch_size and "
+                "gradient_accumulation_steps so that an update has as many rows as "
+                "before, or begin the epoch's data anew with ignore_data_skip=True"
+            )
+        data.pop("last", None)
+        data["place"], data["length"] = seen // rows, None
+        return resume
+
+    def _step_rows(self) -> int:
+        """Rows that all ranks take in one step of an epoch."""
+        whole = config_of(getattr(self.args, "accelerator_config", None)).split_batches
+        return self._train_batch_size * (1 if whole else self.args.world_size)
 
 
 def _ranks_of(checkpoint: str) -> str:

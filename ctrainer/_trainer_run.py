@@ -68,6 +68,7 @@ class RunMixin(
         """Ready the model and load the checkpoint's weights; return its folder."""
         args = self.args
         self.is_in_train = True
+        self._reader = None
         self._memory_tracker.start("train")
         self._handles_signals = (
             getattr(args, "save_on_signal", True)
@@ -204,10 +205,11 @@ class RunMixin(
 
     def _position(self, updates_per_epoch: int) -> tuple[int, int]:
         """Epoch and micro-batch that the loaded checkpoint stands at."""
-        known = self._resume_state
-        if "epoch" in known and not self.args.ignore_data_skip:
-            epoch, micro = int(known["epoch"]), int(known["micro_step"])
-            return (epoch + 1, 0) if known.get("epoch_done") else (epoch, micro)
+        data = self._resume_state.get("data")
+        if data is not None:
+            place = 0 if self.args.ignore_data_skip else int(data["place"])
+            done = 0 < (data.get("length") or 0) <= int(data["place"])
+            return (int(data["epoch"]) + 1, 0) if done else (int(data["epoch"]), place)
         epoch, updates = divmod(self.state.global_step, updates_per_epoch)
         skipped = 0 if self.args.ignore_data_skip else updates
         return epoch, skipped * self.args.gradient_accumulation_steps
@@ -296,10 +298,24 @@ class RunMixin(
             self._resume_state["epoch_rng"] = self._adapter.rng_state()
         if self._communicator.world_size > 1:
             self._adapter.share_order(loader, self._communicator)
-        iterator = self._adapter.epoch_iterator(loader, epoch, skip)
+        known = self._resume_state.pop("data", None) if checkpoint and skip else None
+        if self._reader is None or self._reader.loader is not loader:
+            self._reader = self._make_reader(loader)
+        self._adapter.set_epoch(loader, epoch)
+        iterator = self._reader.start(epoch, skip, known)
         if skip:
             self._load_rng_state(checkpoint)
         return iterator
+
+    def _make_reader(self, loader: Any) -> Any:
+        """What reads epochs of the loader, with the draws that
+        dataloader_seed_by_place asks for."""
+        args = self.args
+        seed: int | None = None
+        if getattr(args, "dataloader_seed_by_place", True):
+            seed = int(args.seed if args.data_seed is None else args.data_seed)
+        group = self._communicator
+        return self._adapter.reader(loader, seed, group.rank, group.world_size)
 
     def _saves_best_only(self) -> bool:
         """Does an evaluation decide whether this step is saved?"""
@@ -344,6 +360,9 @@ class RunMixin(
     def _end_train(self, whole: bool) -> None:
         """Undo what training did to the model; finish the saves that are under way."""
         self.is_in_train = False
+        if whole:
+            self._resume_state = self._where()
+        self._reader = None  # and the data loader's workers, if it has any
         self._memory_tracker.cur_stage = None
         self._adapter.leave_mixed_precision(self.model)
         if getattr(self, "_neftune", None) is not None:

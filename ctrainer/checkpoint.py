@@ -355,7 +355,8 @@ class Sink:
 
 
 def to_json(value: Any) -> Any:
-    """A nest of numbers, strings, lists, tuples, dicts, arrays and tensors as JSON."""
+    """A nest of numbers, strings, bytes, lists, tuples, dicts, arrays and tensors as
+    JSON. Raises TypeError for anything else."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -366,8 +367,12 @@ def to_json(value: Any) -> Any:
         return {"tuple": [to_json(v) for v in value]}
     if isinstance(value, Mapping):
         return {"dict": [[to_json(k), to_json(v)] for k, v in value.items()]}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
     kind = "array" if isinstance(value, np.ndarray) else "tensor"
-    array = np.ascontiguousarray(value)
+    array = np.ascontiguousarray(value) if hasattr(value, "__array__") else None
+    if array is None or array.dtype.hasobject:
+        raise TypeError(f"a {type(value).__name__} is no plain data")
     data = base64.b64encode(array.tobytes()).decode()
     return {kind: [array.dtype.str, list(array.shape), data]}
 
@@ -383,6 +388,8 @@ def from_json(value: Any) -> Any:
         return tuple(from_json(v) for v in content)
     if kind == "dict":
         return {from_json(k): from_json(v) for k, v in content}
+    if kind == "bytes":
+        return base64.b64decode(content)
     dtype, shape, data = content
     flat = np.frombuffer(base64.b64decode(data), dtype)
     array = flat.reshape(shape).copy()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from ctrainer import _C
 from ctrainer._rank_options import Dealing
+from ctrainer.adapters import reading
+from ctrainer.adapters.generators import place_word
 
 
 class SequentialSampler:
@@ -94,13 +96,29 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         return self.batches(0)
 
-    def batches(self, skip: int) -> Iterator[Any]:
+    def batches(
+        self, skip: int, begin: Callable[[int], None] | None = None
+    ) -> Iterator[Any]:
         """Batches from number `skip` on; what comes before is not read where examples
-        have an index."""
+        have an index. begin: called with each batch's number before it is read, after
+        its indices are known."""
         mine: Iterator[list[Any]] = self._lists()
         if self.dealing is not None:
             mine = _C.BatchShard(mine, *self._place(), **self._rules())
-        for batch in itertools.islice(mine, skip, None):
+        next(itertools.islice(mine, skip, skip), None)
+        return self._read(mine, skip, begin)
+
+    def _read(
+        self, mine: Iterator[Any], skip: int, begin: Callable[[int], None] | None
+    ) -> Iterator[Any]:
+        for at in itertools.count(skip):
+            if begin is not None and self.sampler is None:
+                begin(at)  # the examples are read with their batch
+            batch = next(mine, None)
+            if batch is None:
+                return
+            if begin is not None and self.sampler is not None:
+                begin(at)
             if self.sampler is not None:
                 batch = [self.dataset[i] for i in batch]
             yield self.collate_fn(batch)
@@ -145,11 +163,40 @@ def default_collator(features: list[Any]) -> dict[str, Any]:
     return batch
 
 
-def seek(loader: Any, skip: int) -> Iterator[Any]:
-    """Batches of any loader after the first `skip`."""
-    if isinstance(loader, DataLoader):
-        return loader.batches(skip)
-    return itertools.islice(iter(loader), skip, None)
+class LoaderReader(reading.Reader):
+    """Of a DataLoader of arrays; only its rows are drawn for by their place, its order
+    comes from the run's generators."""
+
+    loader: DataLoader
+
+    def start(self, epoch: int, skip: int, state: Mapping[str, Any] | None) -> Self:
+        self.epoch, self.place, self._last = epoch, 0, None
+        state = state or {}
+        self.check(state, skip)
+        indexed = self.loader.sampler is not None
+        self.place = skip if indexed else 0
+        begin = None if self._draws is None else self._begin_batch
+        self._batches = self.loader.batches(self.place, begin)
+        if skip and not indexed:
+            self.read_past(skip, state.get("last"))
+        return self
+
+    def _begin_batch(self, place: int) -> None:
+        assert self._draws is not None
+        assert self.seed is not None
+        if self.loader.sampler is not None:
+            place = place * self.world_size + self.rank
+        self._draws.begin(place_word(self.seed, self.epoch, place))
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        finally:
+            if self._draws is not None:
+                self._draws.end()
+        self._last = reading.batch_digest(batch)
+        self.place += 1
+        return batch
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

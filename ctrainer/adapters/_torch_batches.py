@@ -8,9 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from ctrainer._rank_options import config_of
+
+_AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
 
 
 class SeededSampler(Sampler[int]):
@@ -32,14 +39,19 @@ class SeededSampler(Sampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
+        return self.after(0)
+
+    def after(self, skip: int) -> Iterator[int]:
+        """The order without its first `skip` indices."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         self.epoch += 1
         n = len(self.data_source)
         taken = 0
         while taken < self.num_samples:
             order = torch.randperm(n, generator=generator)[: self.num_samples - taken]
+            for at in range(max(skip - taken, 0), len(order), _AT_ONCE):
+                yield from order[at : at + _AT_ONCE].tolist()
             taken += len(order)
-            yield from order.tolist()
 
 
 class DrawnSampler(Sampler[int]):
@@ -189,43 +201,20 @@ def set_epoch(loader: Any, epoch: int) -> None:
             tell(epoch)
 
 
-class _Rest(BatchSampler):
-    """The batches of a batch sampler after the first n: indices alone are passed over,
-    no example is read."""
-
-    def __init__(self, inner: Any, n: int) -> None:
-        self.inner = inner
-        self.n = n
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return itertools.islice(iter(self.inner), self.n, None)
-
-    def __len__(self) -> int:
-        return max(len(self.inner) - self.n, 0)
-
-
-def seek(loader: Any, n: int) -> Iterator[Any]:
-    """Iterator over the loader's batches after the first n.
-
-    With a map-style data set nothing is read of the n; any other loader is read and
-    its first n batches dropped, since nothing else knows how to find the place.
-    """
-    inner = getattr(loader, "batch_sampler", None)
-    if type(loader) is not DataLoader or inner is None:
-        return itertools.islice(iter(loader), n, None)
-    options = {
-        name: getattr(loader, name)
-        for name in (
-            "num_workers",
-            "collate_fn",
-            "pin_memory",
-            "timeout",
-            "worker_init_fn",
-            "multiprocessing_context",
-            "generator",
-            "prefetch_factor",
-            "in_order",
-        )
-    }
-    rest = DataLoader(loader.dataset, batch_sampler=_Rest(inner, n), **options)
-    return iter(rest)
+def after(batch_sampler: Any, n: int) -> Iterator[Any]:
+    """Its batches of indices, or indices, after the first n, of which none is made
+    where the sampler knows how; else they are passed over, and no row is read."""
+    if n == 0:
+        return iter(batch_sampler)
+    skip = getattr(batch_sampler, "after", None)
+    if callable(skip):
+        return iter(skip(n))
+    if type(batch_sampler) is SequentialSampler:
+        return iter(range(n, len(batch_sampler)))
+    if type(batch_sampler) is BatchSampler:
+        size = batch_sampler.batch_size
+        rest = after(batch_sampler.sampler, n * size)
+        return iter(BatchSampler(rest, size, batch_sampler.drop_last))  # type: ignore[arg-type]
+    found = iter(batch_sampler)
+    next(itertools.islice(found, n, n), None)
+    return found

@@ -7,7 +7,7 @@ IterableDatasetShard, DataLoaderDispatcher), whose batches these are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from ctrainer import _C
 from ctrainer._rank_options import Dealing
-from ctrainer.adapters._torch_batches import DrawnSampler, SeededSampler
+from ctrainer.adapters._torch_batches import DrawnSampler, SeededSampler, after
 from ctrainer.adapters._torch_rank_eval import HandedOut, hand_out, receive
 
 
@@ -41,6 +41,17 @@ class RankBatches(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._shard(self.batch_sampler)
+
+    def after(self, n: int) -> Iterator[list[int]]:
+        """The batches without the first n; the first rounds are dealt out all the same,
+        since the last one is filled up from them."""
+        whole = 1 if self.dealing.split_batches else self.dealing.world_size
+        if n <= 1:
+            return itertools.islice(iter(self), n, None)
+        first = itertools.islice(iter(self.batch_sampler), whole)
+        beginning = list(first)
+        rest = after(self.batch_sampler, n * whole)
+        return itertools.islice(self._shard(itertools.chain(beginning, rest)), 1, None)
 
     def _shard(self, batches: Iterable[Any]) -> _C.BatchShard:
         where = self.dealing
@@ -112,13 +123,20 @@ class DispatchedLoader(HandedOut):
     """
 
     def __len__(self) -> int:
-        n, together = len(self.loader), self._together
+        n, together = len(self.loader), self.together
         return n // together if self.drop_last else -(-n // together)
 
     def __iter__(self) -> Iterator[Any]:
+        return self.hand_out(iter(self.loader) if self.dealing.rank == 0 else None)
+
+    def hand_out(
+        self, batches: Iterator[Any] | None, beginning: Sequence[Any] = ()
+    ) -> Iterator[Any]:
+        """This rank's parts of `batches`, which rank 0 has. beginning: the first
+        batches of the epoch, where they have been handed out before."""
         rounds: Iterator[Any] | None = None
-        if self.dealing.rank == 0:
-            found = ((parts, False) for parts in self._parts())
+        if batches is not None:
+            found = ((parts, False) for parts in self._parts(batches, beginning))
             rounds = itertools.chain(found, [([], True)])
         is_last = False
         while not is_last:
@@ -128,20 +146,22 @@ class DispatchedLoader(HandedOut):
                 yield part
 
     @property
-    def _together(self) -> int:
+    def together(self) -> int:
         """Batches that are handed out at once."""
         return 1 if self.dealing.split_batches else self.dealing.world_size
 
-    def _parts(self) -> Iterator[list[Any]]:
+    def _parts(
+        self, stream: Iterator[Any], beginning: Sequence[Any]
+    ) -> Iterator[list[Any]]:
         """The parts of all ranks, round by round."""
-        first = None
-        for batches in _in_lists(self.loader, self._together):
+        n = self.dealing.world_size
+        first = _rows(_joined([*beginning]), 0, n) if beginning else None
+        for batches in _in_lists(stream, self.together):
             even = self.dealing.even_batches
             drops = self.drop_last and self.dealing.drops_last
-            if len(batches) < self._together and drops:
+            if len(batches) < self.together and drops:
                 return
             batch = batches[0] if len(batches) == 1 else _joined(batches)
-            n = self.dealing.world_size
             first = _rows(batch, 0, n) if first is None else first
             if _length(batch) % n and not self.drop_last and even:
                 batch = _joined([batch, first])

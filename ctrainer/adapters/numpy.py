@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,7 +19,7 @@ from ctrainer import _C, _rank_options, schedules
 from ctrainer.adapters import _numpy_average as averages  # noqa: F401
 from ctrainer.adapters import _numpy_batches as batches
 from ctrainer.adapters import _numpy_checkpoint as checkpoints  # noqa: F401
-from ctrainer.adapters import _numpy_optim
+from ctrainer.adapters import _numpy_optim, reading
 from ctrainer.adapters._numpy_model import (
     ItemCount,
     Loss,
@@ -52,7 +52,6 @@ __all__ = [
 default_collator = batches.default_collator
 length_grouped_sampler = batches.LengthGroupedSampler
 sequential_sampler = batches.SequentialSampler
-seek = batches.seek
 
 
 class Host:
@@ -393,7 +392,15 @@ def padding_collator(tokenizer: Any) -> Callable[..., Any]:
     return collate
 
 
-def epoch_iterator(loader: Any, epoch: int, skip: int) -> Iterator[Any]:
-    """Batches of epoch number `epoch`, from batch number `skip` on."""
+def reader(
+    loader: Any, seed: int | None, rank: int = 0, world_size: int = 1
+) -> reading.Reader:
+    """The epochs of the loader's batches, begun at any place; seed: of the draws by
+    place, None for the process's generators as they come."""
+    ours = isinstance(loader, batches.DataLoader)
+    kind = batches.LoaderReader if ours else reading.Reader
+    return kind(loader, seed, rank, world_size)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
     batches.set_epoch(loader, epoch)
-    return seek(loader, skip)

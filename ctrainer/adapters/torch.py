@@ -20,6 +20,7 @@ from ctrainer.adapters import _torch_checkpoint as checkpoints  # noqa: F401
 from ctrainer.adapters import _torch_optim as optimizers
 from ctrainer.adapters import _torch_precision as precision
 from ctrainer.adapters import _torch_ranks as ranks
+from ctrainer.adapters import reading
 
 Args = Any
 Model = nn.Module
@@ -43,7 +44,6 @@ enter_mixed_precision = precision.enter_mixed_precision
 leave_mixed_precision = precision.leave_mixed_precision
 lossy_fp16_parameter = precision.lossy_fp16_parameter
 length_grouped_sampler = batches.LengthGroupedSampler
-seek = batches.seek
 share_order = ranks.share_order
 
 
@@ -383,7 +383,15 @@ def padding_collator(tokenizer: Any) -> Callable[..., Any]:
     return DataCollatorWithPadding(tokenizer)
 
 
-def epoch_iterator(loader: Any, epoch: int, skip: int) -> Iterator[Any]:
-    """Batches of epoch number `epoch`, from batch number `skip` on."""
+def reader(
+    loader: Any, seed: int | None, rank: int = 0, world_size: int = 1
+) -> reading.Reader:
+    """The epochs of the loader's batches, begun at any place; seed: of the draws by
+    place, None for torch's way."""
+    from ctrainer.adapters import _torch_reading
+
+    return _torch_reading.reader(loader, seed, rank, world_size)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
     batches.set_epoch(loader, epoch)
-    return seek(loader, skip) if skip else iter(loader)

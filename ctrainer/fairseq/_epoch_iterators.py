@@ -11,7 +11,13 @@ import numpy as np
 
 from ctrainer.fairseq._buffered_iterator import BufferedIterator
 from ctrainer.fairseq._counting_iterators import CountingIterator, check_shard
-from ctrainer.fairseq._epoch_iterating import MOST_BUFFERED, EpochBatchIterating, load
+from ctrainer.fairseq._epoch_iterating import (
+    MOST_BUFFERED,
+    EpochBatchIterating,
+    epoch_of,
+    load,
+    reader_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +77,8 @@ class EpochBatchIterator(EpochBatchIterating):
     neighbours, so that the workers' batches of a step stay alike in length; batches
     that do not fill a group are left out of that epoch.
 
-    buffer_size: how many batches, at most 20, a thread holds ready; 0 is no thread.
+    buffer_size: how many batches, at most 20, a thread holds ready; 0 is no thread, nor
+    is there one without workers where draws go by place.
     skip_remainder_batch: an epoch is one batch shorter, whether its last is full or
     not. reuse_dataloader: one DataLoader for all epochs.
 
@@ -244,7 +251,8 @@ class EpochBatchIterator(EpochBatchIterating):
         batches = self._loader(epoch, shuffle, fix_batches_to_gpus, offset)
         if offset > 0 and len(batches) == 0:
             return None
-        if self.buffer_size > 0:
+        # Without workers a thread would draw from the generators that training uses.
+        if self.buffer_size > 0 and not (self.seed_by_place and self.num_workers == 0):
             batches = self._buffered = BufferedIterator(self.buffer_size, batches)
         itr = CountingIterator(batches, start=offset)
         if self.skip_remainder_batch:
@@ -259,7 +267,7 @@ class EpochBatchIterator(EpochBatchIterating):
             self.epoch_batch_sampler.fix_batches_to_gpus = fixed
             self.epoch_batch_sampler.shuffle = shuffle
             self.epoch_batch_sampler.make_batches_for_epoch(epoch, offset)
-            return self.dataloader
+            return epoch_of(self.dataloader, epoch, offset)
         self.epoch_batch_sampler = FrozenBatchSampler(
             self.ordered_batches, epoch, fixed, shuffle, initial_offset=offset
         )
@@ -271,9 +279,11 @@ class EpochBatchIterator(EpochBatchIterating):
             timeout=self.timeout,
             persistent_workers=self.persistent_workers,
         )
+        seed = self.seed if self.seed_by_place else None
+        reader = reader_of(loader, seed, self.shard_id, self.num_shards)
         if self.reuse_dataloader:
-            self.dataloader = loader
-        return loader
+            self.dataloader = reader
+        return epoch_of(reader, epoch, offset)
 
     def ordered_batches(
         self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool

@@ -402,12 +402,23 @@ def test_a_stream_is_cut_into_batches_in_its_own_order(buffer_size: int) -> None
     assert epochs.first_batch == "DUMMY"
 
 
-def test_the_state_of_a_stream_is_the_epoch_alone() -> None:
-    epochs = StreamingEpochBatchIterator(Stream(), collate_fn=list, epoch=3)
+def test_the_state_of_a_stream_says_where_it_is() -> None:
+    epochs = StreamingEpochBatchIterator(Stream(), 2, list, epoch=3)
     list(epochs.next_epoch_itr())
-    assert epochs.state_dict() == {"epoch": 3}
+    assert epochs.state_dict() == {"epoch": 4}
     epochs.load_state_dict({"epoch": 2})
     assert (epochs.next_epoch_idx, epochs.iterations_in_epoch) == (2, 0)
+    epochs.next_epoch_itr().skip(3)
+    saved = json.loads(json.dumps(epochs.state_dict()))
+    again = StreamingEpochBatchIterator(Stream(), 2, list)
+    again.load_state_dict(saved)
+    assert (again.next_epoch_idx, again.iterations_in_epoch) == (2, 3)
+    assert again.state_dict() == saved
+    itr = again.next_epoch_itr()
+    assert (itr.n, len(itr), list(itr)) == (3, 4, [[26]])
+    again.load_state_dict({**saved, "epoch": 5})
+    with pytest.raises(ValueError, match="batch 3 of epoch 5 is not the one"):
+        again.next_epoch_itr()
     with pytest.raises(TypeError, match="int, which is not iterable"):
         StreamingEpochBatchIterator(5)
 

@@ -1,0 +1,211 @@
+"""Where in the data a run is: epochs of any loader, begun at any place.
+
+A batch draws its random numbers by its place in the epoch, and the place can be found
+again: by the loader's own state, or by reading past what was seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from ctrainer.adapters.generators import PlaceDraws, place_word
+from ctrainer.checkpoint import to_json
+
+logger = logging.getLogger("ctrainer.trainer")
+
+_SECONDS_BETWEEN_LINES = 5.0
+_LEAVES, _BYTES = 8, 1 << 14  # how much of a batch its digest looks at
+ADVICE = "ignore_data_skip=True begins the epoch's data anew instead"
+
+
+class OtherData(ValueError):
+    """A batch is not the one that was there."""
+
+
+class Reader:
+    """Iterates over epochs of a loader and knows how many batches it has given.
+
+    seed: of the draws, None for those of the process's generators as they come. rank,
+    world_size: batch p of a rank draws as number p * world_size + rank.
+    """
+
+    kind = "read"
+
+    def __init__(
+        self, loader: Any, seed: int | None, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.loader = loader
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = self.place = 0
+        self._draws = self._make_draws() if seed is not None else None
+        self._batches: Iterator[Any] = iter(())
+        self._last: Any = None  # what tells the last batch from others
+        self._own_state: Any = None  # the loader's when the epoch began
+        self._told_of_state = False
+
+    def _make_draws(self) -> PlaceDraws:
+        return PlaceDraws()
+
+    # Reading
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        draws = self._draws
+        if draws is None:
+            batch = next(self._batches)
+        else:
+            try:
+                draws.begin(self.word(self.place))
+                batch = next(self._batches)
+            finally:
+                draws.end()
+        self._last = batch_digest(batch)
+        self.place += 1
+        return batch
+
+    def word(self, place: int) -> int:
+        """The seed of a batch's draws."""
+        assert self.seed is not None
+        at = place * self.world_size + self.rank
+        return place_word(self.seed, self.epoch, at)
+
+    def start(self, epoch: int, skip: int, state: Mapping[str, Any] | None) -> Self:
+        """Begin the epoch at batch number `skip`; state: what state() said of it.
+
+        Raises ValueError where the batches are not those that the state knows.
+        """
+        self.epoch, self.place, self._last = epoch, 0, None
+        state = state or {}
+        self.check(state, skip)
+        own = state.get("loader")
+        if skip and own is not None and has_state(self.loader):
+            self.loader.load_state_dict(own)
+            self._batches, self.place = iter(self.loader), skip
+            return self
+        self._batches = iter(self.loader)
+        if skip:
+            self.read_past(skip, state.get("last"))
+        return self
+
+    def check(self, state: Mapping[str, Any], skip: int) -> None:
+        """Raise ValueError for a state of another kind of loader."""
+        if skip and state.get("kind", self.kind) != self.kind:
+            raise ValueError(
+                f"the checkpoint's data is of the kind {state['kind']!r} and this "
+                f"run's {self.kind!r}: the place in it cannot be found; {ADVICE}"
+            )
+
+    def read_past(self, n: int, last: Any = None) -> None:
+        """Read on to batch number n. Raises ValueError where the last one read is not
+        the one that was there."""
+        first, began = self.place, time.monotonic()
+        line_due = began + _SECONDS_BETWEEN_LINES
+        for _ in itertools.islice(self, n - first):
+            now = time.monotonic()
+            if now >= line_due:
+                line_due = now + _SECONDS_BETWEEN_LINES
+                done, rate = self.place - first, (self.place - first) / (now - began)
+                logger.warning(
+                    "Resuming: read past %d of %d batches that the run has seen (%.0f "
+                    "a second, %.0f s to go).", done, n - first, rate,
+                    (n - first - done) / rate,
+                )  # fmt: skip
+        if last is not None and (self.place < n or self._last != last):
+            raise OtherData(
+                f"batch {n} of epoch {self.epoch} is not the one that the checkpoint's "
+                f"run has seen there: {self.describe()} gives other data than before. "
+                "Let its order follow from a seed and set_epoch(epoch), or give it "
+                f"state_dict() and load_state_dict(); {ADVICE}"
+            )
+
+    def describe(self) -> str:
+        return type(self.loader).__name__
+
+    # State
+
+    def state(self) -> dict[str, Any]:
+        """Where the run is: numbers, strings, arrays, and lists and dicts of them."""
+        state = {
+            "kind": self.kind, "epoch": self.epoch, "place": self.place,
+            "last": self._last,
+        }  # fmt: skip
+        if has_state(self.loader):
+            state["loader"] = self.storable(self.loader.state_dict())
+        return state
+
+    def storable(self, state: Any) -> Any:
+        """`state` if a checkpoint can hold it, else None after a warning: what was seen
+        will be read past."""
+        try:
+            to_json(state)
+        except TypeError as error:
+            self.tell_unstorable(error)
+            return None
+        return state
+
+    def tell_unstorable(self, why: object) -> None:
+        if self._told_of_state:
+            return
+        self._told_of_state = True
+        logger.warning(
+            "The state of %s cannot be saved (%s): a resumed run will read past what "
+            "was seen.", self.describe(), why,
+        )  # fmt: skip
+
+
+def has_state(part: Any) -> bool:
+    """Does it say where it is, and go there: state_dict() and load_state_dict()?"""
+    return callable(getattr(part, "state_dict", None)) and callable(
+        getattr(part, "load_state_dict", None)
+    )
+
+
+def batch_digest(batch: Any) -> int:
+    """A checksum of a batch's first arrays."""
+    found: list[Any] = []
+    _collect(batch, found)
+    return zlib.crc32(b"".join(map(_head, found)))
+
+
+def _collect(batch: Any, found: list[Any]) -> None:
+    if len(found) >= _LEAVES:
+        return
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif hasattr(batch, "shape") or isinstance(batch, int | float | str):
+        found.append(batch)
+        return
+    elif not isinstance(batch, list | tuple):
+        return
+    for part in batch:
+        _collect(part, found)
+
+
+def _head(leaf: Any) -> bytes:
+    """The numbers of an array in host memory, of a large one the first row's first, and
+    the shape of any."""
+    if not hasattr(leaf, "shape"):
+        return repr(leaf).encode()
+    shape = repr(tuple(leaf.shape)).encode()
+    if getattr(getattr(leaf, "device", None), "type", "cpu") != "cpu":
+        return shape
+    while leaf.ndim > 1 and leaf.nbytes > _BYTES and len(leaf):
+        leaf = leaf[0]
+    if leaf.nbytes > _BYTES:
+        leaf = leaf[: _BYTES // leaf.itemsize]
+    try:
+        array = np.asarray(leaf.detach() if hasattr(leaf, "detach") else leaf)
+    except TypeError:  # a dtype that NumPy lacks
+        return shape + repr(leaf.tolist()).encode()
+    return shape + array.tobytes()
