@@ -214,7 +214,7 @@ def after(batch_sampler: Any, n: int) -> Iterator[Any]:
     if type(batch_sampler) is BatchSampler:
         size = batch_sampler.batch_size
         rest = after(batch_sampler.sampler, n * size)
-        return iter(BatchSampler(rest, size, batch_sampler.drop_last))  # type: ignore[arg-type]
-    found = iter(batch_sampler)
+        return iter(BatchSampler(rest, size, batch_sampler.drop_last))
+    found: Iterator[Any] = iter(batch_sampler)
     next(itertools.islice(found, n, n), None)
     return found

@@ -200,6 +200,10 @@ class LoaderReader(reading.Reader):
         name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
         changes[name] = _Indices(attributes[name], self)
         kept = {name: attributes[name] for name in changes}
+        if self.loader._iterator is not None and self.seed is not None:
+            # An epoch of workers that stay takes as much of the run's generator as one
+            # of workers that begin, or of none.
+            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         try:
             attributes.update(changes)
             return iter(self.loader)
@@ -315,6 +319,7 @@ class StreamReader(LoaderReader):
         self._shared = isinstance(loader.dataset, RankStream)
         self._stateful = _resumes_exactly(loader.dataset)
         self._workers = loader.num_workers
+        self._opened: int | None = None  # the epoch that was begun last
 
     def check(self, state: Mapping[str, Any], skip: int) -> None:
         super().check(state, skip)
@@ -369,9 +374,10 @@ class StreamReader(LoaderReader):
         # Of each worker the states before and after its last batch.
         self._states = [collections.deque([text], 2) for text in texts]
         self.place = 0
+        if self.loader.persistent_workers and self._opened == self.epoch:
+            self.loader._iterator = None  # workers that have begun the epoch
+        self._opened = self.epoch
         known = any(text is not None for text in texts)
-        if known and self.loader.persistent_workers:
-            self.loader._iterator = None  # workers that begin take the states
         self._batches = self._iterate(**self._wraps(known))
 
     def _wraps(self, known: bool) -> dict[str, Any]:

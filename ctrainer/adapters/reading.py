@@ -20,7 +20,7 @@ from ctrainer.checkpoint import to_json
 
 logger = logging.getLogger("ctrainer.trainer")
 
-_SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_LINES = 5.0
 _LEAVES, _BYTES = 8, 1 << 14  # how much of a batch its digest looks at
 ADVICE = "ignore_data_skip=True begins the epoch's data anew instead"
 
@@ -110,11 +110,11 @@ class Reader:
         """Read on to batch number n. Raises ValueError where the last one read is not
         the one that was there."""
         first, began = self.place, time.monotonic()
-        line_due = began + _SECONDS_BETWEEN_LINES
+        line_due = began + SECONDS_BETWEEN_LINES
         for _ in itertools.islice(self, n - first):
             now = time.monotonic()
             if now >= line_due:
-                line_due = now + _SECONDS_BETWEEN_LINES
+                line_due = now + SECONDS_BETWEEN_LINES
                 done, rate = self.place - first, (self.place - first) / (now - began)
                 logger.warning(
                     "Resuming: read past %d of %d batches that the run has seen (%.0f "

@@ -3,16 +3,38 @@ interrupted: bit for bit, for every kind of data and any number of workers."""
 
 from __future__ import annotations
 
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import data_kinds
+import numpy as np
 import pytest
 import torch
-from data_kinds import BATCH, DATA, LOADERS, collate, loader_of
+from data_kinds import (
+    BATCH,
+    DATA,
+    LOADERS,
+    Mapped,
+    N,
+    Stateful,
+    Stream,
+    collate,
+    loader_of,
+    row,
+)
 from draws import draws
 from tiny import Net, arguments
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import ctrainer
+from ctrainer.adapters import reading
+from ctrainer.adapters import torch as torch_adapter
 
 WORKERS = [(0, False), (2, False), (2, True)]
 STEPS = 14  # of 6 batches an epoch
@@ -87,3 +109,219 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
     if some < STEPS - 1:
         steps = [3 + sum(map(ord, kind)) % 3, 9][:some]
     check(tmp_path, steps, kind=kind, workers=workers, persistent=persistent)
+
+
+def test_rows_of_unequal_length_grouped_by_it(tmp_path: Path) -> None:
+    check(
+        tmp_path, [2, 9], kind="map-style", workers=0, persistent=False,
+        train_sampling_strategy="group_by_length",
+    )  # fmt: skip
+
+
+def test_any_number_of_workers_draws_alike(tmp_path: Path) -> None:
+    whole = make(tmp_path / "a", "map-style", 0, False)
+    whole.train()
+    for workers, persistent in [(1, False), (3, True)]:
+        other = make(tmp_path / "b", "map-style", workers, persistent)
+        other.train()
+        assert losses(other) == losses(whole)
+        assert weights(other) == weights(whole)
+    again = make(tmp_path / "b", "map-style", 2, True)
+    again.train(str(tmp_path / "a" / "checkpoint-8"))
+    assert losses(again) == losses(whole)
+
+
+def test_torchs_way_is_an_option(tmp_path: Path) -> None:
+    own = {"dataloader_seed_by_place": False, "max_steps": 3}
+    torchs = make(tmp_path / "a", "map-style", 0, False, **own)
+    torchs.train()
+    by_place = make(tmp_path / "b", "map-style", 0, False, max_steps=3)
+    by_place.train()
+    assert losses(torchs) != losses(by_place)
+    again = make(tmp_path / "c", "map-style", 0, False, **own)
+    again.train(str(tmp_path / "a" / "checkpoint-2"))
+    assert losses(again) == losses(torchs)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(2, 0), (0, 2)])
+def test_a_stream_is_refused_to_other_workers(
+    tmp_path: Path, saved: int, now: int
+) -> None:
+    make(tmp_path, "stream", saved, False, max_steps=2).train()
+    other = make(tmp_path, "stream", now, False)
+    with pytest.raises(ValueError, match=f"dataloader_num_workers={saved};"):
+        other.train(str(tmp_path / "checkpoint-2"))
+    anew = make(tmp_path, "stream", now, False, max_steps=3, ignore_data_skip=True)
+    assert anew.train(str(tmp_path / "checkpoint-2")).global_step == 3
+
+
+def test_one_worker_and_none_read_a_stream_alike(tmp_path: Path) -> None:
+    whole = make(tmp_path / "a", "stream with a state", 0, False)
+    whole.train()
+    again = make(tmp_path / "b", "stream with a state", 1, False)
+    again.train(str(tmp_path / "a" / "checkpoint-9"))
+    assert losses(again) == losses(whole)
+
+
+class Forgetful(Stream):
+    """Gives other rows each time."""
+
+    made = 0
+
+    def order(self) -> list[int]:
+        Forgetful.made += 1
+        return super().order()[Forgetful.made :]
+
+
+class Unsteady(RandomSampler):
+    """An order that follows from how many there were in this process."""
+
+    made = 0
+
+    def __iter__(self) -> Iterator[int]:
+        Unsteady.made += 1
+        return iter([(7 * i + Unsteady.made) % N for i in range(N)])
+
+
+def test_other_data_than_before_is_refused(tmp_path: Path) -> None:
+    def trainer() -> Given:
+        made = make(tmp_path, "stream", 0, False, max_steps=3)
+        made.train_dataset = Forgetful()
+        return made
+
+    trainer().train()
+    with pytest.raises(ValueError, match=r"batch 2 of epoch 0 is not.*Forgetful gives"):
+        trainer().train(str(tmp_path / "checkpoint-2"))
+
+
+def test_another_order_than_before_is_refused(tmp_path: Path) -> None:
+    def trainer() -> Given:
+        made = make(tmp_path, "map-style", 0, False, max_steps=3)
+        made.own_loader = DataLoader(
+            Mapped(), BATCH, sampler=Unsteady(Mapped()), collate_fn=collate
+        )
+        return made
+
+    trainer().train()
+    with pytest.raises(ValueError, match=r"batch 2 of epoch 0 has not.*Unsteady gives"):
+        trainer().train(str(tmp_path / "checkpoint-2"))
+
+
+class Opaque(Stateful):
+    """A state that no file of numbers can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "lock": object()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_that_cannot_be_saved_is_read_past(
+    tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trainer(folder: str) -> Given:
+        made = make(tmp_path / folder, "stream", workers, False, max_steps=4)
+        made.train_dataset = Opaque()
+        return made
+
+    whole, again = trainer("a"), trainer("b")
+    whole.train()
+    assert "state of Opaque cannot be saved (a object is no plain data)" in caplog.text
+    again.train(str(tmp_path / "a" / "checkpoint-3"))
+    assert losses(again) == losses(whole)
+
+
+def test_what_has_a_state_is_not_read_again(tmp_path: Path) -> None:
+    make(tmp_path, "stream with a state", 0, False, max_steps=5).train()
+    Stateful.made = 0
+    make(tmp_path, "stream with a state", 0, False, max_steps=6).train(
+        str(tmp_path / "checkpoint-5")
+    )
+    assert Stateful.made <= 2 * BATCH
+
+
+def test_reading_past_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, "stream", 0, False, max_steps=3).train()
+    monkeypatch.setattr(reading, "SECONDS_BETWEEN_LINES", 0.0)
+    make(tmp_path, "stream", 0, False, max_steps=4).train(
+        str(tmp_path / "checkpoint-3")
+    )
+    assert "read past 2 of 3 batches that the run has seen" in caplog.text
+
+
+def test_a_batch_leaves_the_runs_generators_alone() -> None:
+    read = torch_adapter.reader(DataLoader(Mapped(), BATCH, collate_fn=collate), 3)
+    read.start(0, 0, None)
+    for before in ((), (np.random.randn,), (random.random, np.random.rand)):
+        for draw in before:
+            draw()
+        state = repr(torch_adapter.rng_state())
+        next(read)
+        assert repr(torch_adapter.rng_state()) == state
+
+
+def test_a_broken_row_gives_the_generators_back() -> None:
+    class Broken(Mapped):
+        def __getitem__(self, i: int) -> Any:
+            raise KeyError(row(i))
+
+    read = torch_adapter.reader(DataLoader(Broken(), BATCH), 3).start(0, 0, None)
+    state = repr(torch_adapter.rng_state())
+    with pytest.raises(KeyError):
+        next(read)
+    assert repr(torch_adapter.rng_state()) == state
+
+
+def test_the_place_in_a_large_data_set_is_found_without_its_rows() -> None:
+    class Large(Dataset[int]):
+        def __len__(self) -> int:
+            return 10**8
+
+        def __getitem__(self, i: int) -> int:
+            return i
+
+    loader = DataLoader(Large(), 100, shuffle=False)
+    started = time.process_time()
+    found = next(torch_adapter.reader(loader, 3).start(0, 999_000, None))
+    assert found[0] == 99_900_000
+    assert time.process_time() - started < 1.0
+
+
+KILLED = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from test_data_resume import make, slow
+slow()
+make(Path(sys.argv[1]), "stream with a state", 2, False).train()
+"""
+
+
+def slow() -> None:
+    """Let rows take their time."""
+    made = data_kinds.row
+
+    def row_in_time(i: int) -> Any:
+        time.sleep(0.02)
+        return made(i)
+
+    data_kinds.row = row_in_time
+
+
+def test_a_killed_stream_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    paths = [str(Path(data_kinds.__file__).parent), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", KILLED, str(folder), *paths]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoint-8").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    whole = make(tmp_path / "whole", "stream with a state", 2, False)
+    whole.train()
+    resumed = make(folder, "stream with a state", 2, False)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(whole)
+    assert weights(resumed) == weights(whole)
