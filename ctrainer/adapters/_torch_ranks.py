@@ -104,7 +104,8 @@ class RankStream(IterableDataset[Any]):
             self.dealing.world_size, self.round, split=True,
             even=self.dealing.even_batches, drop_last=self.drop_last,
         )  # fmt: skip
-        return itertools.chain.from_iterable(parts)
+        for part in parts:
+            yield from part
 
 
 def _in_lists(examples: Iterable[Any], n: int) -> Iterator[list[Any]]:

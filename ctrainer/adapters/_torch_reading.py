@@ -8,6 +8,7 @@ and a worker_init_fn are called as torch calls them.
 from __future__ import annotations
 
 import collections
+import inspect
 import itertools
 import json
 import logging
@@ -320,6 +321,11 @@ class StreamReader(LoaderReader):
         self._stateful = _resumes_exactly(loader.dataset)
         self._workers = loader.num_workers
         self._opened: int | None = None  # the epoch that was begun last
+        # A worker that stays hears of the epoch with its first batch, when an __iter__
+        # that is no generator has looked already.
+        begin: Any = type(loader.dataset).__iter__
+        tells = callable(getattr(loader.dataset, "set_epoch", None))
+        self._begins_early = tells and not inspect.isgeneratorfunction(begin)
 
     def check(self, state: Mapping[str, Any], skip: int) -> None:
         super().check(state, skip)
@@ -374,8 +380,10 @@ class StreamReader(LoaderReader):
         # Of each worker the states before and after its last batch.
         self._states = [collections.deque([text], 2) for text in texts]
         self.place = 0
-        if self.loader.persistent_workers and self._opened == self.epoch:
-            self.loader._iterator = None  # workers that have begun the epoch
+        if self.loader.persistent_workers and (
+            self._begins_early or self._opened == self.epoch
+        ):
+            self.loader._iterator = None  # workers that stay would not hear of it
         self._opened = self.epoch
         known = any(text is not None for text in texts)
         self._batches = self._iterate(**self._wraps(known))
