@@ -93,23 +93,27 @@ finish_steal(const ct_comm *comm, const ct_request *request, PyObject *handle,
     return status;
 }
 
+static const ct_request *
+request_at(const void *all, int rank)
+{
+    return (const ct_request *)all + rank;
+}
+
 /* Of what all ranks ask for: an engine would wait for ever, or mix up their data. The
  * requests' bytes are gathered; their addresses mean nothing here. */
 static ct_status
 compare_gathered(ct_comm *comm, const ct_request *own, ct_request *all, ct_error *err)
 {
     const size_t bytes = sizeof *own;
-    ct_request sent = *own;
+    ct_request sent = ct_request_labelled(comm, own);
     const ct_request r = {
         .what = CT_ALL_GATHER,
         .in = {&sent, bytes,                            CT_U8},
         .out = {all,   bytes * (size_t)comm->world_size, CT_U8},
     };
     ct_status status = finish_steal(comm, own, begin((python_comm *)comm, &r), err);
-    for (int rank = 1; status == CT_OK && rank < comm->world_size; rank++) {
-        status = ct_request_compare(&all[0], rank, &all[rank], err);
-    }
-    return status;
+    return status == CT_OK ? ct_requests_compare(request_at, all, comm->world_size, err)
+                           : status;
 }
 
 static ct_status

@@ -2,6 +2,7 @@
 #include "binding/fsdp.h"
 
 #include <math.h>
+#include <string.h>
 
 static PyObject *
 FSDPUnit_get_shards(PyObject *op, void *Py_UNUSED(closure))
@@ -52,6 +53,36 @@ FSDPUnit_set_grad_owners(PyObject *op, PyObject *value, void *Py_UNUSED(closure)
         return -1;
     }
     Py_XSETREF(((FSDPUnit *)op)->grad_owners, owners);
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_label(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyUnicode_DecodeUTF8(((FSDPUnit *)op)->core.label.name,
+                                (Py_ssize_t)strlen(((FSDPUnit *)op)->core.label.name),
+                                "replace");
+}
+
+/* The unit's lengths are part of it: another model may have a module of this name. */
+static int
+FSDPUnit_set_label(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    ct_fsdp *core = &((FSDPUnit *)op)->core;
+    const char *name = value == NULL ? NULL : PyUnicode_AsUTF8(value);
+    const uint64_t calls = core->label.call;
+    uint64_t shape = core->n_groups;
+    if (name == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "label cannot be deleted");
+        }
+        return -1;
+    }
+    for (size_t i = 0; i < core->n_groups; i++) {
+        shape = shape * 0x100000001b3u ^ core->groups[i].n;
+    }
+    ct_label_set(&core->label, name, shape);
+    core->label.call = calls;
     return 0;
 }
 
@@ -138,6 +169,8 @@ PyGetSetDef fsdp_getset[] = {
      NULL                                                                                                           },
     {"grad_owners",    FSDPUnit_get_grad_owners, FSDPUnit_set_grad_owners,
      "An object for each group whose grad is that of the shard; by default the shards.",                        NULL},
+    {"label",          FSDPUnit_get_label,       FSDPUnit_set_label,
+     "The unit's name in the model, by which ranks compare whose collective it is.",                            NULL},
     {"live_bytes",     FSDPUnit_get_live,        NULL,
      "Of a root: bytes of gathered parameters and of gradients not yet reduced.",                               NULL},
     {"offsets",        FSDPUnit_get_offsets,     NULL,

@@ -1,10 +1,13 @@
-/* Whether all ranks come to the same unit: asked where collectives are compared. */
+/* Whether all ranks come to the same unit: asked where collectives are compared, and
+ * the backend, NCCL, does not do so itself. */
 #include "binding/fsdp.h"
 
 int
 fsdp_check_order(FSDPUnit *self, const char *what)
 {
-    if (!ctpy_comm_wants_comparison()) {
+    const ct_comm *comm = ((const Communicator *)self->communicator)->comm;
+    if (comm == NULL || !comm->ops->takes_device_memory ||
+        !ctpy_comm_wants_comparison()) {
         return 0;
     }
     PyObject *text = PyUnicode_FromString(what);

@@ -1,6 +1,7 @@
 #include "core/ct_comm.h"
 
 #include <stdio.h>
+#include <string.h>
 
 ct_comm
 ct_comm_made(const ct_comm_ops *ops, int rank, int world_size)
@@ -91,7 +92,35 @@ ct_request_is_like(const ct_request *a, const ct_request *b)
 {
     return a->what == b->what && a->out.n == b->out.n && a->in.n == b->in.n &&
            a->out.dtype == b->out.dtype && a->in.dtype == b->in.dtype &&
-           a->op == b->op && a->root == b->root;
+           a->op == b->op && a->root == b->root && a->label.tag == b->label.tag &&
+           a->label.call == b->label.call;
+}
+
+/* FNV-1a. */
+void
+ct_label_set(ct_label *label, const char *name, uint64_t shape)
+{
+    const size_t n = strlen(name), room = sizeof label->name - 1;
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < n; i++) {
+        hash = (hash ^ (unsigned char)name[i]) * 0x100000001b3u;
+    }
+    for (int i = 0; i < 8; i++) {
+        hash = (hash ^ (shape >> (8 * i) & 0xff)) * 0x100000001b3u;
+    }
+    *label = (ct_label){.tag = hash == 0 ? 1 : hash};
+    (void)snprintf(label->name, sizeof label->name, "%s",
+                   n > room ? name + (n - room) : name);
+}
+
+ct_request
+ct_request_labelled(const ct_comm *comm, const ct_request *request)
+{
+    ct_request r = *request;
+    if (comm->label != NULL) {
+        r.label = *comm->label;
+    }
+    return r;
 }
 
 ct_description
@@ -110,16 +139,92 @@ ct_request_describe(const ct_request *r)
     return d;
 }
 
-ct_status
-ct_request_compare(const ct_request *first, int rank, const ct_request *other,
-                   ct_error *err)
+/* "gathers 'layers.1'", or what is called without a name. */
+static void
+say(const ct_request *r, bool counts, char *text, size_t room)
 {
-    return ct_request_is_like(first, other)
-               ? CT_OK
-               : ct_fail(err, CT_EINVAL,
-                         "all ranks must call the same: rank 0 called %s, rank %d %s",
-                         ct_request_describe(first).text, rank,
-                         ct_request_describe(other).text);
+    static const char *const doing[] = {
+        [CT_ALL_REDUCE] = "averages",      [CT_ALL_GATHER] = "gathers",
+        [CT_REDUCE_SCATTER] = "reduces",   [CT_ALL_TO_ALL] = "exchanges",
+        [CT_BROADCAST] = "broadcasts",     [CT_REDUCE] = "reduces",
+        [CT_BARRIER] = "waits for all at",
+    };
+    char call[32] = "";
+    if (counts) {
+        (void)snprintf(call, sizeof call, " (number %llu)",
+                       (unsigned long long)r->label.call);
+    }
+    if (r->label.tag == 0) {
+        (void)snprintf(text, room, "calls %s", ct_request_describe(r).text);
+    }
+    else {
+        (void)snprintf(text, room, "%s '%s'%s", doing[r->what], r->label.name, call);
+    }
+}
+
+/* How many ask for the same as `rank`. */
+static int
+count_like(ct_request_at *at, const void *group, int world_size, int rank)
+{
+    const ct_request *request = at(group, rank);
+    int n = 0;
+    for (int other = 0; other < world_size; other++) {
+        n += ct_request_is_like(request, at(group, other));
+    }
+    return n;
+}
+
+static ct_status
+fail_different(const ct_request *a, int rank_a, const ct_request *b, int rank_b,
+               const char *who, ct_error *err)
+{
+    char text_a[144], text_b[144];
+    if (a->label.tag == 0 && b->label.tag == 0) {
+        return ct_fail(err, CT_EINVAL,
+                       "all ranks must call the same: rank %d called %s, rank %d %s%s",
+                       rank_a, ct_request_describe(a).text, rank_b,
+                       ct_request_describe(b).text, who);
+    }
+    const bool counts = a->label.tag == b->label.tag;
+    say(a, counts, text_a, sizeof text_a);
+    say(b, counts, text_b, sizeof text_b);
+    return ct_fail(err, CT_EINVAL,
+                   "ranks use different units, or in different orders: rank %d %s, "
+                   "rank %d %s%s. All ranks have to call the same modules in the same "
+                   "order",
+                   rank_a, text_a, rank_b, text_b, who);
+}
+
+ct_status
+ct_requests_compare(ct_request_at *at, const void *group, int world_size, ct_error *err)
+{
+    int most = 0, wrong = 1;
+    while (wrong < world_size && ct_request_is_like(at(group, 0), at(group, wrong))) {
+        wrong++;
+    }
+    if (wrong >= world_size) {
+        return CT_OK;
+    }
+    for (int rank = 1, best = count_like(at, group, world_size, 0); rank < world_size;
+         rank++) {
+        const int n = count_like(at, group, world_size, rank);
+        most = n > best ? rank : most;
+        best = n > best ? n : best;
+    }
+    if (most != 0) {
+        for (wrong = 0; ct_request_is_like(at(group, most), at(group, wrong));) {
+            wrong++;
+        }
+    }
+    char who[64] = "";
+    const int like = count_like(at, group, world_size, most);
+    if (world_size > 2 && 2 * like > world_size) {
+        (void)snprintf(who, sizeof who, "; %d of %d ranks are with rank %d", like,
+                       world_size, most);
+    }
+    const int first = most < wrong ? most : wrong;
+    const int second = most < wrong ? wrong : most;
+    return fail_different(at(group, first), first, at(group, second), second, who, err);
 }
 
 /* `whole` holds a part for every rank. */

@@ -49,6 +49,14 @@ typedef struct ct_comm ct_comm;
 typedef struct ct_work ct_work;   /* a collective under way; each backend has its own */
 typedef struct ct_pages ct_pages; /* core/ct_pages.h */
 
+/* What a collective is for, beyond its shape: two of one shape are not the same. Ranks
+ * that compare requests compare this, too, and name it where they differ. */
+typedef struct ct_label {
+    uint64_t tag;  /* of the whole name, ct_label_tag(); 0: for nothing in particular */
+    uint64_t call; /* how many of that name came before on this rank */
+    char name[88]; /* its last characters */
+} ct_label;
+
 /* A collective as data: what ct_comm_start begins and ranks compare. */
 typedef struct ct_request {
     ct_collective what;
@@ -56,6 +64,7 @@ typedef struct ct_request {
     int root;        /* of broadcast and reduce */
     ct_span in;      /* of all_reduce, broadcast and reduce: the result, too */
     ct_span out;     /* of all_gather, reduce_scatter and all_to_all */
+    ct_label label;  /* the backend fills it in from the communicator's */
 } ct_request;
 
 /* An all_reduce that no rank ever holds whole: this rank fills its piece of the
@@ -126,6 +135,7 @@ struct ct_comm {
     int world_size;
     unsigned splits; /* so far */
     ct_owner owner;
+    const ct_label *label; /* of the next collectives; the caller's; NULL: none */
 };
 
 /* What every backend begins a group with: made by this process, never split. */
@@ -181,9 +191,18 @@ typedef struct ct_description {
 } ct_description;
 ct_description ct_request_describe(const ct_request *request);
 
-/* CT_EINVAL, saying who called what, unless `rank` asks for the same as rank 0. */
-CT_NODISCARD ct_status ct_request_compare(const ct_request *first, int rank,
-                                          const ct_request *other, ct_error *err);
+/* CT_EINVAL, saying who called what, unless all ranks, whose requests at() finds, ask
+ * for the same: of two that differ one is what most ranks ask for. */
+typedef const ct_request *ct_request_at(const void *group, int rank);
+CT_NODISCARD ct_status ct_requests_compare(ct_request_at *at, const void *group,
+                                           int world_size, ct_error *err);
+
+/* Names a label; a tag depends on the name and on `shape`, which is to differ between
+ * things that may have one name. */
+void ct_label_set(ct_label *label, const char *name, uint64_t shape);
+
+/* The request with what the communicator's collectives are for. */
+ct_request ct_request_labelled(const ct_comm *comm, const ct_request *request);
 
 /* CT_EINVAL unless the lengths, dtypes and the root fit a group of world_size ranks. To
  * be called when the ranks are known to ask for the same, so that all are refused. */

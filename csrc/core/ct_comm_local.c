@@ -28,20 +28,10 @@ typedef struct group {
 /* ---- agreeing ----------------------------------------------------------------------
  */
 
-/* The same on every rank: all compare with rank 0. */
-static ct_status
-check_alike(const member *self, ct_error *err)
+static const ct_request *
+request_of(const void *g, int rank)
 {
-    const group *g = self->group;
-    const ct_request *first = &g->members[0].request;
-    for (int rank = 1; rank < g->world_size; rank++) {
-        const ct_request *other = &g->members[rank].request;
-        ct_status status = ct_request_compare(first, rank, other, err);
-        if (status != CT_OK) {
-            return status;
-        }
-    }
-    return CT_OK;
+    return &((const group *)g)->members[rank].request;
 }
 
 /* ---- the work of a rank ------------------------------------------------------------
@@ -182,13 +172,13 @@ collective(ct_comm *comm, const ct_request *wanted, ct_error *err)
     const char *what = ct_collective_name(wanted->what);
     ct_status status = ct_comm_check_here(comm, what, err);
     if (status == CT_OK) {
-        self->request = *wanted;
+        self->request = ct_request_labelled(comm, wanted);
         status = ct_meeting_join(meeting, comm->rank, what, err);
     }
     if (status != CT_OK) {
         return status;
     }
-    status = check_alike(self, err);
+    status = ct_requests_compare(request_of, self->group, comm->world_size, err);
     if (status == CT_OK) {
         status = ct_request_check(wanted, comm->world_size, err);
     }

@@ -22,18 +22,17 @@ typedef struct member {
 static ct_status
 run(ct_comm *comm, const ct_request *request, ct_error *err)
 {
-    const ct_status here =
-        ct_comm_check_here(comm, ct_collective_name(request->what), err);
-    return here == CT_OK ? ct_shm_run(&((member *)comm)->queue, request, err) : here;
+    const ct_request r = ct_request_labelled(comm, request);
+    const ct_status here = ct_comm_check_here(comm, ct_collective_name(r.what), err);
+    return here == CT_OK ? ct_shm_run(&((member *)comm)->queue, &r, err) : here;
 }
 
 static ct_status
 shm_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
 {
-    const ct_status here =
-        ct_comm_check_here(comm, ct_collective_name(request->what), err);
-    return here == CT_OK ? ct_shm_start(&((member *)comm)->queue, request, work, err)
-                         : here;
+    const ct_request r = ct_request_labelled(comm, request);
+    const ct_status here = ct_comm_check_here(comm, ct_collective_name(r.what), err);
+    return here == CT_OK ? ct_shm_start(&((member *)comm)->queue, &r, work, err) : here;
 }
 
 static ct_status

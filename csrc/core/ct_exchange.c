@@ -94,19 +94,11 @@ give(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error 
 /* ---- an exchange -------------------------------------------------------------------
  */
 
-/* The same on every rank: all compare with rank 0. */
-static ct_status
-check_alike(const ct_exchange *self, ct_error *err)
+static const ct_request *
+noted_request(const void *group, int rank)
 {
-    const ct_request *first = &ct_slot_note(self, 0, self->done)->request;
-    for (int rank = 1; rank < self->world_size; rank++) {
-        const ct_request *other = &ct_slot_note(self, rank, self->done)->request;
-        ct_status status = ct_request_compare(first, rank, other, err);
-        if (status != CT_OK) {
-            return status;
-        }
-    }
-    return CT_OK;
+    const ct_exchange *self = group;
+    return &ct_slot_note(self, rank, self->done)->request;
 }
 
 /* Finds what is given in lanes; true when all of it is. */
@@ -151,7 +143,7 @@ meet(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
     if (status != CT_OK || !*moved) {
         return status;
     }
-    status = check_alike(self, err);
+    status = ct_requests_compare(noted_request, self, self->world_size, err);
     if (status == CT_OK) {
         status = ct_request_check(t->request, self->world_size, err);
     }

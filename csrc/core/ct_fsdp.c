@@ -159,9 +159,12 @@ gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err
     unit->full->stream = unit->stream;
     ct_status status =
         ct_mapping_obtain(unit->full, unit->full->bytes, &unit->ledger->spares, err);
+    comm->label = &unit->label;
     for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
         status = gather_group(unit, comm, &unit->groups[i], &shards[i], err);
     }
+    comm->label = NULL;
+    unit->label.call += status == CT_OK;
     return status;
 }
 
@@ -278,7 +281,7 @@ reduce_as_codes(const ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
 
 /* The sum of all ranks' parts of a group; of the replicas' sums the average. */
 static ct_status
-sum_over_ranks(const ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
+sum_over_ranks(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
                const ct_span *part, ct_reduce_op op, ct_error *err)
 {
     const ct_span whole = grads_of(unit, g);
@@ -287,9 +290,12 @@ sum_over_ranks(const ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
     }
     ct_status status = ct_comm_follow(comm, unit->stream, err);
     if (status == CT_OK) {
+        comm->label = &unit->label;
         status = unit->config.reduce_bits != 0
                      ? reduce_as_codes(unit, comm, g, part, op, err)
                      : comm->ops->reduce_scatter(comm, part, &whole, op, err);
+        comm->label = NULL;
+        unit->label.call += status == CT_OK;
     }
     ct_comm *replicas = unit->replicas;
     if (status == CT_OK && replicas != NULL) {
@@ -330,8 +336,8 @@ is_average(const ct_fsdp *unit, const ct_comm *comm)
 
 /* Into `here`, memory of the device for this rank's part. */
 static ct_status
-reduce_group(const ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
-             const ct_span *here, bool add, ct_error *err)
+reduce_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g, const ct_span *here,
+             bool add, ct_error *err)
 {
     const bool average = is_average(unit, comm);
     const ct_span whole = grads_of(unit, g);

@@ -21,18 +21,27 @@ ct_levels_say(const ct_levels *self, const char *what, const char *where,
                    self->base.world_size, where, text);
 }
 
+static ct_status
+run_labelled(const ct_levels *self, ct_comm *level, const ct_request *r, ct_error *err)
+{
+    level->label = self->base.label;
+    const ct_status status = ct_comm_run(level, r, err);
+    level->label = NULL;
+    return status;
+}
+
 ct_status
 ct_levels_within(ct_levels *self, const char *what, const ct_request *r, ct_error *err)
 {
     return ct_levels_say(self, what, "within its machine",
-                         ct_comm_run(self->inner, r, err), err);
+                         run_labelled(self, self->inner, r, err), err);
 }
 
 ct_status
 ct_levels_across(ct_levels *self, const char *what, const ct_request *r, ct_error *err)
 {
     return ct_levels_say(self, what, "across machines",
-                         ct_comm_run(self->outer, r, err), err);
+                         run_labelled(self, self->outer, r, err), err);
 }
 
 ct_status

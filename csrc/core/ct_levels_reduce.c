@@ -103,8 +103,10 @@ start_within(const ct_levels *self, ct_work *w, ct_error *err)
 {
     const ct_request r = {
         .what = CT_REDUCE_SCATTER, .op = w->request.op, .in = w->even, .out = w->share};
-    return ct_levels_say(self, name, "within its machine",
-                         ct_comm_start(self->inner, &r, &w->step, err), err);
+    self->inner->label = self->base.label;
+    const ct_status status = ct_comm_start(self->inner, &r, &w->step, err);
+    self->inner->label = NULL;
+    return ct_levels_say(self, name, "within its machine", status, err);
 }
 
 static void

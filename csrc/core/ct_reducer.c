@@ -197,8 +197,15 @@ static ct_status
 start(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
 {
     const ct_parcel parcel = parcel_of(r, b);
+    if (r->label.tag == 0) {
+        ct_label_set(&r->label, "gradients of replicated parameters",
+                     r->plan.n_buckets);
+    }
+    comm->label = &r->label;
     ct_status status =
         r->codec->ops->start(r->codec, comm, &parcel, &r->buckets[b].work, err);
+    comm->label = NULL;
+    r->label.call += status == CT_OK;
     if (status != CT_OK) {
         return status;
     }

@@ -51,6 +51,7 @@ typedef struct ct_reducer {
     bool learning;    /* starts nothing before the end, and counts announcements */
     bool copies_back; /* averages are brought to where the gradients were */
     double factor;    /* of the averages; 1 */
+    ct_label label;   /* of the bucket that is exchanged; counts buckets */
 } ct_reducer;
 
 /* Plans for parameters of these lengths and dtypes; the memory of buckets that are not

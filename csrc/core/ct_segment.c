@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 enum {
-    MAGIC = 0x63745336, /* "ctS6": raised when what ranks share changes its layout */
+    MAGIC = 0x63745337, /* "ctS7": raised when what ranks share changes its layout */
 };
 
 /* What a rank tells rank 0 when it comes, and what rank 0 answers. */

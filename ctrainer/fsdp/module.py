@@ -112,6 +112,7 @@ class FullyShardedDataParallel(ShardedModule):
         for name, unit in self.named_modules():
             if isinstance(unit, ShardedModule):
                 unit._unit.path = _metadata.original_name(f"{name}.").rstrip(".")
+                unit._unit.label = unit._unit.path or "the root"
         self._unit.set_units([unit._unit for unit in self.units()])
         if self.disable_reshard_on_root:
             self.reshard_after_forward = False

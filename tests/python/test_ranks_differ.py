@@ -1,0 +1,58 @@
+"""Ranks that do not do the same are told who does what; equal ones are left alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import desync_scenarios
+import pytest
+import ranks
+from draws import draws
+from rank_threads import on_ranks
+
+
+@pytest.mark.parametrize("kind", desync_scenarios.KINDS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("seed", range(draws(2, 40)))
+def test_ranks_in_different_units_are_told_which(kind, seed: int) -> None:
+    draw = random.Random(f"{kind.__name__} {seed}")
+    world = draw.choice([2, 3, 4])
+    wrong = draw.randrange(world)
+    told = on_ranks(world, lambda group: desync_scenarios.run(group, kind, wrong, seed))
+    desync_scenarios.check(told, kind, wrong)
+
+
+@pytest.mark.parametrize("seed", range(draws(4, 100)))
+def test_equal_ranks_are_told_nothing(seed: int) -> None:
+    world = random.Random(seed).choice([2, 3, 4])
+
+    def train(group):
+        return desync_scenarios.run(group, desync_scenarios.same, -1, seed)
+
+    assert on_ranks(world, train) == [None] * world
+
+
+OVER_PROCESSES = """
+import desync_scenarios as scenarios
+found = []
+for number, kind in enumerate([*scenarios.KINDS, scenarios.same]):
+    wrong = number % world
+    if scenarios.KINDS.get(kind) != "left":  # nothing would work behind that
+        found.append([wrong, scenarios.run(group, kind, wrong, number)])
+tell(found)
+"""
+
+
+def test_ranks_over_torchs_groups_are_told_where_collectives_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CTRAINER_CHECK_COLLECTIVES", "1")
+    join = "from ctrainer.comm.process_group import communicator\ngroup = communicator()\n"
+    body = ranks.GLOO + join + OVER_PROCESSES
+    every = ranks.told(ranks.run_ranks(tmp_path, body, 3))
+    kinds = [k for k, why in desync_scenarios.KINDS.items() if why != "left"]
+    assert len(every[0]) == len(kinds) + 1
+    for number, kind in enumerate(kinds):
+        told = [rank[number][1] for rank in every]
+        desync_scenarios.check(told, kind, every[0][number][0])
+    assert [rank[-1][1] for rank in every] == [None] * 3
