@@ -50,6 +50,24 @@ class RunMixin(
         except RuntimeError as error:  # a collective is under way
             logger.warning("the group of the run stays open: %s", error)
 
+    def _ranks_differ(self, what: str, told: list[bytes]) -> None:
+        """Raise on every rank what all of them have, unless that may differ: where
+        batches need not be even, or rank 0 alone reads them."""
+        config = _rank_options.config_of(getattr(self.args, "accelerator_config", None))
+        dispatches = config.dispatch_batches
+        if dispatches is None:
+            dispatches = not hasattr(self.train_dataset, "__getitem__")
+        if not config.even_batches or dispatches:
+            return
+        each = ", ".join(
+            f"rank {rank} {text.decode()}" for rank, text in enumerate(told)
+        )
+        raise ValueError(
+            f"{what}: {each}. Give all ranks the same training data, of which each "
+            "gets its part, or set accelerator_config={'even_batches': False}, by which an "
+            "epoch ends where the first rank has no batch left"
+        )
+
     def _train_arguments(
         self,
         resume_from_checkpoint: str | bool | None = None,

@@ -121,7 +121,7 @@ def run(
     model = Mixture(seed).shard(group, options)
     rank = Rank(model, group, order, group.rank == wrong)
     try:
-        for _ in range(draw.randrange(3)):
+        for _ in range(draw.randrange(kind is batch_skipped, 3)):
             rank.step()
         kind(rank)
     except (RuntimeError, ValueError) as error:

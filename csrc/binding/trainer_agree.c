@@ -1,18 +1,42 @@
 /* Trainer on several ranks: what they agree on before, in and after an update. */
+#include "binding/trainer_account.h"
 #include "binding/trainer_ranks.h"
 
 #include <string.h>
+
+/* Ranks have found that they differ: each tells `own` (a new reference, NULL with an
+ * exception), and _ranks_differ() raises what all told, or lets it be. */
+static int
+tell_difference_steal(PyObject *op, const char *what, PyObject *own)
+{
+    PyObject *all = ctpy_account(op, what, own);
+    PyObject *answer =
+        all == NULL ? NULL : PyObject_CallMethod(op, "_ranks_differ", "sO", what, all);
+    Py_XDECREF(own);
+    Py_XDECREF(all);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
 
 /* ---- the length of the run ---------------------------------------------------------
  */
 
 int
-ctpy_ranks_agree_length(PyObject *op, int64_t *epochs, int64_t *steps_in_epoch,
-                        int64_t *updates_in_epoch, int64_t *max_steps)
+ctpy_ranks_agree_length(PyObject *op, int64_t rows, int64_t *epochs,
+                        int64_t *steps_in_epoch, int64_t *updates_in_epoch,
+                        int64_t *max_steps)
 {
-    int64_t values[] = {-*epochs, *steps_in_epoch, *updates_in_epoch, *max_steps};
     const int64_t own = *steps_in_epoch;
-    if (ctpy_trainer_min(op, values, 4) < 0) {
+    int64_t values[] = {-*epochs, own,  *updates_in_epoch, *max_steps, -own,
+                        rows,     -rows};
+    if (ctpy_trainer_min(op, values, 7) < 0) {
+        return -1;
+    }
+    const bool differs = values[1] != -values[4] || values[5] != -values[6];
+    if (differs && tell_difference_steal(
+                       op, "the ranks' training data differ in length",
+                       PyBytes_FromFormat("has %zd rows in %zd batches",
+                                          (Py_ssize_t)rows, (Py_ssize_t)own)) < 0) {
         return -1;
     }
     *epochs = -values[0];
@@ -49,6 +73,22 @@ warn_left_over(PyObject *op, Py_ssize_t batches, int64_t without)
         ctpy_trainer_comm_borrow(op)->rank);
 }
 
+/* Ranks have different numbers of batches for the update that is to come. */
+static int
+tell_batches(PyObject *op, Py_ssize_t n)
+{
+    char what[96];
+    int64_t step;
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
+        return -1;
+    }
+    (void)snprintf(what, sizeof what,
+                   "the ranks have different numbers of batches for update %lld",
+                   (long long)step + 1);
+    return tell_difference_steal(op, what, PyBytes_FromFormat("has %zd", n));
+}
+
 int
 ctpy_ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough)
 {
@@ -56,12 +96,14 @@ ctpy_ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough)
         WITHOUT,
         TARGETS,
         UNCOUNTED,
+        BATCHES,
+        SQUARES, /* of their numbers: those are alike where none is above the mean */
         COUNT
     };
     ctpy_state *names = ctpy_state_borrow(op);
     const Py_ssize_t n = PyList_GET_SIZE(batches);
     const int ranks = ctpy_trainer_world_size(op);
-    int64_t values[COUNT] = {n == 0, 0, 0};
+    int64_t values[COUNT] = {n == 0, 0, 0, n, n * n};
     int counts, failed = 0;
     run->targets = -1;
     *enough = n > 0;
@@ -76,6 +118,10 @@ ctpy_ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough)
     values[TARGETS] = targets < 0 ? 0 : targets;
     values[UNCOUNTED] = targets < 0;
     if (failed || ctpy_trainer_sum(op, values, COUNT) < 0) {
+        return -1;
+    }
+    if (values[SQUARES] * ranks != values[BATCHES] * values[BATCHES] &&
+        tell_batches(op, n) < 0) {
         return -1;
     }
     *enough = values[WITHOUT] == 0;

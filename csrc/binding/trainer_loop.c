@@ -6,6 +6,7 @@
 /* The numbers of set_initial_training_values, which scripts and subclasses override. */
 typedef struct plan {
     int64_t epochs, updates_in_epoch, samples, steps_in_epoch, max_steps;
+    int64_t rows;                    /* of the training data; -1: unknown */
     int64_t first_epoch, first_step; /* where the run starts or goes on */
 } plan;
 
@@ -25,6 +26,7 @@ plan_unpack(PyObject *values, plan *p)
                           &p->steps_in_epoch, &max_steps)) {
         return -1;
     }
+    p->rows = PyLong_Check(examples) ? PyLong_AsLongLong(examples) : -1;
     double n = PyFloat_AsDouble(samples);
     p->samples = (int64_t)n;
     p->max_steps = PyLong_AsLongLong(max_steps);
@@ -43,7 +45,7 @@ prepare(PyObject *op, PyObject *args, ctpy_run *run, plan *p, PyObject **loader)
     values = PyObject_VectorcallMethod(names->str_set_initial_training_values, given, 3,
                                        NULL);
     if (values == NULL || plan_unpack(values, p) < 0 ||
-        ctpy_ranks_agree_length(op, &p->epochs, &p->steps_in_epoch,
+        ctpy_ranks_agree_length(op, p->rows, &p->epochs, &p->steps_in_epoch,
                                 &p->updates_in_epoch, &p->max_steps) < 0) {
         goto done;
     }

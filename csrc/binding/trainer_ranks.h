@@ -38,12 +38,15 @@ int ctpy_trainer_min(PyObject *op, int64_t *values, size_t n);
 
 /* How long a run is, where loaders of different ranks are of different lengths: that of
  * the shortest, with as many epochs as it needs. Longer ones warn of what they do not
- * train on. */
-int ctpy_ranks_agree_length(PyObject *op, int64_t *epochs, int64_t *steps_in_epoch,
-                            int64_t *updates_in_epoch, int64_t *max_steps);
+ * train on. Unless the arguments allow that, all ranks raise, naming each rank's rows
+ * and batches. */
+int ctpy_ranks_agree_length(PyObject *op, int64_t rows, int64_t *epochs,
+                            int64_t *steps_in_epoch, int64_t *updates_in_epoch,
+                            int64_t *max_steps);
 
 /* Before an update: have all ranks a batch, and what do their labels count together,
- * for run->targets? One that has while another has not warns of what is left over. */
+ * for run->targets? Where one has more than another all raise, naming each rank's
+ * number, unless the arguments allow that: then it warns of what is left over. */
 int ctpy_ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough);
 
 /* Gradients that are not finite on one rank are so on all: all skip, or none. */

@@ -47,7 +47,9 @@ def test_ranks_over_torchs_groups_are_told_where_collectives_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CTRAINER_CHECK_COLLECTIVES", "1")
-    join = "from ctrainer.comm.process_group import communicator\ngroup = communicator()\n"
+    join = (
+        "from ctrainer.comm.process_group import communicator\ngroup = communicator()\n"
+    )
     body = ranks.GLOO + join + OVER_PROCESSES
     every = ranks.told(ranks.run_ranks(tmp_path, body, 3))
     kinds = [k for k, why in desync_scenarios.KINDS.items() if why != "left"]
@@ -56,3 +58,48 @@ def test_ranks_over_torchs_groups_are_told_where_collectives_are_compared(
         told = [rank[number][1] for rank in every]
         desync_scenarios.check(told, kind, every[0][number][0])
     assert [rank[-1][1] for rank in every] == [None] * 3
+
+
+LENGTHS = """
+import ctrainer, tiny
+from rank_lengths import OwnLoader, Skipping, Stream, run
+uneven = {"even_batches": False, "dispatch_batches": False}
+longer = 8 * (rank == world - 1)
+all_read = {"accelerator_config": {"dispatch_batches": False}, "max_steps": 20}
+tell({
+    "rows": run(folder, ctrainer.Trainer, tiny.rows(41 + (rank == 1))),
+    "batches": run(folder, ctrainer.Trainer, tiny.rows(40 + 4 * world * rank)),
+    "own": run(folder, OwnLoader, tiny.rows(40 + longer)),
+    "stream": run(folder, ctrainer.Trainer, Stream(40 + 4 * world * rank), **all_read),
+    "skip": run(folder, Skipping, tiny.rows(64 * world), skips=rank == 1),
+    "asked for": run(folder, OwnLoader, tiny.rows(40 + longer),
+                     accelerator_config=uneven),
+    "equal": run(folder, ctrainer.Trainer, tiny.rows(41)),
+    "equal streams": run(folder, ctrainer.Trainer, Stream(41), max_steps=3),
+})
+"""
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_unequal_data_is_told_with_the_length_on_each_rank(
+    tmp_path: Path, world: int
+) -> None:
+    first, *others = ranks.told(ranks.run_ranks(tmp_path, LENGTHS, world))
+    assert others == [first] * (world - 1)
+    differ = "ValueError: the ranks' training data differ in length: rank 0 has"
+    assert first["rows"].startswith(differ)
+    assert "rank 0 has 41 rows in" in first["rows"]
+    assert "rank 1 has 42 rows in" in first["rows"]
+    assert first["batches"].startswith(f"{differ} 40 rows in")
+    assert f"rank 1 has {40 + 4 * world} rows in" in first["batches"]
+    assert f"rank {world - 1} has 48 rows in 12 batches" in first["own"]
+    assert "rank 0 has 40 rows in 10 batches" in first["own"]
+    assert "the ranks have different numbers of batches for update" in first["stream"]
+    assert "set accelerator_config={'even_batches': False}" in first["stream"]
+    assert first["skip"].startswith(
+        "ValueError: the ranks have different numbers of batches for update 3: rank 0 "
+        "has 2, rank 1 has 1"
+    )
+    assert first["asked for"] == 5
+    assert isinstance(first["equal"], int)
+    assert first["equal streams"] == 3
