@@ -64,8 +64,8 @@ class RunMixin(
         )
         raise ValueError(
             f"{what}: {each}. Give all ranks the same training data, of which each "
-            "gets its part, or set accelerator_config={'even_batches': False}, by which an "
-            "epoch ends where the first rank has no batch left"
+            "gets its part, or set accelerator_config={'even_batches': False}, by "
+            "which an epoch ends where the first rank has no batch left"
         )
 
     def _train_arguments(
