@@ -1,7 +1,7 @@
 """What tests/python/test_fairseq_ranks.py runs on both ranks, one after the other."""
 
 SCENARIOS = """
-import logging, math, time, traceback
+import logging, logging.handlers, math, time, traceback
 import fairseq_tiny as tiny
 from ctrainer.comm import wrappers
 from ctrainer.fairseq import metrics
@@ -248,6 +248,13 @@ LOCAL = {**TWO, "distributed_training__ddp_backend": "slowmo",
          "distributed_training__localsgd_frequency": 2, "optimization__clip_norm": 0.5}
 trainer, found["slowmo"] = train(mine(alike), **LOCAL)
 found["slowmo"]["wrapper"] = type(trainer.model).__name__
+trainer.save_checkpoint(f"{folder}/slowmo.pt", {})
+dist.barrier()
+told = logging.handlers.MemoryHandler(99)
+logging.getLogger("ctrainer.fairseq.trainer").addHandler(told)
+tiny.trainer(other_model(), **LOCAL).load_checkpoint(f"{folder}/slowmo.pt")
+logging.getLogger("ctrainer.fairseq.trainer").removeHandler(told)
+found["slowmo told"] = [record.getMessage() for record in told.buffer]
 _, found["slowmo bf16"] = train(mine(alike), common__bf16=True, **LOCAL)
 
 # With a momentum, a step of it after every third update

@@ -196,6 +196,7 @@ class Checkpoints(Core):
         if saved is not None and not reset_optimizer and self._uses_bmuf:
             rank, workers = self.data_parallel_rank, self.data_parallel_world_size
             state = _worker_states.take_own(state, rank, workers, filename)
+        self._tell_of_slowmo(filename)
         self._load_weights(filename, state)
         extra_state: dict[str, Any] | None = state.get("extra_state")
         if extra_state is not None:
@@ -222,6 +223,16 @@ class Checkpoints(Core):
                 self.get_num_updates(),
             )
         return extra_state
+
+    def _tell_of_slowmo(self, filename: str) -> None:
+        backend = setting(self.cfg, "distributed_training", "ddp_backend", None)
+        if backend == "slowmo" and self.data_parallel_world_size > 1:
+            logger.warning(
+                "%s has the first worker's model and optimizer, which all go on from, "
+                "and a new period of --localsgd-frequency begins: with slowmo a run "
+                "that is resumed is not the one that was stopped",
+                filename,
+            )
 
     def _read_checkpoint(self, filename: str) -> dict[str, Any] | None:
         """The file's content, None where there is none. Of several processes the first

@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> list[Any]:
     done = subprocess.run(
         [sys.executable, "-m", "ctrainer", *arguments],
         cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split(" | ", 3) for line in done.stdout.splitlines()]

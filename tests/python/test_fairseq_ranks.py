@@ -375,6 +375,12 @@ def test_bmuf_goes_on_within_a_block_to_the_bit(both: list[Any]) -> None:
         assert one != other  # without which nothing was shown
 
 
+def test_slowmo_tells_that_it_does_not_go_on_where_it_was(both: list[Any]) -> None:
+    for found in both:
+        (told,) = [text for text in found["slowmo told"] if "slowmo" in text[-60:]]
+        assert "all go on from" in told
+
+
 def test_bmuf_s_workers_of_another_number_go_on_from_the_first_if_asked(
     both: list[Any],
 ) -> None:
