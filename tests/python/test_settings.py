@@ -472,6 +472,26 @@ class TestSharding:
             assert made == made[:1] * len(made)
 
     @pytest.mark.parametrize("name", SHARDING)
+    def test_the_variables_of_accelerate_say_the_same(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        written = {
+            "cpu_offload": "OFFLOAD_PARAMS",
+            "transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP",
+        }
+        variable = f"FSDP_{written.get(name, name.upper())}"
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        for value in SHARDING[name]:
+            monkeypatch.setenv(variable, str(value))
+            heard = outcome(lambda: sharding_of(Namespace(fsdp=None)))
+            expected = sharding({"auto_wrap_policy": "NO_WRAP"} | {name: value})
+            assert str(heard) == str(expected)
+        for value in ("perhaps-not", "-3", "nan"):
+            monkeypatch.setenv(variable, value)
+            heard = outcome(lambda: sharding_of(Namespace(fsdp=None)))
+            assert name.endswith("wrap") or name in str(heard), (value, heard)
+
+    @pytest.mark.parametrize("name", SHARDING)
     def test_what_means_nothing_is_named(self, name: str) -> None:
         for value in (2.5, math.nan, -3, [1], {"a": 1}, "perhaps", b"x", object()):
             if (name, value) == ("transformer_layer_cls_to_wrap", "perhaps"):
