@@ -52,7 +52,6 @@ class Range:
 Natural = Annotated[int, Range("[0, inf)")]
 Count = Annotated[int, Range("[1, inf)")]
 NotNegative = Annotated[float, Range("[0, inf)")]
-Positive = Annotated[float, Range("(0, inf)")]
 Finite = Annotated[float, Range("(-inf, inf)")]
 Share = Annotated[float, Range("[0, 1)")]
 
