@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import expected_of, is_there
+from ctrainer._checkpoint_files import expected_of, is_there, naming
 from ctrainer.adapters import _saved_names
 from ctrainer.adapters._torch_files import load_plain
 from ctrainer.checkpoint import Sink, shard_names
@@ -289,8 +289,20 @@ def _load_adapter(model: Any, folder: str) -> bool:
     active = active() if callable(active) else active
     for place in places:
         name = active[0] if place == folder else os.path.basename(place)
+        _check_adapter(place)
         _load_one_adapter(model, place, name, name in active)
     return True
+
+
+def _check_adapter(place: str) -> None:
+    """PEFT reads the file itself: what is wrong with it is told before."""
+    path = os.path.join(place, "adapter_model.safetensors")
+    if is_there(path):
+        _C.check_safetensors(path, expected_of(path))
+        return
+    path = os.path.join(place, "adapter_model.bin")
+    if is_there(path):
+        load_plain(path, expected_of(path))
 
 
 def _load_one_adapter(model: Any, place: str, name: str, trains: bool) -> None:
@@ -391,7 +403,8 @@ def _load_state(
     model: Any, folder: str, state: dict[str, Any], loaded: Collection[str] = ()
 ) -> None:
     """Load tensors by the model's own names, those in `loaded` being there already."""
-    result = model.load_state_dict(state, strict=False)
+    with naming(folder):
+        result = model.load_state_dict(state, strict=False)
     own = model.state_dict()
     tensors = {n: t for n, t in own.items() if isinstance(t, torch.Tensor)}
     layout = _saved_names.Layout(model, tensors, {n: n for n in tensors}, set(), set())

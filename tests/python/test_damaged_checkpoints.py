@@ -469,3 +469,23 @@ def test_shards_are_put_together_right_or_named(ending: str, tmp_path: Path) -> 
     for seed in range(SEED, SEED + draws(10, 1_000)):
         judge.run(seed)
     print(judge.counts)
+
+
+def test_a_damaged_adapter_is_named_before_peft_reads_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from tests.tiny import gpt2
+
+    model = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_attn"]))
+    folder = tmp_path / "ck"
+    model.save_pretrained(folder)
+    sign(folder)
+    _torch_checkpoint.load_model(model, str(folder))
+    path = folder / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors: is damaged"):
+        _torch_checkpoint.load_model(model, str(folder))
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"adapter_model.safetensors: is miss"):
+        _torch_checkpoint.load_model(model, str(folder))

@@ -80,7 +80,7 @@ def test_shards_and_torchs_own_format(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     save(make(0), tmp_path)
     wider = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(ValueError, match="size mismatch"):
         files.load_model(wider, str(tmp_path))
     longer = torch.nn.Sequential(*make(1), torch.nn.Linear(3, 3))
     shorter = torch.nn.Sequential(make(1)[0])
