@@ -24,7 +24,7 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
     if (self != NULL) {
         self->state = FSDP_IDLE;
         self->require_sync = self->reshard_after_forward = 1;
-        self->counts_are_old = true;
+        self->first_node = FSDP_NO_SEQUENCE;
         self->core.ledger = &self->ledger;
     }
     return (PyObject *)self;
@@ -44,7 +44,8 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
     f((self)->forwards.before);                                                        \
     f((self)->forwards.now);                                                           \
     f((self)->backwards.before);                                                       \
-    f((self)->backwards.now)
+    f((self)->backwards.now);                                                          \
+    f((self)->in_use)
 
 static int
 FSDPUnit_traverse(PyObject *op, visitproc visit, void *arg)
@@ -66,6 +67,7 @@ FSDPUnit_clear(PyObject *op)
     Py_CLEAR(self->units);
     fsdp_order_forget(&self->forwards);
     fsdp_order_forget(&self->backwards);
+    Py_CLEAR(self->in_use);
     return 0;
 }
 
@@ -152,7 +154,8 @@ lay_out(FSDPUnit *self, PyObject *plugin, PyObject *groups, int world_size)
 }
 
 static int
-map_memory(FSDPUnit *self, PyObject *plugin, ct_dtype compute, int watched)
+map_memory(FSDPUnit *self, PyObject *plugin, ct_dtype compute, int watched,
+           int poisoned)
 {
     const size_t full = ct_fsdp_full_bytes(&self->core, compute);
     const size_t grads = ct_fsdp_grad_bytes(&self->core);
@@ -164,6 +167,11 @@ map_memory(FSDPUnit *self, PyObject *plugin, ct_dtype compute, int watched)
     }
     self->core.full = &((MappedMemory *)self->full)->pages;
     self->core.grads = &((MappedMemory *)self->grads)->pages;
+    if (poisoned) {
+        ct_mapping_poison(self->core.full);
+        ct_mapping_poison(self->core.grads);
+    }
+    ct_mapping_detect(self->core.full);
     return 0;
 }
 
@@ -194,20 +202,20 @@ static int
 FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {
-        "communicator", "groups",      "compute_dtype",  "reduce_dtype",
-        "watched",      "lone_gather", "lone_reduce",    "replicas",
-        "gather_bits",  "reduce_bits", "error_feedback", "plugin",
-        "offload",      NULL};
+        "communicator",   "groups",      "compute_dtype", "reduce_dtype", "watched",
+        "lone_gather",    "lone_reduce", "replicas",      "gather_bits",  "reduce_bits",
+        "error_feedback", "plugin",      "offload",       "poisoned",     NULL};
     FSDPUnit *self = (FSDPUnit *)op;
     PyObject *communicator, *groups, *replicas = Py_None, *plugin = Py_None;
     const char *compute = "float32", *reduce = "float32";
-    int watched = 0, lone_gather = 0, lone_reduce = 0, feedback = 1, offload = 0;
+    int watched = 0, lone_gather = 0, lone_reduce = 0, feedback = 1, offload = 0,
+        poisoned = 0;
     ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!|$sspppOiipOp:FSDPUnit", names, &communicator,
+            args, kwargs, "OO!|$sspppOiipOpp:FSDPUnit", names, &communicator,
             &PyTuple_Type, &groups, &compute, &reduce, &watched, &lone_gather,
             &lone_reduce, &replicas, &config.gather_bits, &config.reduce_bits,
-            &feedback, &plugin, &offload) ||
+            &feedback, &plugin, &offload, &poisoned) ||
         check_bits("gather_bits", config.gather_bits) < 0 ||
         check_bits("reduce_bits", config.reduce_bits) < 0 ||
         dtype_of(compute, &config.compute) < 0 ||
@@ -223,7 +231,7 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
         (!Py_IsNone(replicas) &&
          ctpy_comm_borrow(fsdp_state_borrow(self), replicas) == NULL) ||
         lay_out(self, plugin, groups, comm->world_size) < 0 ||
-        map_memory(self, plugin, config.compute, watched) < 0 ||
+        map_memory(self, plugin, config.compute, watched, poisoned) < 0 ||
         (config.reduce_bits != 0 && feedback && map_residual(self, plugin) < 0)) {
         return -1;
     }
@@ -316,7 +324,6 @@ fsdp_expect(FSDPUnit *self, unsigned states)
 static PyMethodDef FSDPUnit_methods[] = {
     {"add_parameter", FSDPUnit_add_parameter, METH_VARARGS, add_parameter_doc},
     METHOD(clip, METH_VARARGS),
-    METHOD(enter_backward, METH_O),
     METHOD(finish, METH_NOARGS),
     METHOD(forget_root, METH_NOARGS),
     METHOD(forward, METH_VARARGS),
@@ -335,11 +342,12 @@ PyDoc_STRVAR(
     "         reduce_dtype='float32', watched=False, lone_gather=False,\n"
     "         lone_reduce=False, replicas=None, gather_bits=0,\n"
     "         reduce_bits=0, error_feedback=True, plugin=None,\n"
-    "         offload=False)\n--\n\n"
+    "         offload=False, poisoned=False)\n--\n\n"
     "Parameters that are sharded over the ranks of a group, gathered and reduced\n"
     "together; ctrainer.fsdp.FullyShardedDataParallel has one for a module.\n\n"
     "groups: a tuple of (elements with padding, trainable). watched: parameters that\n"
-    "are used while they are not there end the process, rather than reading zeros.\n"
+    "are used while they are not there end the process; poisoned: or are NaN, rather\n"
+    "than reading zeros, which RuntimeError tells afterwards.\n"
     "lone_gather, lone_reduce: leave the other ranks out, to measure without.\n"
     "replicas: a group of ranks that have the same shards in other groups, over which\n"
     "gradients are averaged. gather_bits, reduce_bits: parameters and gradients "
@@ -348,8 +356,8 @@ PyDoc_STRVAR(
     "to the next, which takes a float32 for each of all ranks' elements. plugin: of a\n"
     "device, in whose memory all of it is, which the communicators have to take.\n"
     "offload: shards and their gradients are in the host's all the same.\n\n"
-    "Its hooks: _grad_enabled(), _graph_task(), _queue(), _new_gradient(group),\n"
-    "_check_order(what) and assert_state(states).");
+    "Its hooks: _grad_enabled(), _graph_task(), _current_node(), _next_sequence_nr(),\n"
+    "_queue(), _new_gradient(group), _check_order(what) and assert_state(states).");
 
 static PyType_Slot FSDPUnit_slots[] = {
     {Py_tp_doc,      (void *)FSDPUnit_doc},

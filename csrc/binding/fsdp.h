@@ -12,6 +12,8 @@ typedef enum fsdp_state {
     FSDP_BACKWARD_POST
 } fsdp_state;
 
+#define FSDP_NO_SEQUENCE UINT64_MAX /* which no node has but those of leaves */
+
 /* A trainable parameter's place in its group, and what is there of its gradient. */
 typedef struct fsdp_leaf {
     size_t group, at, n;
@@ -40,21 +42,21 @@ typedef struct FSDPUnit {
      * before. They are only compared. */
     const void *last_inner, *last_before;
     fsdp_order forwards, backwards; /* of a root */
-    size_t resident; /* of a root: what the process had when the backward began */
+    PyObject *in_use; /* of a root: the units gathered for the backward, as entered */
+    size_t resident;  /* of a root: what the process had when the backward began */
     fsdp_leaf *leaves;
     size_t n_leaves, leaves_room, n_seen;
-    /* Inputs with a gradient to come, in all forwards since the last backward, and how
-     * many of them have come in this one. Both alike: nobody needs the parameters. */
-    size_t inputs_hooked, inputs_seen;
+    /* In a backward the least of autograd's sequence numbers at which a forward began
+     * whose outputs' gradients have come, or FSDP_NO_SEQUENCE. */
+    uint64_t first_node;
     int state; /* fsdp_state */
     char reshard_after_forward, require_sync, return_memory;
     /* Whether the gather of the unit that comes next begins when this one is there, in
      * forward and backward, and when its backward has ended. */
     char forward_prefetch, backward_pre, backward_post;
-    bool counts_are_old; /* the next forward counts its inputs anew */
-    bool entered;        /* a pre-backward hook has run in this backward */
-    bool complete;       /* no gradient is missing in this backward */
-    bool queued;         /* of a root: a backward is under way */
+    bool entered;  /* a pre-backward hook has run in this backward */
+    bool complete; /* no gradient is missing in this backward */
+    bool queued;   /* of a root: a backward is under way */
 } FSDPUnit;
 
 /* fsdp.c: where a unit goes from here if it is in one of the states (bits 1 << state);
@@ -92,6 +94,10 @@ void fsdp_return_memory(FSDPUnit *root);
 /* The same where the process is nearly as large as when the backward began. */
 void fsdp_return_growth(FSDPUnit *root);
 void fsdp_drop_grads(FSDPUnit *self);
+/* -1 with a RuntimeError that names the unit, or any below the root, where parameters
+ * have been used since they were released: what was computed of them is wrong. */
+int fsdp_check_unused(FSDPUnit *self);
+int fsdp_check_all_unused(FSDPUnit *root);
 PyObject *FSDPUnit_gather(PyObject *op, PyObject *unused);
 PyObject *FSDPUnit_release(PyObject *op, PyObject *unused);
 extern const char FSDPUnit_gather_doc[], FSDPUnit_release_doc[];
@@ -133,13 +139,23 @@ void fsdp_abandon(FSDPUnit *root);
  * exception is abandoned. */
 int fsdp_in_backward(FSDPUnit *root);
 
-/* fsdp_backward.c: what torch's hooks call. */
-PyObject *FSDPUnit_enter_backward(PyObject *op, PyObject *grad);
+/* fsdp_backward.c: releases the units of which autograd asks nothing more. 1 where one
+ * was that has the next unit gathered then, 0, or -1 with an exception. */
+int fsdp_release_done(FSDPUnit *root);
+
+/* The number of the node that autograd will make next on this thread. 0 or -1. */
+int fsdp_next_node(FSDPUnit *self, uint64_t *number);
+
+/* A hook of the outputs of a forward that began at that number: gathers the parameters
+ * for the backward. */
+PyObject *fsdp_output_hook(FSDPUnit *self, uint64_t first_node);
+
+/* What torch's other hooks call. */
 PyObject *FSDPUnit_take_grad(PyObject *op, PyObject *const *args, Py_ssize_t n);
 PyObject *FSDPUnit_input_done(PyObject *op, PyObject *grad);
 PyObject *FSDPUnit_finish(PyObject *op, PyObject *unused);
-extern const char FSDPUnit_enter_backward_doc[], FSDPUnit_take_grad_doc[],
-    FSDPUnit_input_done_doc[], FSDPUnit_finish_doc[];
+extern const char FSDPUnit_take_grad_doc[], FSDPUnit_input_done_doc[],
+    FSDPUnit_finish_doc[];
 
 /* fsdp_clip.c */
 PyObject *FSDPUnit_clip(PyObject *op, PyObject *args);

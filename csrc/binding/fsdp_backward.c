@@ -30,71 +30,163 @@ queue_finish(FSDPUnit *root)
     return done == NULL ? -1 : 0;
 }
 
-const char FSDPUnit_enter_backward_doc[] =
-    "enter_backward($self, grad, /)\n--\n\n"
-    "The hook of outputs: gather the parameters for the backward.";
+/* ---- when autograd asks for nothing more -------------------------------------------
+ *
+ * autograd numbers its nodes as they are made, and runs those that are ready by their
+ * numbers, the highest first. A node's gradient comes from nodes that were made after
+ * it, so of one thread's nodes each runs after all that have higher numbers. A unit's
+ * parameters are read by nodes that were made in its forward, whatever these are for:
+ * gradients of its own parameters, of units inside, of tensors that came by another
+ * way, activations that are computed anew. When a node runs that is older than the
+ * forward, all of them have run.
+ *
+ * The nodes of leaves run as soon as they can, and tell nothing. */
 
-PyObject *
-FSDPUnit_enter_backward(PyObject *op, PyObject *Py_UNUSED(grad))
+int
+fsdp_next_node(FSDPUnit *self, uint64_t *number)
 {
-    FSDPUnit *self = (FSDPUnit *)op;
-    fsdp_order *order = &fsdp_root_borrow(self)->backwards;
-    if (queue_finish(fsdp_root_borrow(self)) < 0 ||
-        (!self->entered && fsdp_order_reach(self, order) < 0) ||
-        fsdp_gather(self) < 0 ||
-        (!self->entered && self->backward_pre && fsdp_prefetch(self, order) < 0)) {
-        return NULL;
-    }
-    if (!self->entered) {
-        if (fsdp_expect(self, 1 << FSDP_IDLE | 1 << FSDP_BACKWARD_PRE) < 0) {
-            return NULL;
-        }
-        self->entered = true;
-    }
-    if (self->state == FSDP_IDLE) {
-        self->state = FSDP_BACKWARD_PRE;
-    }
-    return fsdp_expect(self, IN_BACKWARD) < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *answer = ctpy_call_hook(
+        (PyObject *)self, fsdp_state_borrow(self)->str__next_sequence_nr, NULL, 0);
+    *number = answer == NULL ? 0 : PyLong_AsUnsignedLongLong(answer);
+    Py_XDECREF(answer);
+    return PyErr_Occurred() ? -1 : 0;
 }
 
-/* ---- the gradients -----------------------------------------------------------------
- */
+/* The number of the node that is running. */
+static int
+current_node(FSDPUnit *self, uint64_t *number)
+{
+    ctpy_state *state = fsdp_state_borrow(self);
+    PyObject *node =
+        ctpy_call_hook((PyObject *)self, state->str__current_node, NULL, 0);
+    PyObject *answer = NULL;
+    *number = FSDP_NO_SEQUENCE;
+    if (node != NULL && !Py_IsNone(node)) {
+        answer = ctpy_call_hook(node, state->str__sequence_nr, NULL, 0);
+        *number = answer == NULL ? 0 : PyLong_AsUnsignedLongLong(answer);
+    }
+    Py_XDECREF(answer);
+    Py_XDECREF(node);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Gradients that are still missing come from another forward, which gathers again: the
+ * parameters may as well stay. Without a reduction to come they stay anyway where they
+ * do after the forward. */
+static bool
+is_done(const FSDPUnit *self, uint64_t number)
+{
+    return number < self->first_node && (self->complete || self->n_leaves == 0) &&
+           (self->require_sync || self->reshard_after_forward);
+}
 
 /* Without a reduction to come ranks need not reach this in the same order, nor all of
  * them: nothing collective may begin then. */
-static int
-prefetch_after(FSDPUnit *self)
+int
+fsdp_release_done(FSDPUnit *root)
 {
-    return self->require_sync && self->backward_post
-               ? fsdp_prefetch(self, &fsdp_root_borrow(self)->backwards)
-               : 0;
-}
-
-/* Nobody needs the parameters any more when every gradient of a parameter and of an
- * input has come: a frozen weight, or one used detached, is read up to then. */
-static int
-release_if_done(FSDPUnit *self)
-{
-    const bool done = self->complete || self->n_leaves == 0;
-    if (!done || self->inputs_seen != self->inputs_hooked || !self->core.gathered ||
-        !(self->require_sync || self->reshard_after_forward)) {
+    uint64_t number;
+    int freed = 0;
+    Py_ssize_t i = root->in_use == NULL ? 0 : PyList_GET_SIZE(root->in_use);
+    if (i == 0) {
         return 0;
     }
-    fsdp_release(self);
-    return prefetch_after(self);
+    if (current_node(root, &number) < 0) {
+        return -1;
+    }
+    while (i-- > 0) {
+        FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->in_use, i);
+        if (!is_done(unit, number)) {
+            continue;
+        }
+        freed = freed || (unit->require_sync && unit->backward_post);
+        unit->first_node = FSDP_NO_SEQUENCE;
+        fsdp_release(unit);
+        if (PyList_SetSlice(root->in_use, i, i + 1, NULL) < 0) {
+            return -1;
+        }
+    }
+    return freed;
 }
 
 const char FSDPUnit_input_done_doc[] =
     "input_done($self, grad, /)\n--\n\n"
-    "The hook of inputs: release the parameters when nobody needs them.";
+    "The hook of inputs: release the parameters that nobody needs any more.";
 
 PyObject *
 FSDPUnit_input_done(PyObject *op, PyObject *Py_UNUSED(grad))
 {
-    FSDPUnit *self = (FSDPUnit *)op;
-    self->inputs_seen++;
-    return release_if_done(self) < 0 ? NULL : Py_NewRef(Py_None);
+    FSDPUnit *self = (FSDPUnit *)op, *root = fsdp_root_borrow(self);
+    const int freed = fsdp_release_done(root);
+    const bool failed =
+        freed < 0 || (freed > 0 && fsdp_prefetch(self, &root->backwards) < 0);
+    return failed ? NULL : Py_NewRef(Py_None);
 }
+
+/* ---- a unit's turn -----------------------------------------------------------------
+ */
+
+/* Until fsdp_release_done() finds that it is over. */
+static int
+use(FSDPUnit *self, FSDPUnit *root, uint64_t first_node)
+{
+    const bool known = self->first_node != FSDP_NO_SEQUENCE;
+    if (root->in_use == NULL && (root->in_use = PyList_New(0)) == NULL) {
+        return -1;
+    }
+    if (!known && PyList_Append(root->in_use, (PyObject *)self) < 0) {
+        return -1;
+    }
+    self->first_node = first_node < self->first_node ? first_node : self->first_node;
+    return 0;
+}
+
+static int
+enter(FSDPUnit *self, uint64_t first_node)
+{
+    FSDPUnit *root = fsdp_root_borrow(self);
+    fsdp_order *order = &root->backwards;
+    const bool is_first = !self->entered;
+    if (queue_finish(root) < 0 || (is_first && fsdp_order_reach(self, order) < 0)) {
+        return -1;
+    }
+    const int freed = fsdp_release_done(root);
+    const bool ahead = freed > 0 || (is_first && self->backward_pre);
+    if (freed < 0 || fsdp_gather(self) < 0 || use(self, root, first_node) < 0 ||
+        (ahead && fsdp_prefetch(self, order) < 0) ||
+        (is_first && fsdp_expect(self, 1 << FSDP_IDLE | 1 << FSDP_BACKWARD_PRE) < 0)) {
+        return -1;
+    }
+    self->entered = true;
+    if (self->state == FSDP_IDLE) {
+        self->state = FSDP_BACKWARD_PRE;
+    }
+    return fsdp_expect(self, IN_BACKWARD);
+}
+
+/* Of a unit and the number of its forward's first node. */
+static PyObject *
+enter_backward(PyObject *pair, PyObject *Py_UNUSED(grad))
+{
+    FSDPUnit *self = (FSDPUnit *)PyTuple_GET_ITEM(pair, 0);
+    const uint64_t first_node = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(pair, 1));
+    return enter(self, first_node) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyMethodDef enter_backward_def = {"enter_backward", enter_backward, METH_O,
+                                         NULL};
+
+PyObject *
+fsdp_output_hook(FSDPUnit *self, uint64_t first_node)
+{
+    PyObject *pair = Py_BuildValue("OK", self, (unsigned long long)first_node);
+    PyObject *hook = pair == NULL ? NULL : PyCFunction_New(&enter_backward_def, pair);
+    Py_XDECREF(pair);
+    return hook;
+}
+
+/* ---- the gradients -----------------------------------------------------------------
+ */
 
 static int
 complete(FSDPUnit *self)
@@ -104,10 +196,7 @@ complete(FSDPUnit *self)
     }
     self->n_seen = 0;
     self->complete = true;
-    int result = release_if_done(self);
-    if (result == 0 && self->require_sync) {
-        result = fsdp_reduce(self);
-    }
+    const int result = self->require_sync ? fsdp_reduce(self) : 0;
     fsdp_return_growth(fsdp_root_borrow(self));
     return result;
 }
@@ -198,7 +287,8 @@ FSDPUnit_take_grad(PyObject *op, PyObject *const *args, Py_ssize_t n)
                                                "parameter in [0, %zu) and it",
                                                self->n_leaves);
     }
-    if (fsdp_expect(self, IN_BACKWARD) < 0) {
+    if ((self->state == FSDP_IDLE && fsdp_check_unused(self) < 0) ||
+        fsdp_expect(self, IN_BACKWARD) < 0) {
         return NULL;
     }
     fsdp_leaf *leaf = &self->leaves[index];
@@ -222,8 +312,8 @@ finish_unit(FSDPUnit *self)
     for (size_t i = 0; i < self->n_leaves; i++) {
         self->leaves[i].seen = false;
     }
-    self->n_seen = self->inputs_seen = 0;
-    self->counts_are_old = true;
+    self->n_seen = 0;
+    self->first_node = FSDP_NO_SEQUENCE;
     self->entered = self->complete = false;
     self->state = FSDP_IDLE;
     if (self->require_sync || self->reshard_after_forward) {
@@ -245,6 +335,7 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
     int result = 0;
     const Py_ssize_t n = units == NULL ? 0 : PyList_GET_SIZE(units);
     fsdp_drop_prefetches(root); /* shards may change from here on */
+    result = fsdp_check_all_unused(root);
     for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
         result = finish_unit((FSDPUnit *)PyList_GET_ITEM(units, i));
     }
@@ -253,6 +344,7 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
         fsdp_abandon(root);
         return NULL;
     }
+    Py_CLEAR(root->in_use);
     root->queued = false;
     if (root->return_memory) {
         fsdp_discard_spares(root);

@@ -56,6 +56,7 @@ FSDPUnit_forget_root(PyObject *op, PyObject *Py_UNUSED(unused))
     fsdp_drop_prefetches(self);
     fsdp_order_forget(&self->forwards);
     fsdp_order_forget(&self->backwards);
+    Py_CLEAR(self->in_use);
     take_root(self, self);
     Py_CLEAR(self->units);
     Py_RETURN_NONE;
@@ -72,8 +73,8 @@ abandon_unit(FSDPUnit *self)
     for (size_t i = 0; i < self->n_leaves; i++) {
         self->leaves[i].seen = false;
     }
-    self->n_seen = self->inputs_seen = 0;
-    self->counts_are_old = true;
+    self->n_seen = 0;
+    self->first_node = FSDP_NO_SEQUENCE;
     self->entered = self->complete = false;
     self->state = FSDP_IDLE;
 }
@@ -85,6 +86,7 @@ fsdp_abandon(FSDPUnit *root)
     for (Py_ssize_t i = 0; i < n; i++) {
         abandon_unit((FSDPUnit *)PyList_GET_ITEM(root->units, i));
     }
+    Py_CLEAR(root->in_use);
     root->queued = false;
 }
 
@@ -146,31 +148,26 @@ grad_enabled(FSDPUnit *self)
     return enabled;
 }
 
-static Py_ssize_t
-hook_each(FSDPUnit *self, PyObject *tensors, PyObject *name)
+static int
+hook_each(FSDPUnit *self, PyObject *tensors, PyObject *hook_steal)
 {
-    PyObject *hook = PyObject_GetAttr((PyObject *)self, name);
-    const Py_ssize_t n =
-        hook == NULL ? -1 : fsdp_hook_tensors(fsdp_state_borrow(self), tensors, hook);
-    Py_XDECREF(hook);
-    return n;
+    const Py_ssize_t n = hook_steal == NULL ? -1
+                                            : fsdp_hook_tensors(fsdp_state_borrow(self),
+                                                                tensors, hook_steal);
+    Py_XDECREF(hook_steal);
+    return n < 0 ? -1 : 0;
 }
 
 static int
 hook_inputs(FSDPUnit *self, PyObject *args, PyObject *kwargs)
 {
     PyObject *name = fsdp_state_borrow(self)->str_input_done;
-    const Py_ssize_t a = hook_each(self, args, name);
-    const Py_ssize_t b = a < 0 || kwargs == NULL ? a : hook_each(self, kwargs, name);
-    if (b < 0) {
+    if (hook_each(self, args, PyObject_GetAttr((PyObject *)self, name)) < 0) {
         return -1;
     }
-    if (self->counts_are_old) {
-        self->inputs_hooked = 0;
-        self->counts_are_old = false;
-    }
-    self->inputs_hooked += (size_t)a + (size_t)(kwargs == NULL ? 0 : b);
-    return 0;
+    return kwargs == NULL
+               ? 0
+               : hook_each(self, kwargs, PyObject_GetAttr((PyObject *)self, name));
 }
 
 /* After the last inner unit, as it was in the forward before, come the outputs and the
@@ -192,11 +189,13 @@ static int
 take_turn(FSDPUnit *self, FSDPUnit *root, int in_backward)
 {
     fsdp_order *order = in_backward ? &root->backwards : &root->forwards;
-    const bool ahead = in_backward ? self->backward_pre : self->forward_prefetch;
     if (!in_backward && root->state != FSDP_FORWARD) {
         return fsdp_gather(self);
     }
-    if (fsdp_order_reach(self, order) < 0 || fsdp_gather(self) < 0) {
+    const int freed = in_backward ? fsdp_release_done(root) : 0;
+    const bool ahead =
+        freed > 0 || (in_backward ? self->backward_pre : self->forward_prefetch);
+    if (freed < 0 || fsdp_order_reach(self, order) < 0 || fsdp_gather(self) < 0) {
         return -1;
     }
     return ahead ? fsdp_prefetch(self, order) : 0;
@@ -209,8 +208,10 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
     int in_backward)
 {
     PyObject *out = NULL;
+    uint64_t first_node = FSDP_NO_SEQUENCE;
     const int grads = grad_enabled(self);
     if (grads >= 0 && take_turn(self, root, in_backward) == 0 &&
+        (!grads || fsdp_next_node(self, &first_node) == 0) &&
         (!grads || in_backward || hook_inputs(self, args, kwargs) == 0)) {
         out = PyObject_Call(fn, args, kwargs);
     }
@@ -220,8 +221,12 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
     if (out != NULL && grads && !in_backward) {
         note_end(self, root);
     }
+    if (out != NULL && grads == 0 && !in_backward && self == root &&
+        fsdp_check_all_unused(root) < 0) {
+        Py_CLEAR(out); /* no backward will find it */
+    }
     if (out != NULL && grads &&
-        hook_each(self, out, fsdp_state_borrow(self)->str_enter_backward) < 0) {
+        hook_each(self, out, fsdp_output_hook(self, first_node)) < 0) {
         Py_CLEAR(out);
     }
     return out;

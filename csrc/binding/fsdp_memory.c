@@ -47,7 +47,7 @@ gather_from(FSDPUnit *self, const ct_span *spans, gather_fn *gather)
 static int
 gather_by(FSDPUnit *self, gather_fn *gather)
 {
-    if (fsdp_check_order(self, "gathers") < 0) {
+    if (fsdp_check_unused(self) < 0 || fsdp_check_order(self, "gathers") < 0) {
         return -1;
     }
     ct_span *spans = PyMem_New(ct_span, self->core.n_groups);
@@ -58,6 +58,52 @@ gather_by(FSDPUnit *self, gather_fn *gather)
     const int result =
         read_shards(self, spans) < 0 ? -1 : gather_from(self, spans, gather);
     PyMem_Free(spans);
+    return result;
+}
+
+/* Nobody can tell who it was, or what came of it, so the error is for the next to use
+ * the unit; it is told once. */
+int
+fsdp_check_unused(FSDPUnit *self)
+{
+    PyObject *path = NULL;
+    if (self->core.gathered || self->core.begun ||
+        !ct_mapping_touched(self->core.full)) {
+        return 0;
+    }
+    ct_mapping_release(self->core.full, NULL);
+    if (ctpy_lookup((PyObject *)self, fsdp_state_borrow(self)->str_path, &path) < 0) {
+        return -1;
+    }
+    const bool is_root = path == NULL || PyObject_Size(path) <= 0;
+    PyObject *name = is_root ? PyUnicode_FromString("the root") : PyObject_Repr(path);
+    if (name != NULL) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "parameters of the sharded module %U were read or written while they were "
+            "released, when they are zeros: results and gradients of the last pass may "
+            "be wrong. They are there in the forward and backward of that module "
+            "alone. Return no views of parameters from it, return the tensors that a "
+            "loss is made of rather than keeping them as attributes, wrap a module "
+            "that uses its parameters together with it, and change values in "
+            "summon_full_params()",
+            name);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(path);
+    return -1;
+}
+
+int
+fsdp_check_all_unused(FSDPUnit *root)
+{
+    PyObject *units = Py_XNewRef(root->units);
+    int result = units == NULL ? fsdp_check_unused(root) : 0;
+    const Py_ssize_t n = units == NULL ? 0 : PyList_GET_SIZE(units);
+    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
+        result = fsdp_check_unused((FSDPUnit *)PyList_GET_ITEM(units, i));
+    }
+    Py_XDECREF(units);
     return result;
 }
 

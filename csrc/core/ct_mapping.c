@@ -5,6 +5,7 @@
 #include "core/ct_pages.h"
 
 #include <stdint.h>
+#include <string.h>
 #include <sys/mman.h>
 
 #ifndef MREMAP_DONTUNMAP
@@ -25,29 +26,38 @@ struct ct_spare {
  */
 
 /* From a multiple of HUGE_PAGE on if it is as long: such pages cost a 512th of the
- * faults, and are moved without a look at each. NULL where there is no room. */
+ * faults, and are moved without a look at each. Before and after it lies a page that is
+ * not advised to be of a huge one, so that a touch of what is mapped beside it brings
+ * no page here. NULL where there is no room. */
 static void *
 map_pages(size_t bytes)
 {
-    const size_t whole = ct_pages_round(bytes);
+    const size_t whole = ct_pages_round(bytes), page = ct_pages_round(1);
     const size_t slack = bytes < HUGE_PAGE ? 0 : HUGE_PAGE;
-    void *all = mmap(NULL, whole + slack, PROT_READ | PROT_WRITE,
+    char *all = mmap(NULL, whole + slack + 2 * page, PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (whole == 0 || all == MAP_FAILED) {
         return NULL;
     }
-    const size_t before = slack == 0 ? 0 : -(uintptr_t)all % HUGE_PAGE;
-    char *data = (char *)all + before;
+    const size_t before = slack == 0 ? 0 : -(uintptr_t)(all + page) % HUGE_PAGE;
+    char *data = all + page + before;
     if (before != 0) {
         (void)munmap(all, before);
     }
     if (slack != before) {
-        (void)munmap(data + whole, slack - before);
+        (void)munmap(data + whole + page, slack - before);
     }
 #ifdef MADV_HUGEPAGE
     (void)madvise(data, whole, MADV_HUGEPAGE);
 #endif
     return data;
+}
+
+static void
+unmap_pages(void *data, size_t bytes)
+{
+    const size_t page = ct_pages_round(1);
+    (void)munmap((char *)data - page, ct_pages_round(bytes) + 2 * page);
 }
 
 /* Both stay mapped; where the pages were there are none then. */
@@ -81,7 +91,7 @@ static void
 spare_free(ct_spare *spare)
 {
     if (spare != NULL) {
-        (void)munmap(spare->home, spare->bytes);
+        unmap_pages(spare->home, spare->bytes);
         ct_free(spare);
     }
 }
@@ -208,9 +218,53 @@ ct_mapping_release(ct_mapping *map, ct_spares *spares)
     if (spares == NULL || !set_aside(map, spares)) {
         (void)madvise(map->data, map->bytes, MADV_DONTNEED);
     }
+    if (map->poisoned) {
+        memset(map->data, 0xFF, map->bytes);
+    }
     if (map->watched) {
         (void)mprotect(map->data, map->bytes, PROT_NONE);
     }
+}
+
+void
+ct_mapping_poison(ct_mapping *map)
+{
+    if (map->ops == NULL && map->bytes != 0) {
+        map->poisoned = true;
+        memset(map->data, 0xFF, map->bytes);
+    }
+}
+
+/* Whether there are pages: a touch brings one, be it the system's page of zeros. */
+static bool
+has_pages(const ct_mapping *map)
+{
+    unsigned char present[4096];
+    const size_t page = ct_pages_round(1), step = sizeof present * page;
+    const size_t whole = ct_pages_round(map->bytes);
+    bool found = false;
+    for (size_t at = 0; !found && at < whole; at += step) {
+        const size_t bytes = whole - at < step ? whole - at : step;
+        const bool known = mincore((char *)map->data + at, bytes, present) == 0;
+        for (size_t i = 0; known && !found && i < bytes / page; i++) {
+            found = (present[i] & 1) != 0;
+        }
+    }
+    return found;
+}
+
+/* A process that locks all its memory has the pages from the beginning. */
+void
+ct_mapping_detect(ct_mapping *map)
+{
+    map->detects =
+        map->ops == NULL && map->bytes != 0 && !map->poisoned && !has_pages(map);
+}
+
+bool
+ct_mapping_touched(const ct_mapping *map)
+{
+    return map->detects && !map->watched && has_pages(map);
 }
 
 static void
@@ -249,7 +303,7 @@ ct_mapping_close(ct_mapping *map)
         return;
     }
     if (map->bytes != 0) {
-        (void)munmap(map->data, map->bytes);
+        unmap_pages(map->data, map->bytes);
     }
     spare_free(map->lent);
     *map = (ct_mapping){.data = NULL};

@@ -2,7 +2,8 @@
  *
  * Views into it stay valid for its whole life. What is released reads as zeros, or,
  * where watched, ends in a fault at the first touch, so that use after release is found
- * where it happens.
+ * where it happens; or, where poisoned, as NaN. Without either the pages tell later
+ * whether they have been used.
  *
  * Its pages need not go back to the system: that has to find and to zero new ones,
  * which costs as much as a copy of them. They can be moved aside to mappings that are
@@ -45,7 +46,7 @@ struct ct_mapping {
     void *data;
     size_t bytes;
     ct_spare *lent; /* whose pages these are; NULL: its own, on a device none */
-    bool watched;
+    bool watched, poisoned, detects;
     const ct_mapping_ops *ops; /* the device's; NULL: the host's */
     void *stream;              /* of a device: where its user enqueues what it does */
     int ordinal;               /* which one it is, where there are several */
@@ -62,6 +63,17 @@ CT_NODISCARD ct_status ct_mapping_open(ct_mapping *map, size_t bytes, bool watch
  * CT_EDEVICE. */
 CT_NODISCARD ct_status ct_mapping_open_on(const ct_mapping_ops *ops, ct_mapping *map,
                                           size_t bytes, bool watched, ct_error *err);
+
+/* From now on every byte of what is released is 0xFF: NaN in float32, bfloat16 and
+ * float16. In the host's memory; nothing on a device. */
+void ct_mapping_poison(ct_mapping *map);
+
+/* From now on ct_mapping_touched() tells, where the system can say it: in the host's
+ * memory that is neither watched nor poisoned. Before the first touch. */
+void ct_mapping_detect(ct_mapping *map);
+
+/* Whether any of it has been read or written since the release. */
+bool ct_mapping_touched(const ct_mapping *map);
 
 /* Takes the memory away, into spares, or to the system if that is NULL. On a device
  * that comes behind what is on the stream. */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -53,6 +54,16 @@ def float_dtype(name: str, dtype: Any, default: torch.dtype) -> torch.dtype:
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name} must be one of {FLOAT_DTYPES}, not {dtype}")
     return dtype  # type: ignore[no-any-return]
+
+
+def poison() -> str:
+    """CTRAINER_FSDP_POISON: what released parameters are, "", "nan" or "protect"."""
+    wanted = os.environ.get("CTRAINER_FSDP_POISON", "")
+    if wanted not in ("", "nan", "protect"):
+        raise ValueError(
+            f"CTRAINER_FSDP_POISON is {wanted!r}; expected 'nan', 'protect' or nothing"
+        )
+    return wanted
 
 
 def backward_prefetch(given: Any) -> str | None:

@@ -152,8 +152,10 @@ class ShardedModule(nn.Module):
         self.borrowed = self._borrow(module)
         _options.check_parameters(module)
         self._wrap(module)
+        poison = _options.poison()
         self._flags = (
-            watch_released,
+            watch_released or poison == "protect",
+            poison == "nan" and not watch_released,
             _debug_dummy_all_gather_op,
             _debug_dummy_reduce_scatter_op,
         )
@@ -210,7 +212,7 @@ class ShardedModule(nn.Module):
         self._groups = groups
 
     def _make_unit(self) -> Unit:
-        watched, lone_gather, lone_reduce = self._flags
+        watched, poisoned, lone_gather, lone_reduce = self._flags
         low = not self.fp32_reduce_scatter
         reduce_dtype = self.compute_dtype if low else torch.float32
         unit = Unit(
@@ -219,6 +221,7 @@ class ShardedModule(nn.Module):
             compute_dtype=str(self.compute_dtype).removeprefix("torch."),
             reduce_dtype=str(reduce_dtype).removeprefix("torch."),
             watched=watched,
+            poisoned=poisoned,
             lone_gather=lone_gather,
             lone_reduce=lone_reduce,
             replicas=self.replicas,

@@ -21,6 +21,8 @@ class Unit(_C.FSDPUnit):
 
     _grad_enabled = staticmethod(torch.is_grad_enabled)
     _graph_task = staticmethod(torch._C._current_graph_task_id)
+    _current_node = staticmethod(torch._C._current_autograd_node)
+    _next_sequence_nr = staticmethod(torch._C._autograd._get_sequence_nr)
 
     def _queue(self) -> None:
         """Have the backward that is under way end with the module's own ending."""

@@ -95,6 +95,54 @@ what_lies_ready_goes_back_to_the_system(void)
     ct_mapping_close(&map);
 }
 
+/* Mapped side by side, where a touch of one must not count for the other. */
+static void
+a_touch_after_the_release_is_told(size_t bytes)
+{
+    ct_spares spares = {NULL};
+    ct_mapping a, b;
+    CHECK(ct_mapping_open(&a, bytes, false, NULL) == CT_OK);
+    CHECK(ct_mapping_open(&b, bytes, false, NULL) == CT_OK);
+    ct_mapping_detect(&a);
+    ct_mapping_detect(&b);
+    CHECK(!ct_mapping_touched(&a) && !ct_mapping_touched(&b));
+    for (int turn = 0; turn < 3; turn++) {
+        CHECK(ct_mapping_obtain(&a, a.bytes, &spares, NULL) == CT_OK);
+        memset(a.data, 1, bytes);
+        CHECK(!ct_mapping_touched(&b));
+        ct_mapping_release(&a, turn == 1 ? NULL : &spares);
+        CHECK(!ct_mapping_touched(&a));
+    }
+    CHECK(((volatile unsigned char *)a.data)[bytes - 1] == 0); /* read */
+    CHECK(ct_mapping_touched(&a) && !ct_mapping_touched(&b));
+    ct_mapping_release(&a, NULL);
+    CHECK(!ct_mapping_touched(&a));
+    ((unsigned char *)b.data)[bytes / 2] = 1; /* written */
+    CHECK(ct_mapping_touched(&b) && !ct_mapping_touched(&a));
+    ct_mapping_close(&a);
+    ct_mapping_close(&b);
+    ct_spares_close(&spares);
+}
+
+static void
+poisoned_pages_are_nan_while_they_are_released(size_t bytes)
+{
+    ct_spares spares = {NULL};
+    ct_mapping map;
+    CHECK(ct_mapping_open(&map, bytes, false, NULL) == CT_OK);
+    ct_mapping_poison(&map);
+    ct_mapping_detect(&map);
+    CHECK(is_all(&map, 0xFF));
+    for (int turn = 0; turn < 2; turn++) {
+        CHECK(ct_mapping_obtain(&map, map.bytes, &spares, NULL) == CT_OK);
+        memset(map.data, turn, bytes);
+        ct_mapping_release(&map, &spares);
+        CHECK(is_all(&map, 0xFF) && !ct_mapping_touched(&map));
+    }
+    ct_mapping_close(&map);
+    ct_spares_close(&spares);
+}
+
 static void
 without_memory_for_a_spare_pages_go_back(void)
 {
@@ -126,5 +174,9 @@ main(void)
     what_lies_ready_goes_back_to_the_system();
     without_memory_for_a_spare_pages_go_back();
     what_cannot_be_mapped_is_refused();
+    a_touch_after_the_release_is_told(SMALL);
+    a_touch_after_the_release_is_told(LARGE);
+    poisoned_pages_are_nan_while_they_are_released(SMALL);
+    poisoned_pages_are_nan_while_they_are_released(LARGE);
     return 0;
 }
