@@ -74,6 +74,34 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
+def set_weights(module: nn.Module) -> None:
+    """What depends on the whole shape, by means that only see values or `data`."""
+    if isinstance(module, nn.Linear):
+        n = module.weight.numel()
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(n).view_as(module.weight) / n)
+        module.bias.data.fill_(0.5)
+
+
+def scenario_apply_has_whole_parameters_and_keeps_what_is_changed(group: Any) -> None:
+    for options in ({}, {"flatten_parameters": False}, {"mixed_precision": True}):
+        model, plain = nested(group, **options), tree()
+        assert model.apply(set_weights) is model
+        expected = plain.apply(set_weights).state_dict()
+        assert_close(model.state_dict(), expected)
+        with model.summon_full_params():
+            model.apply(zero_biases)
+        assert_close(model.state_dict(), plain.apply(zero_biases).state_dict())
+        with model.summon_full_params(volatile=True):
+            model.apply(set_weights)
+        assert_close(model.state_dict(), plain.state_dict())
+
+
+def zero_biases(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
+
+
 def scenario_training_gives_the_state_dict_of_one_process(group: Any) -> None:
     model = nested(group)
     train(model, optim.AdamW(model.parameters(), lr=1e-2), group)

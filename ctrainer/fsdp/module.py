@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -259,6 +259,17 @@ class FullyShardedDataParallel(ShardedModule):
         self._assert_idle()
         with _full.summoned(self.units() if recurse else [self], writeback):
             yield
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Call fn with every module below and this one, the parameters gathered; what
+        is changed, alike on all ranks, goes into the shards. Collective.
+
+        Units gather one at a time, those around others meanwhile.
+        """
+        if self.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            return super().apply(fn)
+        with self.summon_full_params(recurse=False):
+            return super().apply(fn)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """What the unwrapped module's state_dict() would be, a copy. Collective; also
