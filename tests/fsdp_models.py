@@ -1,10 +1,9 @@
-"""Models that share out what is trained, frozen, detached, tied and computed anew in all
-ways, and options of sharding: a table of 500 of them, and their training.
+"""A table of 500 models and options of sharding, and their training.
 
-Every axis has each of its values in as many models as the others, or nearly, and its
-values are dealt independently of the other axes'. What has to come out is what plain
-torch comes to in one process on the whole batch; in low precision, on the batches of the
-ranks one after the other.
+What is trained, frozen, detached, tied and computed anew differs. Each value of an axis
+is in as many models as the others, or nearly, and axes are dealt independently. What has
+to come out is what plain torch comes to in one process on the whole batch; in low
+precision, on the batches of the ranks one after the other.
 """
 
 from __future__ import annotations

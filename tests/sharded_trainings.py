@@ -46,6 +46,25 @@ def sentences(n: int = 31) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": r["input_ids"], "labels": r["labels"][0] % 3} for r in rows]
 
 
+def adapted_bert() -> nn.Module:
+    """Its head is trained whole, above layers that are frozen but for adapters."""
+    import peft
+
+    torch.manual_seed(2)
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=["query", "value"]
+    )
+    model: nn.Module = peft.get_peft_model(bert(), config)
+    return model
+
+
+def frozen_above() -> nn.Module:
+    """A frozen pooler between a trained head and trained layers."""
+    model: Any = bert()
+    model.bert.pooler.requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
 # A model, its data, arguments of both runs, and those of the sharded one
 GPT2 = (tiny.gpt2, tiny.tokens(32, padded=True))
 BERT = (bert, sentences())
@@ -67,6 +86,12 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "each": (*GPT2, {"gradient_accumulation_steps": 2}, {
         "fsdp": True, "accelerator_config": {
             "gradient_accumulation_kwargs": {"sync_each_batch": True}}}),
+    "SEQ_CLS": (adapted_bert, sentences(), {"log_layer_grad_norms": True},
+                {"fsdp": "full_shard auto_wrap",
+                 "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}),
+    "frozen above": (frozen_above, sentences(), {},
+                     {"fsdp": "full_shard auto_wrap",
+                      "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}),
     "hybrid": (*GPT2, {}, {"fsdp": "hybrid_shard"}),
     "lamb": (*GPT2, {"parts": {"optimizer_cls_and_kwargs": LAMB}}, {"fsdp": True}),
     "adafactor": (*GPT2, {"optim": "adafactor"}, {"fsdp": True}),

@@ -51,6 +51,10 @@ class ProcessGroupBackend:
         self.world_size: int = dist.get_world_size(self.group)
         on_gpu = dist.get_backend(self.group) == "nccl"
         self.device = torch.device("cuda") if on_gpu else torch.device("cpu")
+        # The group's threads may hold a collective's tensors a moment longer than it
+        # takes. A tensor that such a thread is the last to hold needs the interpreter
+        # to go, and when that is ending, the thread brings the process down.
+        self._tensors_held: list[torch.Tensor] = []
 
     def begin(
         self,
@@ -62,6 +66,7 @@ class ProcessGroupBackend:
         root: int,
     ) -> Pending:
         """Start a collective by its name in core/ct_comm.h; wait() ends it."""
+        held = [tensor for tensor in self._tensors_held if tensor._use_count() > 1]
         given, result = (self._tensor(view, dtype) for view in (in_, out))
         source, target = given.to(self.device), result.to(self.device)
         if dtype == "bool":
@@ -89,6 +94,7 @@ class ProcessGroupBackend:
             work = dist.all_to_all_single(target, source, **more)
         else:
             work = dist.barrier(**more)
+        self._tensors_held = [*held, given, result, source, target]
         divisor = self.world_size if op == "mean" else 1
         return Pending(work, written, home, divisor)
 

@@ -40,7 +40,10 @@ def bounds(spec: models.Spec, moved: float, most: float, largest: float) -> floa
 
 
 def compare(
-    found: models.Values, expected: models.Values, before: models.Values, spec: models.Spec
+    found: models.Values,
+    expected: models.Values,
+    before: models.Values,
+    spec: models.Spec,
 ) -> None:
     assert found.keys() == expected.keys()
     largest = max(v.abs().max().item() for v in expected.values())

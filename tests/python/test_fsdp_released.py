@@ -152,8 +152,10 @@ def test_each_unit_is_released_when_its_backward_is_over() -> None:
                 x = Looks.apply(unit(x), list(self.units))
             return x
 
+    layers = [nn.Linear(4, 4) for _ in range(5)]
+
     def train(group: _C.Communicator) -> None:
-        model = wrap(group, Row([wrap(group, nn.Linear(4, 4)) for _ in range(5)]))
+        model = wrap(group, Row([wrap(group, layer) for layer in layers]))
         model(torch.ones(2, 4, requires_grad=True) * 2).sum().backward()
 
     on_ranks(1, train)
@@ -208,10 +210,12 @@ def test_released_parameters_that_are_used_are_an_error(
 ) -> None:
     base, x = Keeps(), torch.randn(ROWS, WIDTH)
 
+    first = nn.Linear(WIDTH, WIDTH)
+
     def train(group: _C.Communicator) -> None:
         keeps = copy.deepcopy(base)
         inner = wrap(group, keeps)
-        model = wrap(group, nn.Sequential(nn.Linear(WIDTH, WIDTH), inner))
+        model = wrap(group, nn.Sequential(copy.deepcopy(first), inner))
         model(x)  # names are known from the first forward on
         with pytest.raises(
             RuntimeError, match=r"module '1' were read or written while .* released"
@@ -226,9 +230,11 @@ def test_released_parameters_that_are_used_are_an_error(
 def test_the_kinds_of_poison_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CTRAINER_FSDP_POISON", "zeros")
 
+    linear = nn.Linear(2, 2)
+
     def make(group: _C.Communicator) -> None:
         with pytest.raises(ValueError, match=r"CTRAINER_FSDP_POISON is 'zeros'"):
-            wrap(group, nn.Linear(2, 2))
+            wrap(group, linear)
 
     on_ranks(1, make)
 
@@ -238,8 +244,10 @@ def test_poisoned_parameters_are_nan_while_they_are_released(
 ) -> None:
     monkeypatch.setenv("CTRAINER_FSDP_POISON", "nan")
 
+    base = nn.Linear(WIDTH, WIDTH)
+
     def train(group: _C.Communicator) -> None:
-        linear = nn.Linear(WIDTH, WIDTH)
+        linear = copy.deepcopy(base)
         model = wrap(group, linear)
         for _ in range(2):
             assert linear.weight.isnan().all()

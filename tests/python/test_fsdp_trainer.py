@@ -46,6 +46,7 @@ def told(folder: Path) -> list[Any]:
 
 
 ALIKE = ["gpt2", "bert", "recomputed", "foreign", "each", "hybrid"]
+ALIKE += ["SEQ_CLS", "frozen above"]  # frozen layers above those that learn
 OF_WHOLE_PARAMETERS = ["lamb", "adafactor"]
 
 
