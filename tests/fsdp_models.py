@@ -1,8 +1,8 @@
 """A table of 500 models and options of sharding, and their training.
 
 What is trained, frozen, detached, tied and computed anew differs. Each value of an axis
-is in as many models as the others, or nearly, and axes are dealt independently. What has
-to come out is what plain torch comes to in one process on the whole batch; in low
+is in as many models as the others, or nearly, and axes are dealt independently. What
+has to come out is what plain torch comes to in one process on the whole batch; in low
 precision, on the batches of the ranks one after the other.
 """
 
