@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from ctrainer import integrations, trainer_utils
 from ctrainer._trainer_base import TrainerBase
@@ -42,6 +43,8 @@ class ExtraMixin(TrainerBase):
         self.accelerator = integrations.new_accelerator(
             self.args, self._inputs_stay, options
         )
+        syncs = self.__dict__.get("_syncs_gradients", True)  # of this micro-batch
+        self.accelerator.gradient_state._set_sync_gradients(syncs)
 
     @property
     def tokenizer(self) -> Any:
@@ -54,14 +57,15 @@ class ExtraMixin(TrainerBase):
 
     # Counting
 
-    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
-        """Count a micro-batch's tokens, with or without padding. Of several ranks they
-        come into the state together, before a log or a checkpoint."""
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count a micro-batch's tokens, with or without padding, where it maps names to
+        tensors. Of several ranks they come into the state together, before a log or a
+        checkpoint."""
         name = self._main_input_name
-        if name not in inputs:
+        if not hasattr(inputs, "keys") or name not in inputs:
             return
         tokens = inputs[name]
-        count = int(tokens.numel())
+        count = int(tokens.numel() if hasattr(tokens, "numel") else np.size(tokens))
         if self.args.include_num_input_tokens_seen == "non_padding":
             pad = getattr(self.processing_class, "pad_token_id", None)
             if "attention_mask" in inputs:

@@ -188,6 +188,22 @@ first_dimension(PyObject *op, const ctpy_state *state)
     return n;
 }
 
+PyObject *
+ctpy_batch_entry(PyObject *batch, PyObject *key, int *failed)
+{
+    const int kind = ctpy_kind_of(batch);
+    *failed = kind < 0;
+    if (kind != CTPY_MAPPING) {
+        return NULL;
+    }
+    PyObject *found = PyObject_GetItem(batch, key);
+    if (found == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
+        PyErr_Clear();
+    }
+    *failed = found == NULL && PyErr_Occurred() != NULL;
+    return found;
+}
+
 Py_ssize_t
 ctpy_batch_size(PyObject *op, const ctpy_state *state)
 {
@@ -208,6 +224,9 @@ ctpy_batch_size(PyObject *op, const ctpy_state *state)
     }
     for (Py_ssize_t i = 0; n == -1 && i < PyTuple_GET_SIZE(children); i++) {
         n = ctpy_batch_size(PyTuple_GET_ITEM(children, i), state);
+    }
+    if (n == -1 && PyList_Check(op)) { /* of rows that no collator has put together */
+        n = PyTuple_GET_SIZE(children);
     }
     Py_XDECREF(children);
     Py_LeaveRecursiveCall();

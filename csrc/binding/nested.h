@@ -29,8 +29,13 @@ PyObject *ctpy_container(PyObject *type, PyObject *keys, PyObject *items);
 typedef PyObject *ctpy_map_fn(PyObject *leaf, const ctpy_state *state);
 PyObject *ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, const ctpy_state *state);
 
+/* batch[key], NULL without an exception where the batch has no such entry: a mapping
+ * without it, or a batch that is no mapping, such as a list of rows, a tensor or an
+ * object that the user's own hooks take. *failed is set on error. */
+PyObject *ctpy_batch_entry(PyObject *batch, PyObject *key, int *failed);
+
 /* Length of the first dimension of the first tensor or array in op; -1 when there is
- * none, -2 with an exception. */
+ * none, -2 with an exception. A list without one, of rows as they are, has its own. */
 Py_ssize_t ctpy_batch_size(PyObject *op, const ctpy_state *state);
 
 /* A copy of op with every tensor detached. */

@@ -1,28 +1,19 @@
 /* Trainer: the micro-batches of one update, and what each weighs in it. */
 #include "binding/ctpy_optim.h"
+#include "binding/nested.h"
 #include "binding/trainer_ranks.h"
 #include "core/ct_count.h"
 
 /* The labels that the loss is a mean over, or NULL where the batch has none. */
 static PyObject *
-batch_labels(PyObject *batch, ctpy_state *names, bool *shifted)
+batch_labels(PyObject *batch, ctpy_state *names, bool *shifted, int *failed)
 {
-    if (!PyMapping_Check(batch) || PyList_Check(batch) || PyTuple_Check(batch)) {
-        return NULL;
-    }
-    PyObject *found = PyObject_GetItem(batch, names->str_shift_labels);
+    PyObject *found = ctpy_batch_entry(batch, names->str_shift_labels, failed);
     if (found != NULL) {
         *shifted = false; /* the collator has shifted them */
         return found;
     }
-    if (PyErr_ExceptionMatches(PyExc_KeyError)) {
-        PyErr_Clear();
-        found = PyObject_GetItem(batch, names->str_labels);
-    }
-    if (found == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
-        PyErr_Clear();
-    }
-    return found;
+    return *failed ? NULL : ctpy_batch_entry(batch, names->str_labels, failed);
 }
 
 /* The length of the last dimension of a tensor or array; 0 for a scalar. */
@@ -67,9 +58,8 @@ ctpy_count_targets(PyObject *op, PyObject *batch, int *failed)
     int shifts = 0;
     *failed = ctpy_get_bool(op, names->str__loss_shifts_labels, &shifts) < 0;
     bool shifted = shifts != 0;
-    PyObject *labels = *failed ? NULL : batch_labels(batch, names, &shifted);
+    PyObject *labels = *failed ? NULL : batch_labels(batch, names, &shifted, failed);
     if (labels == NULL) {
-        *failed = PyErr_Occurred() != NULL;
         return -1;
     }
     if (ctpy_span_from(names, labels, "labels", 0, &span) == 0 &&

@@ -52,7 +52,18 @@ kept_inputs(const ctpy_eval_loop *loop, PyObject *inputs, const ctpy_state *name
     if (loop->main_input_name == NULL) {
         return Py_NewRef(Py_None);
     }
-    PyObject *value = PyObject_GetItem(inputs, loop->main_input_name);
+    const int kind = ctpy_kind_of(inputs);
+    PyObject *value = NULL;
+    if (kind == CTPY_MAPPING) {
+        value = PyObject_GetItem(inputs, loop->main_input_name);
+    }
+    else if (kind >= 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "include_for_metrics has 'inputs', which are the batch's %R, and "
+                     "the batch is a %.100s; return dicts from the data_collator, or "
+                     "leave 'inputs' out",
+                     loop->main_input_name, Py_TYPE(inputs)->tp_name);
+    }
     if (value != NULL) {
         Py_SETREF(value, PyObject_CallMethodOneArg(loop->op, names->str__prepare_input,
                                                    value));

@@ -12,22 +12,18 @@ typedef struct eval_step {
     int loss_only;
 } eval_step;
 
-/* inputs.get(key): None where the batch has no such key. */
+/* None where the batch has no such entry. */
 static PyObject *
-input(PyObject *inputs, PyObject *key, const ctpy_state *names)
+input(PyObject *inputs, PyObject *key)
 {
-    if (PyDict_CheckExact(inputs)) {
-        PyObject *found = PyDict_GetItemWithError(inputs, key);
-        return found != NULL      ? Py_NewRef(found)
-               : PyErr_Occurred() ? NULL
-                                  : Py_NewRef(Py_None);
-    }
-    return PyObject_CallMethodOneArg(inputs, names->str_get, key);
+    int failed;
+    PyObject *found = ctpy_batch_entry(inputs, key, &failed);
+    return found == NULL && !failed ? Py_NewRef(Py_None) : found;
 }
 
 /* The batch's values for label_names, as a tuple; *all says that each is there. */
 static PyObject *
-take_labels(PyObject *inputs, PyObject *label_names, const ctpy_state *names, int *all)
+take_labels(PyObject *inputs, PyObject *label_names, int *all)
 {
     PyObject *keys = PySequence_Tuple(label_names), *values = NULL;
     const Py_ssize_t n = keys == NULL ? 0 : PyTuple_GET_SIZE(keys);
@@ -36,7 +32,7 @@ take_labels(PyObject *inputs, PyObject *label_names, const ctpy_state *names, in
         values = PyTuple_New(n);
     }
     for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
-        PyObject *value = input(inputs, PyTuple_GET_ITEM(keys, i), names);
+        PyObject *value = input(inputs, PyTuple_GET_ITEM(keys, i));
         if (value == NULL) {
             Py_CLEAR(values);
             break;
@@ -52,7 +48,7 @@ take_labels(PyObject *inputs, PyObject *label_names, const ctpy_state *names, in
 static int
 returns_loss(PyObject *op, PyObject *inputs, const ctpy_state *names)
 {
-    PyObject *said = input(inputs, names->str_return_loss, names);
+    PyObject *said = input(inputs, names->str_return_loss);
     if (said == Py_None) {
         Py_SETREF(said, PyObject_GetAttr(op, names->str_can_return_loss));
     }
@@ -101,7 +97,7 @@ static PyObject *
 detached_labels(PyObject *inputs, PyObject *label_names, const ctpy_state *names)
 {
     int all;
-    PyObject *values = take_labels(inputs, label_names, names, &all), *labels = NULL;
+    PyObject *values = take_labels(inputs, label_names, &all), *labels = NULL;
     if (values != NULL) {
         labels = ctpy_detach_all(values, names);
         Py_DECREF(values);
@@ -112,11 +108,17 @@ detached_labels(PyObject *inputs, PyObject *label_names, const ctpy_state *names
     return labels;
 }
 
+/* A batch that is no mapping can be run by an override of compute_loss alone. */
 static int
 decide_loss(eval_step *s, PyObject *inputs, PyObject *label_names,
             const ctpy_state *names)
 {
-    PyObject *given = take_labels(inputs, label_names, names, &s->with_loss);
+    const int kind = ctpy_kind_of(inputs);
+    if (kind != CTPY_MAPPING) {
+        s->with_loss = 1;
+        return kind < 0 ? -1 : 0;
+    }
+    PyObject *given = take_labels(inputs, label_names, &s->with_loss);
     if (given == NULL) {
         return -1;
     }

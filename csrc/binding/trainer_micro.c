@@ -98,6 +98,30 @@ run_without_exchange(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *co
     return done == NULL ? -1 : 0;
 }
 
+/* Subclasses of transformers' Trainer ask accelerator.sync_gradients whether the
+ * micro-batch is the update's last. The accelerator is made when it is first asked for,
+ * and then reads _syncs_gradients. */
+static int
+tell_accelerator(PyObject *op, bool last)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *said = last ? Py_True : Py_False, *state = NULL, *answer = NULL;
+    int failed = PyObject_SetAttr(op, names->str__syncs_gradients, said) < 0;
+    PyObject *made =
+        failed ? NULL : ctpy_get_optional(op, names->str__accelerator, &failed);
+    if (made != NULL) {
+        state = ctpy_get_optional(made, names->str_gradient_state, &failed);
+        Py_DECREF(made);
+    }
+    if (state != NULL) {
+        answer = PyObject_CallMethodOneArg(state, names->str__set_sync_gradients, said);
+        failed = answer == NULL;
+        Py_DECREF(state);
+        Py_XDECREF(answer);
+    }
+    return failed ? -1 : 0;
+}
+
 /* All micro-batches; 1 when the update may follow, 0 when a callback stopped before. */
 static int
 run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count,
@@ -110,8 +134,11 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
         PyObject *inputs = Py_NewRef(PyList_GET_ITEM(batches, i));
         self->share = shares[i];
         const bool last = i + 1 == PyList_GET_SIZE(batches);
-        int result = (last ? run_micro_batch : run_without_exchange)(op, run, inputs,
+        int result = tell_accelerator(op, last);
+        if (result == 0) {
+            result = (last ? run_micro_batch : run_without_exchange)(op, run, inputs,
                                                                      count, loss);
+        }
         self->share = 0.0;
         Py_DECREF(inputs);
         if (result < 0 || (run->noise_due && ctpy_noise_see(op, shares[i]) < 0)) {

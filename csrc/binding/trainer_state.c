@@ -1,4 +1,5 @@
 /* Trainer: log(), the learning rate, and counting work. */
+#include "binding/nested.h"
 #include "binding/trainer_ranks.h"
 
 /* logs["epoch"] = state.epoch, and the tokens seen where they are counted. */
@@ -132,7 +133,8 @@ Trainer__get_learning_rate(PyObject *op, PyObject *Py_UNUSED(unused))
 const char Trainer_floating_point_ops_doc[] =
     "floating_point_ops($self, inputs)\n--\n\n"
     "Return the estimated operations of forward and backward on inputs: 6 times the\n"
-    "tokens times the parameters without embeddings; 0 for a model that cannot say.";
+    "tokens times the parameters without embeddings; 0 for a model that cannot say, and\n"
+    "for a batch without the model's main input by name.";
 
 PyObject *
 Trainer_floating_point_ops(PyObject *op, PyObject *args, PyObject *kwargs)
@@ -140,7 +142,8 @@ Trainer_floating_point_ops(PyObject *op, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {"inputs", NULL};
     ctpy_state *names = ctpy_state_borrow(op);
     double factor, n = 0.0;
-    PyObject *inputs, *main_input = NULL, *tokens = NULL;
+    int failed = 0;
+    PyObject *inputs, *main_input = NULL, *found = NULL, *numel = NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:floating_point_ops", keywords,
                                      &inputs) ||
         ctpy_get_double(op, names->str__flos_per_token, &factor) < 0) {
@@ -148,18 +151,15 @@ Trainer_floating_point_ops(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     if (factor != 0.0 &&
         (main_input = PyObject_GetAttr(op, names->str__main_input_name)) != NULL) {
-        PyObject *found = PyObject_GetItem(inputs, main_input);
-        if (found == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
-            PyErr_Clear();
-            factor = 0.0;
-        }
-        else if (found != NULL) {
-            tokens = PyObject_CallMethodNoArgs(found, names->str_numel);
-            n = tokens == NULL ? 0.0 : PyFloat_AsDouble(tokens);
-            Py_DECREF(found);
+        found = ctpy_batch_entry(inputs, main_input, &failed);
+        numel = found == NULL ? NULL : ctpy_get_optional(found, names->str_numel, &failed);
+        if (numel != NULL) {
+            Py_SETREF(numel, PyObject_CallNoArgs(numel));
+            n = numel == NULL ? 0.0 : PyFloat_AsDouble(numel);
         }
     }
-    Py_XDECREF(tokens);
+    Py_XDECREF(numel);
+    Py_XDECREF(found);
     Py_XDECREF(main_input);
     return PyErr_Occurred() ? NULL : PyFloat_FromDouble(factor * n);
 }

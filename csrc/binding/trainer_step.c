@@ -1,30 +1,43 @@
 /* Trainer: one micro-batch: inputs, loss, backward. */
+#include "binding/nested.h"
 #include "binding/trainer_ranks.h"
 
 const char Trainer__prepare_inputs_doc[] =
     "_prepare_inputs($self, inputs, /)\n--\n\n"
-    "Bring one batch to the model's device and return it as a new mapping.\n\n"
-    "Raises ValueError for an empty batch, and names the columns that the model's\n"
-    "forward accepts.";
+    "Bring one batch to the model's device; a mapping is returned as a new one.\n\n"
+    "Whatever the data_collator gives is taken: what is no tensor, nor a mapping, list\n"
+    "or tuple of them, is returned as it is. Raises ValueError for an empty batch, and\n"
+    "names the columns that the model's forward accepts.";
+
+/* Is it a container, and has nothing in it? */
+static int
+is_empty(PyObject *batch)
+{
+    const int kind = ctpy_kind_of(batch);
+    if (kind != CTPY_MAPPING && kind != CTPY_SEQUENCE) {
+        return kind < 0 ? -1 : 0;
+    }
+    const Py_ssize_t n = PyObject_Size(batch);
+    return n < 0 ? -1 : n == 0;
+}
 
 PyObject *
 Trainer__prepare_inputs(PyObject *op, PyObject *inputs)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *ready;
-    int on_host;
-    Py_ssize_t n;
+    int on_host, empty;
     if (ctpy_get_bool(op, names->str__inputs_stay, &on_host) < 0) {
         return NULL;
     }
     ready = on_host && PyDict_CheckExact(inputs)
                 ? PyDict_Copy(inputs) /* hooks may pop from it */
                 : PyObject_CallMethodOneArg(op, names->str__prepare_input, inputs);
-    if (ready == NULL || (n = PyObject_Size(ready)) < 0) {
+    if (ready == NULL || (empty = is_empty(ready)) < 0) {
         Py_XDECREF(ready);
         return NULL;
     }
-    if (n == 0) {
+    if (empty) {
         Py_DECREF(ready);
         PyObject *columns = PyObject_GetAttr(op, names->str__signature_columns);
         if (columns != NULL) {
@@ -47,7 +60,11 @@ model_keywords(PyObject *op, PyObject *inputs, PyObject *count)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     int accepts;
-    if (!PyMapping_Check(inputs) || PyList_Check(inputs) || PyTuple_Check(inputs)) {
+    const int kind = ctpy_kind_of(inputs);
+    if (kind < 0) {
+        return NULL;
+    }
+    if (kind != CTPY_MAPPING) {
         PyErr_Format(PyExc_TypeError,
                      "compute_loss expects a batch that maps the names of the model's "
                      "arguments to tensors, got %.100s; return dicts from the dataset "
@@ -78,12 +95,12 @@ take_labels(PyObject *op, PyObject *inputs, int *failed)
     PyObject *labels = NULL;
     *failed = smoother == NULL || function == NULL;
     if (!*failed && (smoother != Py_None || function != Py_None)) {
-        int present = PySequence_Contains(inputs, names->str_labels);
-        *failed = present < 0;
-        if (present > 0) {
+        PyObject *there = ctpy_batch_entry(inputs, names->str_labels, failed);
+        if (there != NULL) {
             labels =
                 PyObject_CallMethodOneArg(inputs, names->str_pop, names->str_labels);
             *failed = labels == NULL;
+            Py_DECREF(there);
         }
     }
     Py_XDECREF(smoother);

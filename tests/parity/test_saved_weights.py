@@ -3,6 +3,7 @@ transformers saves them under."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,9 @@ def trainer(cls: Any, model: Any, folder: Path, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def check(name: str, model: Any, cls: Any, folder: Path) -> None:
-    """Best model, resumed run, and save_model() read by from_pretrained()."""
+def check(name: str, model: Any, cls: Any, folder: Path) -> bool:
+    """Best model, resumed run, and save_model() read by from_pretrained(); whether that
+    gives all weights back: transformers zeroes the padding's in a few models."""
     run = trainer(
         cls, model, folder, eval_strategy="steps", eval_steps=1,
         load_best_model_at_end=True, parts={"eval_dataset": [{}]},
@@ -96,17 +98,24 @@ def check(name: str, model: Any, cls: Any, folder: Path) -> None:
     run.save_model(str(folder / "saved"))
     if cls is Sharded:
         assert len(list((folder / "saved").glob("model-*.safetensors"))) > 1, name
-    again = type(model).from_pretrained(folder / "saved")
-    expected = state_of(run.model)
-    found = {n: t for n, t in again.state_dict().items() if n in expected}
-    assert not differing(found, expected), f"{name}: from_pretrained"
+    read = type(model).from_pretrained(folder / "saved").state_dict()
+    if not differing(read, state_of(run.model)):
+        return True
+    run.model.save_pretrained(folder / "theirs")
+    theirs = type(model).from_pretrained(folder / "theirs").state_dict()
+    assert not differing(read, theirs), f"{name}: from_pretrained"
+    return False
 
 
 def test_every_architecture_gets_its_weights_back(tmp_path: Path) -> None:
     count = draws(8, 200)
+    changed = []
     for number, (name, model) in enumerate(tiny_architectures.drawn(count)):
         cls = (Whole, Sharded)[number % 2]
-        check(name, model, cls, tmp_path / name)
+        if not check(name, model, cls, tmp_path / name):
+            changed.append(name)
+        shutil.rmtree(tmp_path / name)
+    assert len(changed) <= count // 20, changed
 
 
 @pytest.mark.parametrize("cls", [Whole, Sharded])
