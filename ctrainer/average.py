@@ -24,20 +24,38 @@ class WeightAverage:
     """
 
     def __init__(self, model: Any, options: dict[str, Any], fp32: bool) -> None:
+        self._adapter = adapters.for_model(model).__name__
         self._tools = adapters.for_model(model).averages
+        self._options = options
         self._values: dict[str, Any] = self._tools.tensors(model)
         self.averages: dict[str, Any] = {
             name: self._tools.copy_of(value, fp32)
             for name, value in self._values.items()
         }
+        self.core = self._make_core()
+
+    def _make_core(self) -> _C.WeightAverage:
         pairs = [
             pair
             for name, value in self._values.items()
             for pair in self._tools.pieces(value, self.averages[name])
         ]
-        self.core = _C.WeightAverage(
-            [value for value, _ in pairs], [average for _, average in pairs], **options
-        )
+        values, averages = [v for v, _ in pairs], [average for _, average in pairs]
+        return _C.WeightAverage(values, averages, **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        counts = {"updates": self.core.num_updates, "averaged": self.core.n_averaged}
+        made_anew = ("core", "_tools")
+        own = {n: value for n, value in vars(self).items() if n not in made_anew}
+        return {"own": own, "counts": counts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Averages of the copied model's tensors, where it is copied along."""
+        self.__dict__.update(state["own"])
+        self._tools = adapters.by_name(self._adapter).averages
+        self.core = self._make_core()
+        self.core.num_updates = state["counts"]["updates"]
+        self.core.n_averaged = state["counts"]["averaged"]
 
     def update(self) -> bool:
         """Count an update of the optimizer; average if that is due, and say whether.

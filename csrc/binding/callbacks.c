@@ -1,5 +1,6 @@
 /* ctrainer._C.CallbackHandler: the events of a run, fired at every callback. */
 #include "binding/callback_handler.h"
+#include "binding/copies.h"
 #include "binding/ctpy_callbacks.h"
 
 #include <stdbool.h>
@@ -287,6 +288,50 @@ ctpy_callbacks_fire(PyObject *handler, PyObject *event, PyObject *args, PyObject
     return result;
 }
 
+PyDoc_STRVAR(getstate_doc,
+             "__getstate__($self, /)\n--\n\n"
+             "Return what copy and pickle take: attributes, callbacks and what events "
+             "pass.");
+
+static PyObject *
+CallbackHandler_getstate(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    CallbackHandler *self = (CallbackHandler *)op;
+    PyObject *fields = PyDict_New();
+#define KEEP(name)                                                                     \
+    if (fields != NULL && self->name != NULL &&                                        \
+        PyDict_SetItemString(fields, #name, self->name) < 0) {                         \
+        Py_CLEAR(fields);                                                              \
+    }
+    KEEP(callbacks)
+    CTPY_PASSED(KEEP)
+#undef KEEP
+    return ctpy_copy_state_steal(op, fields);
+}
+
+PyDoc_STRVAR(setstate_doc, "__setstate__($self, state, /)\n--\n\n"
+                           "Take over what __getstate__() returned.");
+
+static PyObject *
+CallbackHandler_setstate(PyObject *op, PyObject *state)
+{
+    CallbackHandler *self = (CallbackHandler *)op;
+    PyObject *fields = ctpy_take_copy_state_borrow(op, state);
+    PyObject *callbacks =
+        fields == NULL ? NULL : PyDict_GetItemString(fields, "callbacks");
+    if (callbacks == NULL || !PyList_Check(callbacks)) {
+        if (fields != NULL) {
+            PyErr_SetString(PyExc_TypeError, "the state has no list of callbacks");
+        }
+        return NULL;
+    }
+    Py_SETREF(self->callbacks, Py_NewRef(callbacks));
+#define TAKE(name) Py_XSETREF(self->name, Py_XNewRef(PyDict_GetItemString(fields, #name)));
+    CTPY_PASSED(TAKE)
+#undef TAKE
+    Py_RETURN_NONE;
+}
+
 #define METHOD(name)                                                                   \
     {#name, (PyCFunction)(void (*)(void))CallbackHandler_##name,                       \
      METH_FASTCALL | METH_KEYWORDS, name##_doc}
@@ -297,6 +342,8 @@ ctpy_callbacks_fire(PyObject *handler, PyObject *event, PyObject *args, PyObject
             "Fire the event at every callback; return the control."},
 static PyMethodDef CallbackHandler_methods[] = {
     METHOD(call_event),
+    {"__getstate__", CallbackHandler_getstate, METH_NOARGS, getstate_doc},
+    {"__setstate__", CallbackHandler_setstate, METH_O, setstate_doc},
 #include "binding/callback_events.def"
     {NULL, NULL, 0, NULL},
 };

@@ -14,5 +14,9 @@ extern const char LossScaler_state_dict_doc[];
 PyObject *LossScaler_state_dict(PyObject *op, PyObject *unused);
 extern const char LossScaler_load_state_dict_doc[];
 PyObject *LossScaler_load_state_dict(PyObject *op, PyObject *state);
+extern const char LossScaler___getstate___doc[];
+PyObject *LossScaler___getstate__(PyObject *op, PyObject *unused);
+extern const char LossScaler___setstate___doc[];
+PyObject *LossScaler___setstate__(PyObject *op, PyObject *state);
 
 #endif

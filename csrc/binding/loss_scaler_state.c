@@ -1,4 +1,5 @@
 /* LossScaler: state_dict and load_state_dict, in the layout of each original. */
+#include "binding/copies.h"
 #include "binding/loss_scaler.h"
 
 typedef enum field_kind {
@@ -52,6 +53,31 @@ static const field deepspeed_layout[] = {
     {NULL,                       0,                           FIELD_DOUBLE, false},
 };
 
+/* A copy has every setting. */
+static const field whole_layout[] = {
+    {"init_scale",       AT(config.init_scale),       FIELD_DOUBLE, true },
+    {"growth_factor",    AT(config.growth_factor),    FIELD_DOUBLE, true },
+    {"backoff_factor",   AT(config.backoff_factor),   FIELD_DOUBLE, true },
+    {"floor",            AT(config.floor),            FIELD_DOUBLE, true },
+    {"min_scale",        AT(config.min_scale),        FIELD_DOUBLE, true },
+    {"tolerance",        AT(config.tolerance),        FIELD_DOUBLE, true },
+    {"growth_interval",  AT(config.growth_interval),  FIELD_INT64,  true },
+    {"config_hysteresis", AT(config.hysteresis),      FIELD_INT64,  true },
+    {"divides",          AT(config.divides),          FIELD_BOOL,   true },
+    {"refill_each_step", AT(config.refill_each_step), FIELD_BOOL,   true },
+    {"stop_at_floor",    AT(config.stop_at_floor),    FIELD_BOOL,   true },
+    {"single",           AT(config.single),           FIELD_BOOL,   true },
+    {"dynamic",          AT(config.dynamic),          FIELD_BOOL,   true },
+    {"enabled",          AT(config.enabled),          FIELD_BOOL,   true },
+    {"scale",            AT(scale),                   FIELD_DOUBLE, true },
+    {"iter",             AT(iter),                    FIELD_INT64,  true },
+    {"last_overflow",    AT(last_overflow),           FIELD_INT64,  true },
+    {"last_rescale",     AT(last_rescale),            FIELD_INT64,  true },
+    {"overflows",        AT(overflows),               FIELD_INT64,  true },
+    {"hysteresis",       AT(hysteresis),              FIELD_INT64,  true },
+    {NULL,               0,                           FIELD_DOUBLE, false},
+};
+
 static const field *const layouts[CT_SCALER_DIALECT_COUNT] = {
     [CT_SCALER_TORCH] = torch_layout,
     [CT_SCALER_FAIRSEQ] = fairseq_layout,
@@ -79,6 +105,20 @@ field_value(const ct_scaler *scaler, const field *f)
     return PyLong_FromLongLong(whole);
 }
 
+static PyObject *
+all_values(const ct_scaler *scaler, const field *layout)
+{
+    PyObject *state = PyDict_New();
+    for (const field *f = layout; state != NULL && f->key != NULL; f++) {
+        PyObject *value = field_value(scaler, f);
+        if (value == NULL || PyDict_SetItemString(state, f->key, value) < 0) {
+            Py_CLEAR(state);
+        }
+        Py_XDECREF(value);
+    }
+    return state;
+}
+
 const char LossScaler_state_dict_doc[] =
     "state_dict($self, /)\n--\n\n"
     "Return the state as a dict of floats, ints and bools.\n\n"
@@ -95,20 +135,8 @@ LossScaler_state_dict(PyObject *op, PyObject *Py_UNUSED(unused))
     CTPY_LOCK(op);
     scaler = ((LossScaler *)op)->core;
     CTPY_UNLOCK();
-    PyObject *state = PyDict_New();
-    if (state == NULL || !scaler.config.enabled) {
-        return state;
-    }
-    for (const field *f = layouts[scaler.config.dialect]; f->key != NULL; f++) {
-        PyObject *value = field_value(&scaler, f);
-        if (value == NULL || PyDict_SetItemString(state, f->key, value) < 0) {
-            Py_XDECREF(value);
-            Py_DECREF(state);
-            return NULL;
-        }
-        Py_DECREF(value);
-    }
-    return state;
+    return scaler.config.enabled ? all_values(&scaler, layouts[scaler.config.dialect])
+                                 : PyDict_New();
 }
 
 /* The steps counted so far become those since the last growth or overflow. */
@@ -210,6 +238,65 @@ LossScaler_load_state_dict(PyObject *op, PyObject *state)
     }
     CTPY_LOCK(op);
     status = ct_scaler_restore(&self->core, &next, &err);
+    CTPY_UNLOCK();
+    if (status != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    Py_RETURN_NONE;
+}
+
+const char LossScaler___getstate___doc[] =
+    "__getstate__($self, /)\n--\n\n"
+    "Return what copy and pickle take: attributes, settings and state.";
+
+PyObject *
+LossScaler___getstate__(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    ct_scaler scaler;
+    CTPY_LOCK(op);
+    scaler = ((LossScaler *)op)->core;
+    CTPY_UNLOCK();
+    PyObject *fields = all_values(&scaler, whole_layout);
+    PyObject *dialect = PyLong_FromLong((long)scaler.config.dialect);
+    if (fields != NULL && (dialect == NULL ||
+                           PyDict_SetItemString(fields, "dialect", dialect) < 0)) {
+        Py_CLEAR(fields);
+    }
+    Py_XDECREF(dialect);
+    return ctpy_copy_state_steal(op, fields);
+}
+
+const char LossScaler___setstate___doc[] =
+    "__setstate__($self, state, /)\n--\n\n"
+    "Take over what __getstate__() returned. Raises ValueError or TypeError, state\n"
+    "unchanged, for numbers that cannot come from a run.";
+
+PyObject *
+LossScaler___setstate__(PyObject *op, PyObject *state)
+{
+    ct_scaler next = {0};
+    ct_status status;
+    ct_error err;
+    PyObject *fields = ctpy_take_copy_state_borrow(op, state);
+    PyObject *dialect =
+        fields == NULL ? NULL : PyMapping_GetItemString(fields, "dialect");
+    const long number = dialect == NULL ? -1 : PyLong_AsLong(dialect);
+    Py_XDECREF(dialect);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (!(number >= 0 && number < CT_SCALER_DIALECT_COUNT)) {
+        return PyErr_Format(PyExc_ValueError, "no kind of loss scaler has number %ld",
+                            number);
+    }
+    next.config.dialect = (ct_scaler_dialect)number;
+    for (const field *f = whole_layout; f->key != NULL; f++) {
+        if (take_field(&next, f, fields) < 0) {
+            return NULL;
+        }
+    }
+    CTPY_LOCK(op);
+    status = ct_scaler_restore(&((LossScaler *)op)->core, &next, &err);
     CTPY_UNLOCK();
     if (status != CT_OK) {
         return ctpy_raise(&err);

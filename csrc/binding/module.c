@@ -1,4 +1,5 @@
 /* Module ctrainer._C: creates the types and owns the per-interpreter state. */
+#include "binding/copies.h"
 #include "binding/ctpy.h"
 
 #include "core/ct_device.h"
@@ -71,7 +72,7 @@ module_exec(PyObject *module)
     }
 #include "binding/types.def"
 #undef CTPY_TYPE
-    return 0;
+    return ctpy_refuse_copies(state);
 }
 
 static int

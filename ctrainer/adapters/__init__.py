@@ -21,3 +21,14 @@ def for_model(model: Any) -> ModuleType:
         f"cannot train a {type(model).__name__}: expected a torch.nn.Module, or an "
         "object with parameters() whose call returns a loss with backward()"
     )
+
+
+def by_name(name: str) -> ModuleType:
+    """The adapter of that name, as for_model() has returned it.
+
+    Raises ValueError for any other module.
+    """
+    known = ("ctrainer.adapters.torch", "ctrainer.adapters.numpy")
+    if name not in known:
+        raise ValueError(f"no adapter is called {name!r}; there are {known}")
+    return import_module(name)
