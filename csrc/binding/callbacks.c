@@ -326,7 +326,8 @@ CallbackHandler_setstate(PyObject *op, PyObject *state)
         return NULL;
     }
     Py_SETREF(self->callbacks, Py_NewRef(callbacks));
-#define TAKE(name) Py_XSETREF(self->name, Py_XNewRef(PyDict_GetItemString(fields, #name)));
+#define TAKE(name)                                                                     \
+    Py_XSETREF(self->name, Py_XNewRef(PyDict_GetItemString(fields, #name)));
     CTPY_PASSED(TAKE)
 #undef TAKE
     Py_RETURN_NONE;
@@ -343,9 +344,9 @@ CallbackHandler_setstate(PyObject *op, PyObject *state)
 static PyMethodDef CallbackHandler_methods[] = {
     METHOD(call_event),
     {"__getstate__", CallbackHandler_getstate, METH_NOARGS, getstate_doc},
-    {"__setstate__", CallbackHandler_setstate, METH_O, setstate_doc},
+    {"__setstate__", CallbackHandler_setstate, METH_O,      setstate_doc},
 #include "binding/callback_events.def"
-    {NULL, NULL, 0, NULL},
+    {NULL,           NULL,                     0,           NULL        },
 };
 #undef CTPY_EVENT
 

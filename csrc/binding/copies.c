@@ -96,8 +96,8 @@ ctpy_refuse_copies(const ctpy_state *state)
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
         PyObject *method = PyDescr_NewMethod(types[i], &refusing);
         const int failed =
-            method == NULL || PyObject_SetAttrString((PyObject *)types[i],
-                                                     refusing.ml_name, method) < 0;
+            method == NULL ||
+            PyObject_SetAttrString((PyObject *)types[i], refusing.ml_name, method) < 0;
         Py_XDECREF(method);
         if (failed) {
             return -1;

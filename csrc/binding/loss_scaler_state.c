@@ -55,27 +55,27 @@ static const field deepspeed_layout[] = {
 
 /* A copy has every setting. */
 static const field whole_layout[] = {
-    {"init_scale",       AT(config.init_scale),       FIELD_DOUBLE, true },
-    {"growth_factor",    AT(config.growth_factor),    FIELD_DOUBLE, true },
-    {"backoff_factor",   AT(config.backoff_factor),   FIELD_DOUBLE, true },
-    {"floor",            AT(config.floor),            FIELD_DOUBLE, true },
-    {"min_scale",        AT(config.min_scale),        FIELD_DOUBLE, true },
-    {"tolerance",        AT(config.tolerance),        FIELD_DOUBLE, true },
-    {"growth_interval",  AT(config.growth_interval),  FIELD_INT64,  true },
-    {"config_hysteresis", AT(config.hysteresis),      FIELD_INT64,  true },
-    {"divides",          AT(config.divides),          FIELD_BOOL,   true },
-    {"refill_each_step", AT(config.refill_each_step), FIELD_BOOL,   true },
-    {"stop_at_floor",    AT(config.stop_at_floor),    FIELD_BOOL,   true },
-    {"single",           AT(config.single),           FIELD_BOOL,   true },
-    {"dynamic",          AT(config.dynamic),          FIELD_BOOL,   true },
-    {"enabled",          AT(config.enabled),          FIELD_BOOL,   true },
-    {"scale",            AT(scale),                   FIELD_DOUBLE, true },
-    {"iter",             AT(iter),                    FIELD_INT64,  true },
-    {"last_overflow",    AT(last_overflow),           FIELD_INT64,  true },
-    {"last_rescale",     AT(last_rescale),            FIELD_INT64,  true },
-    {"overflows",        AT(overflows),               FIELD_INT64,  true },
-    {"hysteresis",       AT(hysteresis),              FIELD_INT64,  true },
-    {NULL,               0,                           FIELD_DOUBLE, false},
+    {"init_scale",        AT(config.init_scale),       FIELD_DOUBLE, true },
+    {"growth_factor",     AT(config.growth_factor),    FIELD_DOUBLE, true },
+    {"backoff_factor",    AT(config.backoff_factor),   FIELD_DOUBLE, true },
+    {"floor",             AT(config.floor),            FIELD_DOUBLE, true },
+    {"min_scale",         AT(config.min_scale),        FIELD_DOUBLE, true },
+    {"tolerance",         AT(config.tolerance),        FIELD_DOUBLE, true },
+    {"growth_interval",   AT(config.growth_interval),  FIELD_INT64,  true },
+    {"config_hysteresis", AT(config.hysteresis),       FIELD_INT64,  true },
+    {"divides",           AT(config.divides),          FIELD_BOOL,   true },
+    {"refill_each_step",  AT(config.refill_each_step), FIELD_BOOL,   true },
+    {"stop_at_floor",     AT(config.stop_at_floor),    FIELD_BOOL,   true },
+    {"single",            AT(config.single),           FIELD_BOOL,   true },
+    {"dynamic",           AT(config.dynamic),          FIELD_BOOL,   true },
+    {"enabled",           AT(config.enabled),          FIELD_BOOL,   true },
+    {"scale",             AT(scale),                   FIELD_DOUBLE, true },
+    {"iter",              AT(iter),                    FIELD_INT64,  true },
+    {"last_overflow",     AT(last_overflow),           FIELD_INT64,  true },
+    {"last_rescale",      AT(last_rescale),            FIELD_INT64,  true },
+    {"overflows",         AT(overflows),               FIELD_INT64,  true },
+    {"hysteresis",        AT(hysteresis),              FIELD_INT64,  true },
+    {NULL,                0,                           FIELD_DOUBLE, false},
 };
 
 static const field *const layouts[CT_SCALER_DIALECT_COUNT] = {
@@ -258,8 +258,8 @@ LossScaler___getstate__(PyObject *op, PyObject *Py_UNUSED(unused))
     CTPY_UNLOCK();
     PyObject *fields = all_values(&scaler, whole_layout);
     PyObject *dialect = PyLong_FromLong((long)scaler.config.dialect);
-    if (fields != NULL && (dialect == NULL ||
-                           PyDict_SetItemString(fields, "dialect", dialect) < 0)) {
+    if (fields != NULL &&
+        (dialect == NULL || PyDict_SetItemString(fields, "dialect", dialect) < 0)) {
         Py_CLEAR(fields);
     }
     Py_XDECREF(dialect);

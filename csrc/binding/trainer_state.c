@@ -133,7 +133,8 @@ Trainer__get_learning_rate(PyObject *op, PyObject *Py_UNUSED(unused))
 const char Trainer_floating_point_ops_doc[] =
     "floating_point_ops($self, inputs)\n--\n\n"
     "Return the estimated operations of forward and backward on inputs: 6 times the\n"
-    "tokens times the parameters without embeddings; 0 for a model that cannot say, and\n"
+    "tokens times the parameters without embeddings; 0 for a model that cannot say, "
+    "and\n"
     "for a batch without the model's main input by name.";
 
 PyObject *
@@ -152,7 +153,8 @@ Trainer_floating_point_ops(PyObject *op, PyObject *args, PyObject *kwargs)
     if (factor != 0.0 &&
         (main_input = PyObject_GetAttr(op, names->str__main_input_name)) != NULL) {
         found = ctpy_batch_entry(inputs, main_input, &failed);
-        numel = found == NULL ? NULL : ctpy_get_optional(found, names->str_numel, &failed);
+        numel =
+            found == NULL ? NULL : ctpy_get_optional(found, names->str_numel, &failed);
         if (numel != NULL) {
             Py_SETREF(numel, PyObject_CallNoArgs(numel));
             n = numel == NULL ? 0.0 : PyFloat_AsDouble(numel);

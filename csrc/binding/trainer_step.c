@@ -5,8 +5,10 @@
 const char Trainer__prepare_inputs_doc[] =
     "_prepare_inputs($self, inputs, /)\n--\n\n"
     "Bring one batch to the model's device; a mapping is returned as a new one.\n\n"
-    "Whatever the data_collator gives is taken: what is no tensor, nor a mapping, list\n"
-    "or tuple of them, is returned as it is. Raises ValueError for an empty batch, and\n"
+    "Whatever the data_collator gives is taken: what is no tensor, nor a mapping, "
+    "list\n"
+    "or tuple of them, is returned as it is. Raises ValueError for an empty batch, "
+    "and\n"
     "names the columns that the model's forward accepts.";
 
 /* Is it a container, and has nothing in it? */
