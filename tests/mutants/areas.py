@@ -296,6 +296,12 @@ FIXED = (
 # what takes its place, and the reason.
 EQUIVALENT = (
     (
+        "csrc/binding/optimizer_average.c",
+        "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average + 1;",
+        "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average;",
+        "hint is where the search begins, which goes over all places whatever it is",
+    ),
+    (
         "csrc/core/ct_io.c",
         "int used = advance(v, n, done < 0 ? 0 : (size_t)done);",
         "int used = advance(v, n, done <= 0 ? 0 : (size_t)done);",
