@@ -143,9 +143,11 @@ AREAS = {
     ),
     "fairseq": Area(
         {
-            binding("fairseq_step", "fairseq_micro", "fairseq_update", "fairseq_stats",
-                    "fairseq_valid", "fairseq_counters"):
+            binding("fairseq_step", "fairseq_micro", "fairseq_stats", "fairseq_valid",
+                    "fairseq_counters"):
                 "binding/test_fairseq_step.py python/test_fairseq_trainer.py",
+            binding("fairseq_update"):
+                "binding/test_fairseq_step.py python/test_fairseq_precision.py",
             binding("fairseq_sync"): "binding/test_fairseq_sync.py",
             binding("fairseq_optimizer", "fairseq_optimizer_step"):
                 "python/test_fairseq_optimizers.py",

@@ -130,6 +130,10 @@ def test_amp_tries_a_batch_again_and_then_leaves_it() -> None:
     assert ours.get_num_updates() == 0
     assert ours.optimizer.scaler.get_scale() == 128 / 2**3
     assert len(metrics.get_active_aggregators()) == 1
+    ours._amp_retries = "two"
+    with pytest.raises(TypeError, match="int"):
+        ours.train_step([bad])
+    assert len(task.seen) == 4
 
 
 def test_clipping_by_fp16s_rule_has_no_epsilon() -> None:
