@@ -89,12 +89,12 @@ AREAS = {
     "callbacks": Area(
         {
             binding("callbacks", "callback_notify", "flow"):
-                "binding/test_callback_handler.py",
+                "python/test_callbacks.py binding/test_callback_handler.py",
             "ctrainer/callbacks.py": "python/test_callbacks.py",
             "ctrainer/progress.py ctrainer/progress_text.py": "python/test_progress.py",
             "ctrainer/trainer_state.py": "python/test_trainer_state.py",
         },
-        "python/test_callbacks.py binding/test_trainer_hooks.py",
+        "binding/test_trainer_hooks.py",
     ),
     "bmuf": Area(
         {
