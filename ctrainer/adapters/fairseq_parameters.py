@@ -43,6 +43,8 @@ def state_in_order(
     order, extra = _places(model, weights, _names_of_trained(model))
     if order is not None:
         others = len(shapes) - len(order)
+        if others < 0:
+            return saved  # an optimizer of fairseq's own joins its parameters
         order = [*order, *range(len(weights), len(weights) + others)]
     return _in_order(saved, shapes, order, extra)
 

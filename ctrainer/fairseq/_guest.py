@@ -25,6 +25,12 @@ class Trainer(Ours):
         ):
             super()._build_optimizer()
             return
+        if self._uses_bmuf:
+            raise ValueError(
+                f"--use-bmuf does not go with optimizer {self.cfg.optimizer._name!r} "
+                f"and schedule {self.cfg.lr_scheduler._name!r}, of which fairseq alone "
+                "knows one: workers would never meet"
+            )
         params = tools.trainable(self._model, self._criterion)
         self._optimizer = self._of_fairseq(import_module("fairseq.optim"), params)
         schedules = import_module("fairseq.optim.lr_scheduler")

@@ -35,6 +35,16 @@ def patches():
     made.undo()
 
 
+def test_an_optimizer_of_fairseqs_alone_has_no_blocks():
+    from ctrainer.fairseq._guest import Trainer
+    from tests import fairseq_tiny as tiny
+
+    cfg = tiny.config(optimizer___name="theirs", optimization__use_bmuf=True)
+    trainer = Trainer(cfg, tiny.Task(), tiny.Model(), tiny.Criterion())
+    with pytest.raises(ValueError, match="'theirs'.*would never meet"):
+        trainer._build_optimizer()
+
+
 class TestPatches:
     def test_everything_is_given_back_the_latest_first(self, patches):
         module = ModuleType("m")
