@@ -220,6 +220,8 @@ def shard_names(index: StrPath) -> list[str]:
     """The files that an index of shards names, sorted."""
     content = read_object(index)
     check_fields(index, content, {"weight_map": mapping(_FILE)}, ("weight_map",))
+    if not content["weight_map"]:
+        raise ValueError(f"{os.fspath(index)}: names no files")
     return sorted(set(content["weight_map"].values()))
 
 

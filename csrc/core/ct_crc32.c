@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 #include <stdbool.h>
+#include <string.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -56,7 +57,9 @@ fold(__m128i lane, __m128i by, __m128i next)
 __attribute__((target("pclmul,sse2"))) static __m128i
 load_lane(const unsigned char *p)
 {
-    return _mm_loadu_si128((const __m128i *)(const void *)p);
+    __m128i lane;
+    memcpy(&lane, p, sizeof lane);
+    return lane;
 }
 
 /* Folds all whole lanes of data[0..n), n >= FOLDED_BYTES, into one; what stays is that
@@ -83,7 +86,7 @@ run_folded(uint32_t crc, const unsigned char *p, size_t n)
     for (; n >= LANE_BYTES; n -= LANE_BYTES, p += LANE_BYTES) {
         x[0] = fold(x[0], near, load_lane(p));
     }
-    _mm_storeu_si128((__m128i *)(void *)lane, x[0]);
+    memcpy(lane, &x[0], sizeof lane);
     /* The lane has the start value in it: the tables begin with none of their own. */
     crc = ct_crc_table_run(&table, 0xffffffffu, lane, sizeof lane);
     return ct_crc_table_run(&table, crc, p, n);

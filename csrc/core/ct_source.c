@@ -56,7 +56,7 @@ ct_source_read(const ct_source *source, void *data, size_t n, uint64_t offset,
     if (source->fd >= 0) {
         return ct_read_at(source->fd, data, n, offset, source->path, err);
     }
-    if (n > 0) {
+    if (n > 0 && data != NULL) {
         memcpy(data, source->memory + offset, n);
     }
     return CT_OK;

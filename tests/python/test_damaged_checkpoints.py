@@ -317,7 +317,6 @@ def trainer(folder: Path, callbacks: Any = None, **changes: Any) -> Any:
     options: dict[str, Any] = {
         "max_steps": 4, "save_strategy": "no", "logging_steps": 1, "use_cpu": True,
         "per_device_train_batch_size": 4, "report_to": "none", "disable_tqdm": True,
-        "log_level": "error",
     }  # fmt: skip
     args = TrainingArguments(output_dir=str(folder), **{**options, **changes})
     data = rows(16)
