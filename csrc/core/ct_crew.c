@@ -171,8 +171,9 @@ fail_broken(const ct_crew *c, const char *what, ct_error *err)
     }
     return ct_fail(err, CT_ECOMM,
                    "%s on rank %d of %d: rank %d (process %d) did not come within %g "
-                   "seconds",
-                   what, c->rank, c->world_size, culprit, process, c->timeout_seconds);
+                   "seconds%s",
+                   what, c->rank, c->world_size, culprit, process, c->timeout_seconds,
+                   culprit == c->rank ? ": the others have given this rank up" : "");
 }
 
 ct_status

@@ -65,8 +65,9 @@ fail_locked(const ct_meeting *m, int rank, const char *what, ct_error *err)
                        what, rank, m->n_ranks, m->culprit);
     }
     return ct_fail(err, CT_ECOMM,
-                   "%s on rank %d of %d: rank %d did not come within %g seconds", what,
-                   rank, m->n_ranks, m->culprit, m->timeout_seconds);
+                   "%s on rank %d of %d: rank %d did not come within %g seconds%s",
+                   what, rank, m->n_ranks, m->culprit, m->timeout_seconds,
+                   m->culprit == rank ? ": the others have given this rank up" : "");
 }
 
 /* True for the rank that comes last, and so lets all go on. */

@@ -362,6 +362,46 @@ call_differently(ct_comm *comm, void *arg)
     CHECK(value == 3.0);
 }
 
+/* One shape, but for other things: the odd one out is named on all ranks. */
+static void
+call_for_other_things(ct_comm *comm, void *arg)
+{
+    ct_error err;
+    ct_label label;
+    float value = 1.0f;
+    const ct_span span = {&value, 1, CT_F32};
+    (void)arg;
+    comm->label = &label;
+    ct_label_set(&label, comm->rank == 0 ? "a" : "layers.1", 7);
+    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "rank 0 averages 'a', rank 1 averages 'layers.1'; 3 of 4 "
+                              "ranks are with rank 1") != NULL);
+    ct_label_set(&label, "a", comm->rank == 3 ? 8 : 7);
+    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "rank 3 averages 'a'; 3 of 4 ranks are with rank 0") !=
+          NULL);
+    ct_label_set(&label, "a", 7);
+    label.call = comm->rank == 2 ? 5 : 4;
+    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "rank 0 averages 'a' (number 4), rank 2 averages 'a' "
+                              "(number 5)") != NULL);
+    comm->label = comm->rank == 1 ? NULL : &label;
+    label.call = 4;
+    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "rank 1 calls all_reduce of 1 float32") != NULL);
+    CHECK(value == 1.0f);
+    comm->label = &label;
+    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_OK);
+    CHECK(value == 4.0f);
+    comm->label = NULL;
+}
+
+static void
+test_ranks_in_collectives_for_other_things_are_refused(void)
+{
+    run_ranks(4, 30.0, call_for_other_things, NULL);
+}
+
 static void
 test_ranks_that_disagree_are_all_refused_and_may_go_on(void)
 {
@@ -496,6 +536,7 @@ main(void)
     test_a_broadcast_is_the_roots();
     test_many_collectives_in_a_row();
     test_ranks_that_disagree_are_all_refused_and_may_go_on();
+    test_ranks_in_collectives_for_other_things_are_refused();
     test_a_rank_that_leaves_makes_the_others_fail();
     test_a_rank_that_does_not_come_in_time_breaks_the_group();
     test_no_group_of_threads_without_ranks_time_or_memory();
