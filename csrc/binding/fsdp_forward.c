@@ -259,6 +259,7 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
         }
         const int before = in_backward ? self->state : FSDP_IDLE;
         self->state = FSDP_FORWARD;
+        self->core.label.call += !in_backward; /* ranks tell a skipped batch by it */
         out = run(self, (FSDPUnit *)root, fn, inputs, kwargs, in_backward);
         self->state = before;
         if (!in_backward && root == op) {

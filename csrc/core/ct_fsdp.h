@@ -65,7 +65,8 @@ typedef struct ct_fsdp {
     bool begun; /* not gathered, but full is the communicator's until that has ended */
     bool holds_grads;
     ct_dtype grad_dtype; /* of what grads holds now */
-    ct_label label;      /* what ranks know the unit by, and its collectives so far */
+    ct_label
+        label; /* what ranks know the unit by; counts its collectives and forwards */
 } ct_fsdp;
 
 /* Lays out n_groups groups of sizes[i] elements each. A size is a multiple of
