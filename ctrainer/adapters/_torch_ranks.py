@@ -45,11 +45,14 @@ class RankBatches(BatchSampler):
     def after(self, n: int) -> Iterator[list[int]]:
         """The batches without the first n; the first rounds are dealt out all the same,
         since the last one is filled up from them."""
-        whole = 1 if self.dealing.split_batches else self.dealing.world_size
-        if n <= 1:
+        sampler, deal = self.sampler, self.dealing
+        if n <= 1 or not isinstance(sampler, SeededSampler | SequentialSampler):
             return itertools.islice(iter(self), n, None)
-        first = itertools.islice(iter(self.batch_sampler), whole)
-        beginning = list(first)
+        whole = 1 if deal.split_batches else deal.world_size
+        epoch = getattr(sampler, "epoch", 0)
+        beginning = list(itertools.islice(iter(self.batch_sampler), whole))
+        if isinstance(sampler, SeededSampler):
+            sampler.set_epoch(epoch)  # which reading it has moved
         rest = after(self.batch_sampler, n * whole)
         return itertools.islice(self._shard(itertools.chain(beginning, rest)), 1, None)
 

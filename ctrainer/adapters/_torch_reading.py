@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from ctrainer.adapters import _torch_batches as batches
+from ctrainer.adapters import _torch_batches as batches_of
 from ctrainer.adapters import reading
 from ctrainer.adapters._torch_ranks import DispatchedLoader, RankStream
 from ctrainer.adapters.generators import PlaceDraws, place_word, seed_generators
@@ -266,7 +266,7 @@ class IndexedReader(LoaderReader):
         """The order from the place on; notes the indices before it."""
         if not self.place:
             return iter(inner)
-        source = batches.after(inner, self.place - 1)
+        source = batches_of.after(inner, self.place - 1)
         self._seen = next(source, None)
         return source
 
@@ -509,6 +509,7 @@ class DispatchedReader(reading.Reader):
         if skip:
             beginning = list(itertools.islice(batches, self.loader.together))
             torch.set_rng_state(before)
+            batches_of.set_epoch(self.loader.loader, epoch)
             place = inner.get("place", skip * self.loader.together)
             batches = self._inner.start(epoch, place, inner)
         self._batches = self.loader.hand_out(batches, beginning)
