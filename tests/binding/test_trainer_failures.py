@@ -426,3 +426,17 @@ def test_a_signal_leaves_a_checkpoint_and_ends_the_process(
     whole = make(ctrainer.Trainer, Net(), rows(), max_steps=10)
     whole.train()
     assert same(weights(again), weights(whole))
+
+
+def test_an_evaluation_that_fails_before_the_first_step_ends_the_run() -> None:
+    class Failing(ctrainer.Trainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            raise ValueError("no labels to evaluate")
+
+    trainer = make(
+        Failing, Net(), rows(8), max_steps=2, eval_on_start=True,
+        eval_strategy="steps", parts={"eval_dataset": rows(4)},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="no labels to evaluate"):
+        trainer.train()
+    assert trainer.state.global_step == 0

@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <dirent.h>
+#include <pthread.h>
 #include <signal.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -248,6 +249,22 @@ test_reserved_memory_is_what_the_first_save_uses(void)
 }
 
 static void
+test_a_save_leaves_the_callers_signals_alone(void)
+{
+    ct_writer *w = ct_writer_new();
+    sigset_t before, after;
+    CHECK(sigemptyset(&before) == 0 && sigaddset(&before, SIGUSR1) == 0);
+    CHECK(pthread_sigmask(SIG_SETMASK, &before, NULL) == 0);
+    CHECK(ct_writer_begin(w, below("checkpoint-14"), NULL) == CT_OK);
+    CHECK(add(w, "a.bin", true, NULL) == CT_OK && ct_writer_commit(w, NULL) == CT_OK);
+    CHECK(pthread_sigmask(SIG_SETMASK, NULL, &after) == 0);
+    for (int number = 1; number < 32; number++) {
+        CHECK(sigismember(&after, number) == sigismember(&before, number));
+    }
+    ct_writer_free(w);
+}
+
+static void
 test_misuse_is_refused(void)
 {
     ct_writer *w = ct_writer_new();
@@ -297,6 +314,7 @@ main(void)
     test_forked_child_leaves_the_save_alone();
     test_older_folders_go_once_the_new_one_is_in_place();
     test_reserved_memory_is_what_the_first_save_uses();
+    test_a_save_leaves_the_callers_signals_alone();
     test_misuse_is_refused();
     test_survives_every_failed_allocation();
     CHECK(ct_remove_tree(root, NULL) == CT_OK);
