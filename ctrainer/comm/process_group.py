@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
+import time
 from typing import Any
 
 import torch
@@ -22,6 +25,28 @@ _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tenso
 _reduce_scatter: Any = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
+
+
+# The threads of a group may hold a collective's tensors a moment longer than it takes.
+# A tensor that such a thread is the last to hold needs the interpreter to go, and once
+# that is ending, the thread brings the process down: SIGABRT, "terminate called without
+# an active exception". So tensors stay here until no thread has them.
+_held: list[Any] = []  # tensors; torch has no type for how many hold one
+_guard = threading.Lock()
+_EXIT_SECONDS = 5.0
+
+
+def _hold(*tensors: torch.Tensor) -> None:
+    with _guard:
+        _held[:] = [each for each in _held if each._use_count() > 1]
+        _held.extend(tensors)
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    end = time.monotonic() + _EXIT_SECONDS
+    while any(each._use_count() > 1 for each in _held) and time.monotonic() < end:
+        time.sleep(1e-3)
 
 
 def communicator(group: Any = None) -> _C.Communicator:
@@ -51,10 +76,6 @@ class ProcessGroupBackend:
         self.world_size: int = dist.get_world_size(self.group)
         on_gpu = dist.get_backend(self.group) == "nccl"
         self.device = torch.device("cuda") if on_gpu else torch.device("cpu")
-        # The group's threads may hold a collective's tensors a moment longer than it
-        # takes. A tensor that such a thread is the last to hold needs the interpreter
-        # to go, and when that is ending, the thread brings the process down.
-        self._tensors_held: list[torch.Tensor] = []
 
     def begin(
         self,
@@ -66,7 +87,6 @@ class ProcessGroupBackend:
         root: int,
     ) -> Pending:
         """Start a collective by its name in core/ct_comm.h; wait() ends it."""
-        held = [tensor for tensor in self._tensors_held if tensor._use_count() > 1]
         given, result = (self._tensor(view, dtype) for view in (in_, out))
         source, target = given.to(self.device), result.to(self.device)
         if dtype == "bool":
@@ -94,7 +114,7 @@ class ProcessGroupBackend:
             work = dist.all_to_all_single(target, source, **more)
         else:
             work = dist.barrier(**more)
-        self._tensors_held = [*held, given, result, source, target]
+        _hold(given, result, source, target)
         divisor = self.world_size if op == "mean" else 1
         return Pending(work, written, home, divisor)
 
