@@ -90,7 +90,8 @@ typedef struct ct_comm_ops {
     /* In place, on every rank the same spans; waits for the result. */
     ct_status (*all_reduce)(ct_comm *comm, const ct_span *span, ct_reduce_op op,
                             ct_error *err);
-    /* in.n elements of every rank, in rank order, into out (in.n * world_size). */
+    /* in.n elements of every rank, in rank order, into out (in.n * world_size). `in` is
+     * this rank's part of out, or they do not overlap. */
     ct_status (*all_gather)(ct_comm *comm, const ct_span *out, const ct_span *in,
                             ct_error *err);
     ct_status (*reduce_scatter)(ct_comm *comm, const ct_span *out, const ct_span *in,

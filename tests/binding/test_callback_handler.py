@@ -47,6 +47,20 @@ def exercise() -> SimpleNamespace:
     return control
 
 
+def test_as_many_extras_as_may_be_arrive_with_their_values() -> None:
+    seen = {}
+
+    class Recording:
+        def on_save(self, args, state, control, **kwargs):
+            seen.update(kwargs)
+
+    handler = CallbackHandler([Recording()], 1, 2, 3, 4)
+    control = SimpleNamespace(should_save=True)
+    extras = {f"k{i}": i for i in range(24)}
+    handler.on_save(ARGS, STATE, control, **extras)
+    assert seen.items() >= extras.items()
+
+
 def test_no_reference_is_kept() -> None:
     kinds = (CallbackHandler, DefaultFlow, Ticker, Flow, Clock, Narrow)
 

@@ -8,6 +8,7 @@ import gc
 import inspect
 import pickle
 import weakref
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -230,6 +231,33 @@ def test_hooks_of_data_and_optimizer_are_called() -> None:
     cls = type("Tells", (ctrainer.Trainer,), {n: tells(n) for n in names})
     train(cls, max_steps=1)
     assert set(calls) == set(names)
+
+
+def test_labels_that_cannot_be_read_end_the_run_before_a_step_begins() -> None:
+    class Unreadable(UserDict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            if name == "labels":
+                raise OSError("no such shard")
+            return super().__getitem__(name)
+
+    class Uncounted(ctrainer.Trainer):
+        def _get_num_items_in_batch(self, *_: Any) -> None:
+            return None
+
+    class Begins(ctrainer.TrainerCallback):
+        steps = 0
+
+        def on_step_begin(self, *_: Any, **kw: Any) -> None:
+            self.steps += 1
+
+    begins = Begins()
+    trainer = make(
+        Uncounted, Net(), rows(24), max_steps=3, gradient_accumulation_steps=2,
+        callbacks=[begins], parts={"data_collator": lambda _: Unreadable(labels=1)},
+    )  # fmt: skip
+    with pytest.raises(OSError, match="no such shard"):
+        trainer.train()
+    assert trainer.state.global_step == begins.steps == 0
 
 
 # What the type is

@@ -12,17 +12,23 @@ typedef struct fixture {
 } fixture;
 
 static void
-fixture_init(fixture *f, float first, float second)
+fixture_of(fixture *f, const ct_device *device, float first, float second)
 {
     f->grad[0] = first;
     f->grad[1] = second;
     f->param[0] = f->param[1] = 0.0f;
-    f->optim = ct_optim_new(&ct_device_cpu);
+    f->optim = ct_optim_new(device);
     CHECK(f->optim != NULL && ct_optim_resize(f->optim, 1, 1, NULL) == CT_OK);
     ct_optim_groups_borrow(f->optim)[0] =
         (ct_optim_group){.kind = CT_OPTIM_SGD, .sgd = {.lr = 1.0}};
     ct_optim_params_borrow(f->optim)[0] =
         (ct_optim_param){.param = f->param, .grad = f->grad, .n = 2, .dtype = CT_F32};
+}
+
+static void
+fixture_init(fixture *f, float first, float second)
+{
+    fixture_of(f, &ct_device_cpu, first, second);
 }
 
 static ct_step_result
@@ -160,6 +166,55 @@ test_bad_settings_are_named(void)
     ct_optim_free(f.optim);
 }
 
+/* A device whose work goes to the stream of one test alone. */
+static int the_stream, enqueued;
+
+static void
+note(const void *stream)
+{
+    CHECK(stream == &the_stream);
+    enqueued++;
+}
+
+static ct_status
+noted_norm(void *stream, ct_scratch *scratch, double p, const ct_span *spans, size_t n,
+           double *sum, ct_error *err)
+{
+    note(stream);
+    return ct_device_cpu.norm(NULL, scratch, p, spans, n, sum, err);
+}
+
+static ct_status
+noted_read(void *stream, const double *value, double *host, ct_error *err)
+{
+    note(stream);
+    return ct_device_cpu.read(NULL, value, host, err);
+}
+
+static ct_status
+noted_update(void *stream, const ct_update *update, ct_error *err)
+{
+    note(stream);
+    return ct_device_cpu.update(NULL, update, err);
+}
+
+static void
+test_all_of_a_step_goes_to_the_stream_that_is_given(void)
+{
+    fixture f;
+    ct_step_result r;
+    ct_device device = ct_device_cpu;
+    device.norm = noted_norm;
+    device.read = noted_read;
+    device.update = noted_update;
+    const ct_step_config config = {.clip.max_norm = 1.0};
+    fixture_of(&f, &device, 3.0f, 4.0f);
+    CHECK(ct_step_measure(f.optim, &the_stream, &config, 1.0, &r, NULL) == CT_OK);
+    CHECK(ct_step_apply(f.optim, &the_stream, &config, 1.0, &r, NULL) == CT_OK);
+    CHECK(enqueued == 3 && r.grad_norm == 5.0 && r.updated);
+    ct_optim_free(f.optim);
+}
+
 int
 main(void)
 {
@@ -172,5 +227,6 @@ main(void)
     test_keep_updates_all_the_same();
     test_without_gradients_the_norm_is_zero_and_nothing_moves();
     test_bad_settings_are_named();
+    test_all_of_a_step_goes_to_the_stream_that_is_given();
     return 0;
 }

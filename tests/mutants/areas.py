@@ -185,7 +185,8 @@ AREAS = {
         {
             core("comm", "comm_local", "comm_split"): "core/test_comm.c",
             core("comm_shm", "exchange", "exchange_slots", "crew", "shm_queue"):
-                "core/test_comm_shm.c core/test_comm_shm_faults.c",
+                "core/test_comm_shm.c core/test_comm_shm_memory.c "
+                "core/test_comm_shm_faults.c",
             core("comm_levels", "levels_reduce"): "core/test_comm_levels.c",
             core("pool"): "core/test_pool.c",
             core("reducer", "bucket"): "core/test_reducer.c",
@@ -329,5 +330,24 @@ EQUIVALENT = (
         "if (rule->max_tokens > 0 && longest > 0 && "
         "rule->max_tokens / longest <= room) {",
         "room becomes the smaller of two numbers; where they are equal, itself",
+    ),
+    (
+        "csrc/core/ct_rows.c",
+        "return b != 0 && a > SIZE_MAX / b ? SIZE_MAX : a * b;",
+        "return b != 0 && a >= SIZE_MAX / b ? SIZE_MAX : a * b;",
+        "where a is SIZE_MAX / b, a * b is above SIZE_MAX / 2: no region holds so much",
+    ),
+    (
+        "csrc/core/ct_bmuf_codes.c",
+        "for (int rank = 0; status == CT_OK && rank < ranks; rank++) {",
+        "for (int rank = 0; status == CT_OK && rank <= ranks; rank++) {",
+        "the part behind the last rank's is empty: nothing is coded or decoded",
+    ),
+    (
+        "csrc/core/ct_exchange_slots.c",
+        "return (x < y ? y - x : x - y) < bytes;",
+        "return (x < y ? y - x : y - x) < bytes;",
+        "a collective's operands are equal or apart: the difference wraps to no less "
+        "than bytes",
     ),
 )

@@ -54,6 +54,14 @@ def failure(function, *args):
 found["structure"] = failure(made.gather_function, [mine["pair"]] * (rank + 1))
 found["dtype"] = failure(made.gather_function, np.zeros(2, "f4" if rank else "f8"))
 
+class Unlike(rank_evaluations.ctrainer.Trainer):
+    def prediction_step(self, *args, **kwargs):
+        loss, outputs, labels = super().prediction_step(*args, **kwargs)
+        return loss, {"a": outputs} if rank else [outputs] * 2, labels
+made.__class__ = Unlike
+found["predictions"] = failure(made.predict, range(16))
+made.__class__ = rank_evaluations.ctrainer.Trainer
+
 # an own gather_function, as transformers lets one be assigned
 calls = []
 def gather(value):
@@ -132,6 +140,7 @@ def test_rows_that_a_loader_repeats_are_left_out_of_metrics(found: Any) -> None:
 def test_values_that_do_not_go_together_are_refused_on_all(found: Any) -> None:
     for rank, other in ((0, 1), (1, 0)):
         assert f"rank {other} has a container" in found[rank]["structure"]
+        assert f"rank {other} has a container" in found[rank]["predictions"]
         assert "float" in found[rank]["dtype"]
 
 

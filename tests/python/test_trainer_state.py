@@ -64,6 +64,13 @@ def test_file_that_is_no_state_is_refused(tmp_path) -> None:
         TrainerState.load_from_json(path)
 
 
+def test_field_of_another_type_is_refused_by_its_name(tmp_path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps({"global_step": "seven"}))
+    with pytest.raises(ValueError, match=r"state.json.*global_step"):
+        TrainerState.load_from_json(path)
+
+
 def test_numbers_of_numpy_and_torch_are_stored_plainly(tmp_path) -> None:
     torch = pytest.importorskip("torch")
     state = TrainerState(
