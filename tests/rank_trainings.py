@@ -130,6 +130,18 @@ class Spoiling(ctrainer.Trainer):
         return super().compute_loss(model, inputs, *args, **kw)
 
 
+class Holding(ctrainer.Trainer):
+    """The model's no_sync() fails on all ranks."""
+
+    def _wrap_model(self, *args: Any, **kwargs: Any) -> Any:
+        def no_sync() -> Any:
+            raise OSError("no_sync() of its own")
+
+        model = super()._wrap_model(*args, **kwargs)
+        model.no_sync = no_sync
+        return model
+
+
 class Failing(ctrainer.Trainer):
     """Rank 1 fails at its third batch."""
 

@@ -11,7 +11,7 @@ from ranks import run_ranks, told
 BEHAVIOUR = """
 import warnings
 import ctrainer, torch
-from rank_trainings import Exchanging, Failing, Moding, Spoiling, Wish
+from rank_trainings import Exchanging, Failing, Holding, Moding, Spoiling, Wish
 from rank_trainings import parameters, trained
 
 found = {}
@@ -60,6 +60,10 @@ left_over = "2 batches on this rank and 1"
 found["left over"] = sum(left_over in str(w.message) for w in told_of)
 
 try:
+    trained(folder, 48, base=Holding, **halves)
+except Exception as problem:
+    found["held"] = f"{type(problem).__name__}: {problem}"
+try:
     trained(folder, 48, base=Failing, per_device_train_batch_size=4)
 except Exception as problem:
     found["failure"] = f"{type(problem).__name__}: {problem}"
@@ -102,6 +106,7 @@ def test_like_one_process_and_alike_on_both(tmp_path) -> None:
         assert found["warned"] == 1
         # rank 1's overflow halves the scale of both
         assert found["scales"] == [2.0, ranks[0]["scales"][1]]
+        assert found["held"] == "OSError: no_sync() of its own"
         # as transformers leaves it, and TRL's log() expects it
         assert found["modes"] == [["log", False], ["step", True]]
         assert found["again"] == found["parameters"] == ranks[0]["parameters"]
