@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ctrainer import progress_html, progress_text
+from ctrainer import progress, progress_html, progress_text
 from ctrainer.progress import ProgressCallback, choose_mode
 from ctrainer.progress_text import Progress, render
 from ctrainer.trainer_state import TrainerState
@@ -395,6 +395,35 @@ class TestPace:
         losses = callback.meter.progress.losses
         assert len(losses) <= 1024
         assert losses[-1] == (2999, 1.0)
+
+    def test_speeds_are_of_the_seconds_that_the_updates_took(self, monkeypatch) -> None:
+        clock = SimpleNamespace(monotonic=lambda: 100.0)
+        monkeypatch.setattr(progress, "time", clock)
+        meter = progress.Meter()
+        args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=2)
+        state = TrainerState(max_steps=20)
+        meter.start(args, state)
+        clock.monotonic = lambda: 104.0
+        state.global_step, state.num_input_tokens_seen = 8, 4000
+        meter.move(args, state)
+        found = meter.progress
+        assert found.elapsed_seconds == 4.0
+        assert found.samples_per_second == 8 * 16 / 4
+        assert found.tokens_per_second == 4000 / 4
+        assert found.eta_seconds == (20 - 8) * 4 / 8
+
+    @pytest.mark.parametrize("event", ["on_predict", "on_evaluate"])
+    def test_each_prediction_is_counted_from_its_begin(
+        self, event: str, monkeypatch
+    ) -> None:
+        callback, stream = self.display(monkeypatch)
+        state = TrainerState()
+        for _ in range(2):
+            callback.on_prediction_step(None, state, None, eval_dataloader=range(9))
+            assert callback.meter.progress.evaluating == (1, 9)
+            getattr(callback, event)(None, state, None, metrics={"eval_loss": 1.0})
+            assert callback.meter.progress.evaluating is None
+        assert "eval 1/9" in stream.getvalue()
 
     def test_a_frame_that_takes_long_comes_seldom(self, monkeypatch) -> None:
         callback, _ = self.display(monkeypatch)
