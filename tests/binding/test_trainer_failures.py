@@ -127,8 +127,12 @@ def test_a_foreign_optimizer_is_skipped_too() -> None:
     "error", [ValueError, StopIteration, KeyboardInterrupt, MemoryError]
 )
 @pytest.mark.parametrize(
-    "hook", ["compute_loss", "training_step", "_prepare_inputs", "log"]
-)
+    "hook",
+    [
+        "compute_loss", "training_step", "_prepare_inputs", "log", "get_batch_samples",
+        "_get_num_items_in_batch", "floating_point_ops", "_get_learning_rate",
+    ],
+)  # fmt: skip
 def test_an_error_in_a_hook_arrives_and_the_trainer_stays_usable(
     hook: str, error: type[BaseException]
 ) -> None:

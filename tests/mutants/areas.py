@@ -111,10 +111,11 @@ AREAS = {
     "trainer": Area(
         {
             binding("trainer_loop", "trainer_step", "trainer_batch"):
-                "binding/test_trainer_hooks.py parity/test_training.py",
+                "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
+                "parity/test_training.py",
             binding("trainer_micro"):
-                "binding/test_trainer_hooks.py parity/test_training.py "
-                "python/test_ranks_training.py",
+                "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
+                "parity/test_training.py python/test_ranks_training.py",
             binding("trainer_clip"): "binding/test_clipping.py",
             binding("trainer_update"):
                 "binding/test_trainer_failures.py parity/test_training.py "
@@ -124,9 +125,9 @@ AREAS = {
             binding("trainer_metrics", "trainer_noise"):
                 "binding/test_gradient_metrics.py",
         },
-        "binding/test_trainer_failures.py parity/test_loss_arithmetic.py "
-        "binding/test_precision.py python/test_trainer_precision.py "
-        "python/test_trainer_checkpoints.py",
+        "binding/test_trainer_eval.py binding/test_trainer_failures.py "
+        "parity/test_loss_arithmetic.py binding/test_precision.py "
+        "python/test_trainer_precision.py python/test_trainer_checkpoints.py",
     ),
     "evaluation": Area(
         {
@@ -372,5 +373,17 @@ EQUIVALENT = (
         "return batch->rows >= 0 && result == 0 ? "
         "ctpy_pack(packet, batch->whole, names)",
         "of a message without rows, nobody reads more than its head",
+    ),
+    (
+        "csrc/core/ct_reducer.c",
+        "while (status == CT_OK && r->has_owners && r->settled + 1 < r->started &&",
+        "while (status == CT_OK && r->has_owners && r->settled + 1 <= r->started &&",
+        "the bucket that was started last is waited for sooner: results are the same",
+    ),
+    (
+        "csrc/binding/trainer_eval_ranks.c",
+        "kept[r] = kept[r] > ranks->left ? ranks->left : kept[r];",
+        "kept[r] = kept[r] >= ranks->left ? ranks->left : kept[r];",
+        "the smaller of two numbers; where they are equal, either",
     ),
 )

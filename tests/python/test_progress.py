@@ -425,6 +425,15 @@ class TestPace:
             assert callback.meter.progress.evaluating is None
         assert "eval 1/9" in stream.getvalue()
 
+    def test_a_log_between_ticks_shows_how_far_the_run_is(self, monkeypatch) -> None:
+        callback, stream = self.display(monkeypatch)
+        args = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=1)
+        state = TrainerState(max_steps=9)
+        callback.on_train_begin(args, state, None)
+        state.global_step, callback.next_draw = 4, 0.0
+        callback.on_log(args, state, None, logs={"loss": 1.0})
+        assert "4/9" in stream.getvalue()
+
     def test_a_frame_that_takes_long_comes_seldom(self, monkeypatch) -> None:
         callback, _ = self.display(monkeypatch)
         monkeypatch.setattr(callback.line, "draw", lambda progress: time.sleep(0.05))
