@@ -177,6 +177,23 @@ def test_a_hook_that_returns_the_wrong_thing_is_named() -> None:
             trainer.train()
 
 
+def test_a_step_that_is_no_number_ends_the_run_before_an_epoch() -> None:
+    class Misses(ctrainer.TrainerCallback):
+        epochs = 0
+
+        def on_train_begin(self, args: Any, state: Any, *_: Any, **kw: Any) -> None:
+            state.global_step = "three"
+
+        def on_epoch_begin(self, *_: Any, **kw: Any) -> None:
+            self.epochs += 1
+
+    misses = Misses()
+    trainer = make(ctrainer.Trainer, Net(), rows(), max_steps=2, callbacks=[misses])
+    with pytest.raises(ValueError, match="three"):
+        trainer.train()
+    assert misses.epochs == 0
+
+
 def test_a_hook_may_replace_the_optimizer() -> None:
     class Replaces(ctrainer.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, *rest: Any, **kw: Any) -> None:

@@ -222,6 +222,33 @@ begin_several(ct_comm *comm, void *arg)
 }
 
 static void
+begin_a_broadcast(ct_comm *comm, void *arg)
+{
+    ct_comm *levels = levels_of(comm);
+    ct_work *work;
+    double *values = ct_alloc(LARGEST * sizeof *values);
+    const ct_request r = {
+        .what = CT_BROADCAST, .root = RANKS - 1, .in = {values, LARGEST, CT_F64}
+    };
+    (void)arg;
+    CHECK(values != NULL);
+    fill(&r.in, comm->rank);
+    CHECK(ct_comm_start(levels, &r, &work, NULL) == CT_OK);
+    CHECK(ct_comm_wait(levels, work, NULL) == CT_OK);
+    for (size_t i = 0; i < LARGEST; i++) {
+        CHECK(values[i] == value_at(RANKS - 1, i));
+    }
+    ct_free(values);
+    levels->ops->free(levels);
+}
+
+static void
+test_a_broadcast_may_be_begun_as_an_all_reduce_may(void)
+{
+    run_ranks(RANKS, 30.0, begin_a_broadcast, NULL);
+}
+
+static void
 test_all_reduces_work_side_by_side(void)
 {
     run_ranks(RANKS, 30.0, begin_several, NULL);
@@ -308,6 +335,7 @@ main(void)
     test_every_collective_is_that_of_one_level();
     test_means_are_those_of_all_ranks();
     test_all_reduces_work_side_by_side();
+    test_a_broadcast_may_be_begun_as_an_all_reduce_may();
     test_what_does_not_fit_is_refused_on_every_rank();
     test_a_missing_rank_is_reported_with_its_level();
     return 0;

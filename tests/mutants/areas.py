@@ -386,4 +386,12 @@ EQUIVALENT = (
         "kept[r] = kept[r] >= ranks->left ? ranks->left : kept[r];",
         "the smaller of two numbers; where they are equal, either",
     ),
+    (
+        "csrc/binding/trainer_eval_batch.c",
+        "if (going > 0 && going < comm->world_size) { "
+        "/* some have nothing to run at all */",
+        "if (going > 0 && going < (comm->world_size + 1)) { "
+        "/* some have nothing to run at all */",
+        "a batch is lent where each rank has its own, which it runs instead",
+    ),
 )
