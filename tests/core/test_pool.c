@@ -2,6 +2,7 @@
 #include "core/ct_pool.h"
 #include "ct_test.h"
 
+#include <dirent.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -190,6 +191,34 @@ test_a_fork_beside_a_running_job_finds_the_pool_at_rest(void)
     CHECK(pthread_join(other, NULL) == 0);
 }
 
+#ifdef __linux__
+static int
+count_threads(void)
+{
+    int n = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks != NULL);
+    for (const struct dirent *e; (e = readdir(tasks)) != NULL;) {
+        n += e->d_name[0] != '.';
+    }
+    CHECK(closedir(tasks) == 0);
+    return n;
+}
+
+/* A thread that has been joined is in /proc for a moment yet. */
+static void
+test_threads_above_a_lower_number_end(void)
+{
+    CHECK(ct_pool_set_threads(5, NULL) == CT_OK);
+    const int before = count_threads();
+    CHECK(ct_pool_set_threads(2, NULL) == CT_OK);
+    for (int i = 0; i < 5000 && count_threads() != before - 3; i++) {
+        (void)usleep(1000);
+    }
+    CHECK(count_threads() == before - 3);
+}
+#endif
+
 static void
 test_a_number_of_threads_out_of_range_is_refused(void)
 {
@@ -269,6 +298,9 @@ main(void)
         test_a_forked_child_has_a_pool_of_its_own();
         test_a_fork_beside_a_running_job_finds_the_pool_at_rest();
     }
+#ifdef __linux__
+    test_threads_above_a_lower_number_end();
+#endif
     test_a_number_of_threads_out_of_range_is_refused();
     test_too_few_resources_for_threads_keep_the_old_number();
     test_the_environment_sets_the_number_to_start_with();

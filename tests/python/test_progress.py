@@ -98,6 +98,10 @@ class TestLiveLine:
         assert render(Progress(step=3), 80) == "ctrainer 3"
         assert render(Progress(step=0, total=8), 24) == "ctrainer 0/8   0% ──────"
 
+    def test_a_bar_has_four_columns_or_is_left_out(self) -> None:
+        assert render(Progress(step=0, total=8), 22) == "ctrainer 0/8   0% ────"
+        assert render(Progress(step=0, total=8), 21) == "ctrainer 0/8   0%"
+
     def test_evaluation_takes_the_place_of_the_numbers(self) -> None:
         line = "ctrainer 140/200 eval 12/40 ━━━╸────────"
         assert render(a_run(evaluating=(12, 40)), 40) == line
@@ -411,6 +415,21 @@ class TestPace:
         assert found.samples_per_second == 8 * 16 / 4
         assert found.tokens_per_second == 4000 / 4
         assert found.eta_seconds == (20 - 8) * 4 / 8
+
+    def test_an_evaluation_does_not_count_as_time_of_updates(self, monkeypatch) -> None:
+        callback, _ = self.display(monkeypatch)
+        clock = SimpleNamespace(monotonic=lambda: 100.0)
+        monkeypatch.setattr(progress, "time", clock)
+        args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=2)
+        state = TrainerState(max_steps=20)
+        callback.on_train_begin(args, state, None)
+        for seconds, step in ((104.0, 0), (106.0, 4)):
+            clock.monotonic = lambda now=seconds: now
+            if step == 0:
+                callback.on_evaluate(args, state, None, metrics={"eval_loss": 1.0})
+            state.global_step = step
+            callback.meter.move(args, state)
+        assert callback.meter.progress.samples_per_second == 4 * 16 / 2
 
     @pytest.mark.parametrize("event", ["on_predict", "on_evaluate"])
     def test_each_prediction_is_counted_from_its_begin(
