@@ -200,11 +200,11 @@ _ENGINES = {
     "with fsdp",
 }
 # Ours, with those of the build and the tests.
-_VARIABLES = [
-    f"CTRAINER_{name}"
-    for name in "LOG ISA NUM_THREADS CHECK_COLLECTIVES CUDA CUDA_ARCHS CFLAGS LDFLAGS "
-    "EXHAUSTIVE".split()
-]
+_PREFIX = "CTRAINER_"
+_VARIABLES = (
+    "LOG ISA NUM_THREADS CHECK_COLLECTIVES FSDP_POISON CUDA CUDA_ARCHS CFLAGS LDFLAGS "
+    "EXHAUSTIVE ORDER"
+).split()
 
 
 def check_environment() -> None:
@@ -216,10 +216,10 @@ def check_environment() -> None:
                 f"{name} is set: {why}. Unset it, or start the script without it in "
                 "accelerate's configuration"
             )
-    ours = (name for name in os.environ if name.startswith("CTRAINER_"))
-    for name in set(ours) - set(_VARIABLES):
+    ours = {n.removeprefix(_PREFIX) for n in os.environ if n.startswith(_PREFIX)}
+    for name in ours - set(_VARIABLES):
         if "did you mean" in (meant := nearest(name, _VARIABLES)):
-            warnings.warn(f"{name} has no effect; {meant}", stacklevel=4)
+            warnings.warn(f"{_PREFIX}{name} has no effect; {meant}", stacklevel=4)
 
 
 def status_of(name: str) -> tuple[str, str]:

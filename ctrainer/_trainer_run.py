@@ -380,7 +380,9 @@ class RunMixin(
         self.is_in_train = False
         if whole:
             self._resume_state = self._where()
-        self._reader = None  # and the data loader's workers, if it has any
+        if self._reader is not None:
+            self._reader.close()  # and the data loader's workers, if it has any
+            self._reader = None
         self._memory_tracker.cur_stage = None
         self._adapter.leave_mixed_precision(self.model)
         if getattr(self, "_neftune", None) is not None:

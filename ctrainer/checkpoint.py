@@ -45,6 +45,7 @@ __all__ = [
 logger = logging.getLogger("ctrainer.checkpoint")
 
 PREFIX = "checkpoint"
+SAVING = ".ctrainer-saving-"  # as in csrc/core/ct_staging.c
 STATE_NAME = "trainer_state.json"
 _OWN_STATE_NAME = re.compile(r"ctrainer_state(_\d+)?\.json")
 StrPath = str | os.PathLike[str]
@@ -283,6 +284,11 @@ def _is_archive(path: Path) -> bool:
 # Finding
 
 
+def _is_being_saved(entry: os.DirEntry[str]) -> bool:
+    """Is it the link under which an override of _save_checkpoint finds its files?"""
+    return entry.is_symlink() and os.readlink(entry.path).startswith(SAVING)
+
+
 def find_checkpoints(output_dir: StrPath, prefix: str = PREFIX) -> list[str]:
     """The folders `prefix`-N of output_dir, by rising N."""
     pattern = re.compile(rf"{re.escape(prefix)}-(\d+)")
@@ -290,7 +296,7 @@ def find_checkpoints(output_dir: StrPath, prefix: str = PREFIX) -> list[str]:
     with os.scandir(output_dir) as entries:
         for entry in entries:
             match = pattern.fullmatch(entry.name)
-            if match and entry.is_dir():
+            if match and entry.is_dir() and not _is_being_saved(entry):
                 found.append((int(match[1]), os.path.join(output_dir, entry.name)))
     return [path for _, path in sorted(found)]
 

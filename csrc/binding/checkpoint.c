@@ -117,6 +117,17 @@ CheckpointWriter_flush(PyObject *op, PyObject *Py_UNUSED(unused))
     return run_step(op, ct_writer_flush);
 }
 
+PyDoc_STRVAR(show_doc,
+             "show($self, /)\n--\n\n"
+             "Write all files added so far, and show the folder under its final "
+             "name\nuntil the save is committed, as a link.");
+
+static PyObject *
+CheckpointWriter_show(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return run_step(op, ct_writer_show);
+}
+
 PyDoc_STRVAR(remove_after_doc,
              "remove_after($self, folder, /)\n--\n\n"
              "Remove another folder as soon as the open save is in place.");
@@ -257,6 +268,7 @@ static PyMethodDef CheckpointWriter_methods[] = {
     {"add_bytes", CheckpointWriter_add_bytes, METH_VARARGS,
      CheckpointWriter_add_bytes_doc},
     {"flush", CheckpointWriter_flush, METH_NOARGS, flush_doc},
+    {"show", CheckpointWriter_show, METH_NOARGS, show_doc},
     {WITH_KEYWORDS(commit)},
     {"wait", CheckpointWriter_wait, METH_NOARGS, wait_doc},
     {"abort", CheckpointWriter_abort, METH_NOARGS, abort_doc},

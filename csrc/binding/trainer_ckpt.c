@@ -138,8 +138,8 @@ write_checkpoint(PyObject *op, PyObject *Py_UNUSED(model), PyObject *trial)
                      ? 1
                      : ctpy_is_default(op, ctpy_state_borrow(op)->str__save_checkpoint);
     if (native < 0 || (native == 0 && ((Trainer *)op)->saves &&
-                       ctpy_ckpt_tell_writer(op, "flush") < 0)) {
-        Py_CLEAR(answer); /* an override finds on the disk what super() has saved */
+                       ctpy_ckpt_tell_writer(op, "show") < 0)) {
+        Py_CLEAR(answer); /* an override finds in checkpoint-N what super() has saved */
     }
     Py_XDECREF(folder);
     Py_XDECREF(run);

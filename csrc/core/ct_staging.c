@@ -19,8 +19,12 @@ static const char prefix[] = ".ctrainer-saving-";
 /* Below outer: NAME as it was, while it is replaced without an exchange of names. */
 static const char replaced[] = ".replaced";
 
+/* Below outer: NAME as it was, while PARENT/NAME is a link to outer/NAME. */
+static const char hidden[] = ".hidden";
+
 enum {
-    ATTEMPTS = 8
+    ATTEMPTS = 8,
+    TARGET_BYTES = 64 /* more than the first part of such a link has */
 };
 
 void
@@ -49,11 +53,56 @@ put_back(const char *parent, const char *outer, const char *name)
     return there;
 }
 
+static bool
+is_link_into(const char *path, const char *outer)
+{
+    const char *name = ct_path_name(outer);
+    const size_t n = strlen(name);
+    char target[TARGET_BYTES];
+    const ssize_t got = readlink(path, target, sizeof target);
+    return got > 0 && (size_t)got > n && memcmp(target, name, n) == 0 &&
+           target[n] == '/';
+}
+
+/* PARENT/NAME is a link to an unfinished save: takes it away, and puts back what had
+ * the name. False where that could not be. */
+static bool
+unlink_shown(const char *parent, const char *outer, const char *name)
+{
+    char *final = ct_path_join(parent, name), *aside = ct_path_join(outer, hidden);
+    char *old = aside == NULL ? NULL : ct_path_join(aside, name);
+    bool done = final != NULL && old != NULL &&
+                (!is_link_into(final, outer) || unlink(final) == 0) &&
+                (access(old, F_OK) != 0 || rename(old, final) == 0);
+    ct_free(old);
+    ct_free(aside);
+    ct_free(final);
+    return done;
+}
+
 /* False where a folder is still without its name: outer must stay. */
+static bool
+unlink_all_shown(const char *parent, const char *outer)
+{
+    bool done = true;
+    struct dirent *entry;
+    DIR *dir = opendir(outer);
+    while (dir != NULL && (entry = readdir(dir)) != NULL) {
+        if (entry->d_name[0] != '.') {
+            done = unlink_shown(parent, outer, entry->d_name) && done;
+        }
+    }
+    if (dir != NULL) {
+        (void)closedir(dir);
+    }
+    return done;
+}
+
+/* The same for all that a save may have taken a name from. */
 static bool
 recover(const char *parent, const char *outer)
 {
-    bool done = true;
+    bool done = unlink_all_shown(parent, outer);
     struct dirent *entry;
     char *old = ct_path_join(outer, replaced);
     DIR *dir = old == NULL ? NULL : opendir(old);
@@ -214,6 +263,48 @@ ct_staging_open(ct_staging *staging, const char *final_folder, ct_error *err)
     return status;
 }
 
+/* Out of the link's way; errno tells why not. */
+static int
+hide_final(const ct_staging *staging)
+{
+    char *aside = ct_path_join(staging->outer, hidden);
+    char *old =
+        aside == NULL ? NULL : ct_path_join(aside, ct_path_name(staging->final));
+    int failed = old == NULL ? ENOMEM : 0;
+    if (failed == 0 && mkdir(aside, 0777) < 0 && errno != EEXIST) {
+        failed = errno;
+    }
+    if (failed == 0 && rename(staging->final, old) < 0) {
+        failed = errno;
+    }
+    ct_free(old);
+    ct_free(aside);
+    errno = failed;
+    return failed == 0 ? 0 : -1;
+}
+
+ct_status
+ct_staging_show(ct_staging *staging, ct_error *err)
+{
+    const char *name = ct_path_name(staging->final);
+    if (staging->shown) {
+        return CT_OK;
+    }
+    if (staging->had_final && hide_final(staging) < 0) {
+        return ct_fail_io(err, errno, "put aside", staging->final);
+    }
+    char *target = ct_path_join(ct_path_name(staging->outer), name);
+    ct_status status =
+        target == NULL ? ct_fail(err, CT_ENOMEM, "no memory for a path") : CT_OK;
+    staging->shown = target != NULL && symlink(target, staging->final) == 0;
+    ct_free(target);
+    if (!staging->shown && !unlink_shown(staging->parent, staging->outer, name) &&
+        status == CT_OK) {
+        status = ct_fail_io(err, errno, "put back", staging->final);
+    }
+    return status;
+}
+
 static ct_status
 adopt_entry(const ct_staging *staging, const char *name, ct_error *err)
 {
@@ -236,6 +327,11 @@ ct_staging_adopt(ct_staging *staging, ct_error *err)
 {
     ct_status status = CT_OK;
     struct dirent *entry;
+    if (staging->shown &&
+        !unlink_shown(staging->parent, staging->outer, ct_path_name(staging->final))) {
+        return ct_fail_io(err, errno, "put back", staging->final);
+    }
+    staging->shown = false;
     DIR *dir = staging->had_final ? NULL : opendir(staging->final);
     if (dir == NULL) {
         return CT_OK;

@@ -22,6 +22,7 @@ typedef struct ct_staging {
     char *folder;   /* outer/NAME, where files go */
     int lock;       /* descriptor of outer, locked; -1 where locks are not to be had */
     bool had_final; /* final was there already */
+    bool shown;     /* final is a link to folder */
     int buried;     /* folders moved to outer so far */
 } ct_staging;
 
@@ -34,8 +35,13 @@ CT_NODISCARD ct_status ct_staging_open(ct_staging *staging, const char *final_fo
  * without its name, as far as it can, and removes what else dead processes left. */
 void ct_staging_recover(const char *parent);
 
-/* Moves into folder what somebody wrote to final meanwhile, if final was not there at
- * the start. */
+/* Makes final a link to folder, so that files can be read and written there under their
+ * final names; a folder of that name waits in outer. Where the file system has no links
+ * nothing changes. */
+CT_NODISCARD ct_status ct_staging_show(ct_staging *staging, ct_error *err);
+
+/* Takes the link of ct_staging_show away. Without it, moves into folder what somebody
+ * wrote to final meanwhile, if final was not there at the start. */
 CT_NODISCARD ct_status ct_staging_adopt(ct_staging *staging, ct_error *err);
 
 /* Renames folder to final, replacing a folder of that name, and puts the change on the

@@ -204,6 +204,15 @@ ct_writer_flush(ct_writer *writer, ct_error *err)
 }
 
 ct_status
+ct_writer_show(ct_writer *writer, ct_error *err)
+{
+    ct_status status = ct_writer_flush(writer, err);
+    return status != CT_OK || ct_writer_folder_borrow(writer) == NULL
+               ? status
+               : ct_staging_show(&writer->staging, err);
+}
+
+ct_status
 ct_writer_remove_after(ct_writer *writer, const char *path, ct_error *err)
 {
     void *block = (void *)writer->doomed;

@@ -51,6 +51,10 @@ CT_NODISCARD ct_status ct_writer_add(ct_writer *writer, ct_plan *plan, bool copy
 /* Writes every file added so far, so that it can be read in the folder. */
 CT_NODISCARD ct_status ct_writer_flush(ct_writer *writer, ct_error *err);
 
+/* The same, and shows the folder under its final name until the save is committed, as a
+ * link. */
+CT_NODISCARD ct_status ct_writer_show(ct_writer *writer, ct_error *err);
+
 /* Once the open save is in place, removes the folder at path, which vanishes as a
  * whole before it is taken apart; one that is not there is passed over. */
 CT_NODISCARD ct_status ct_writer_remove_after(ct_writer *writer, const char *path,

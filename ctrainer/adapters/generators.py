@@ -83,10 +83,11 @@ class _NumpyState:
     """
 
     _BYTES = 4 * 625  # MT19937: 624 words and the position among them
+    _Words = ctypes.c_char * _BYTES
 
     def __init__(self) -> None:
         self.bits = _numpy.get_bit_generator()
-        self._words = ctypes.create_string_buffer(self._BYTES)
+        self._words = self._Words()
         self._rest = _C.ObjectWatch([_numpy.get_state.__self__])
         self._address = self._find()
         self._whole: Any = None

@@ -129,6 +129,10 @@ class Reader:
                 f"state_dict() and load_state_dict(); {ADVICE}"
             )
 
+    def close(self) -> None:
+        """End the epoch: workers that do not persist end, too."""
+        self._batches = iter(())
+
     def describe(self) -> str:
         return type(self.loader).__name__
 
@@ -165,7 +169,13 @@ class Reader:
 
 
 def has_state(part: Any) -> bool:
-    """Does it say where it is, and go there: state_dict() and load_state_dict()?"""
+    """Does it say where it is, and go there: state_dict() and load_state_dict()?
+
+    accelerate's loaders have both methods, and do what the loader within can do.
+    """
+    inner = getattr(part, "base_dataloader", None)
+    if inner is not None:
+        return has_state(inner)
     return callable(getattr(part, "state_dict", None)) and callable(
         getattr(part, "load_state_dict", None)
     )

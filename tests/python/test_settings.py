@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import random
+import re
 import typing
 import warnings
 from argparse import Namespace
@@ -25,6 +26,7 @@ import torch
 
 from ctrainer import BMUF, EarlyStoppingCallback
 from ctrainer._argument_checks import read_table
+from ctrainer._argument_table import check_environment
 from ctrainer._fsdp_options import sharding_of
 from ctrainer._optimizer_names import parse_options
 from ctrainer._settings import hints, read
@@ -595,8 +597,23 @@ class TestEnvironment:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("CTRAINER_NUM_THREAD", "2")
-        with pytest.warns(UserWarning, match="did you mean 'CTRAINER_NUM_THREADS'"):
+        with pytest.warns(UserWarning, match="NUM_THREAD has .* mean 'NUM_THREADS'"):
             TrainingArguments("o")
+
+    def test_no_variable_that_the_sources_read_is_told(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        root = Path(__file__).parents[2]
+        sources = [*root.glob("c*/**/*.py"), *root.glob("csrc/*/*.[ch]"),
+                   *root.glob("cuda/*"), root / "setup.py"]  # fmt: skip
+        text = "".join(path.read_text() for path in sources if path.is_file())
+        read_there = set(re.findall(r"\"(CTRAINER_[A-Z_]+)\"", text))
+        assert {"CTRAINER_ISA", "CTRAINER_FSDP_POISON"} < read_there
+        for name in read_there:
+            monkeypatch.setenv(name, "0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check_environment()
 
 
 class TestSchedules:

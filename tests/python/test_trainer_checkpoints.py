@@ -1,8 +1,10 @@
 """Checkpoints of a Trainer: what hooks find, rotation keeps and a kill leaves."""
 
 import json
+import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +24,8 @@ from ctrainer.checkpoint import (  # noqa: E402
 )
 from ctrainer.trainer import Trainer  # noqa: E402
 from ctrainer.training_args import TrainingArguments  # noqa: E402
+
+CHECKPOINTS = ("checkpoint-4", "checkpoint-8", "checkpoint-12")
 
 
 class Net(torch.nn.Module):
@@ -134,6 +138,8 @@ class WritesMore(Trainer):
         with open(os.path.join(folder, "inside.txt"), "w") as file:
             file.write("x")
         outside = os.path.join(self.args.output_dir, name)
+        with open(os.path.join(outside, "bare.txt"), "w") as file:
+            file.write("z")
         os.makedirs(os.path.join(outside, "sub"))
         with open(os.path.join(outside, "sub", "outside.txt"), "w") as file:
             file.write("y")
@@ -145,11 +151,68 @@ def test_overrides_write_into_the_same_whole_folder(tmp_path: Path) -> None:
     for step in steps_of(tmp_path):
         folder = tmp_path / f"checkpoint-{step}"
         manifest = json.loads((folder / "ctrainer_manifest.json").read_text())["files"]
-        for name in ("size.txt", "inside.txt", "sub/outside.txt", "optimizer.pt"):
-            assert name in manifest
+        assert {"size.txt", "inside.txt", "bare.txt", "sub/outside.txt"} < set(manifest)
+        assert "optimizer.pt" in manifest
         assert verify_checkpoint(folder) == []
+        assert not folder.is_symlink()
         size = (folder / "model.safetensors").stat().st_size
         assert (folder / "size.txt").read_text() == str(size)
+
+
+class Appends(Trainer):
+    """Changes what super() has saved, under the name it will have."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        step = self.state.global_step
+        folder = os.path.join(self.args.output_dir, f"checkpoint-{step}")
+        with open(os.path.join(folder, "trainer_state.json")) as file:
+            assert json.load(file)["global_step"] == step
+        with open(os.path.join(folder, "run.txt"), "w") as file:
+            file.write(str(self.args.run_name))
+        assert folder not in find_checkpoints(self.args.output_dir)
+        if self.args.run_name == "fails":
+            raise RuntimeError("no luck")
+        if self.args.run_name == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_an_override_writes_where_the_checkpoint_will_be_also_in_its_place(
+    tmp_path: Path, async_save: bool
+) -> None:
+    for name in ("first", "second"):
+        make(tmp_path, Appends, run_name=name, async_save=async_save).train()
+        assert sorted(os.listdir(tmp_path)) == sorted(CHECKPOINTS)
+        for folder in find_checkpoints(tmp_path):
+            assert (Path(folder) / "run.txt").read_text() == name
+            assert verify_checkpoint(folder) == []
+
+
+@pytest.mark.parametrize("end", ["fails", "killed"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_an_override_that_does_not_end_leaves_what_had_the_name(
+    tmp_path: Path, end: str, replaces: bool
+) -> None:
+    if replaces:
+        make(tmp_path, run_name="first").train()
+    before = {path: path.read_bytes() for path in tmp_path.glob("*/*.safetensors")}
+    if end == "fails":
+        with pytest.raises(RuntimeError, match="no luck"):
+            make(tmp_path, Appends, run_name=end).train()
+    else:
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: make(tmp_path, Appends, run_name=end).train()
+        )
+        child.start()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+    newest = last_whole_checkpoint(tmp_path)
+    assert newest == (str(tmp_path / "checkpoint-12") if replaces else None)
+    assert sorted(os.listdir(tmp_path)) == (sorted(CHECKPOINTS) if replaces else [])
+    after = {path: path.read_bytes() for path in tmp_path.glob("*/*.safetensors")}
+    assert after == before
+    assert not list(tmp_path.glob("*/run.txt"))
 
 
 class Copied(Trainer):
