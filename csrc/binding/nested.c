@@ -225,8 +225,8 @@ ctpy_batch_size(PyObject *op, const ctpy_state *state)
     for (Py_ssize_t i = 0; n == -1 && i < PyTuple_GET_SIZE(children); i++) {
         n = ctpy_batch_size(PyTuple_GET_ITEM(children, i), state);
     }
-    if (n == -1 && PyList_Check(op)) { /* of rows that no collator has put together */
-        n = PyTuple_GET_SIZE(children);
+    if (n == -1 && PyList_Check(op) && PyTuple_GET_SIZE(children) > 0) {
+        n = PyTuple_GET_SIZE(children); /* rows that no collator has put together */
     }
     Py_XDECREF(children);
     Py_LeaveRecursiveCall();

@@ -515,6 +515,11 @@ class DispatchedReader(reading.Reader):
         self._batches = self.loader.hand_out(batches, beginning)
         return self
 
+    def close(self) -> None:
+        super().close()
+        if self._inner is not None:
+            self._inner.close()
+
     def __next__(self) -> Any:
         batch = next(self._batches)
         self.place += 1

@@ -61,7 +61,8 @@ class Reader:
         return self
 
     def __next__(self) -> Any:
-        draws = self._draws
+        # With its first batch an epoch may begin to draw its order: as it comes.
+        draws = self._draws if self.place else None
         if draws is None:
             batch = next(self._batches)
         else:

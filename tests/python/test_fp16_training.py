@@ -230,6 +230,9 @@ class TestTheFile:
         state = {**theirs.state_dict(), "scale": 2.0, "_growth_tracker": 3}
         theirs.load_state_dict(state)
         torch.save(theirs.state_dict(), checkpoint / "scaler.pt")
+        (
+            checkpoint / "ctrainer_manifest.json"
+        ).unlink()  # which knows the file as it was
         watch = Watch()
         run(tmp_path / "b", str(checkpoint), watch=watch, max_steps=STEPS + 1)
         assert watch.scales == [4.0]  # the fourth clean step of growth_interval=4
