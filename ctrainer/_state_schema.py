@@ -144,6 +144,7 @@ _PLACE = fields(
         "length": none_or(whole()),
         "rows": whole(1, 1 << 48),
         "last": none_or(whole()),
+        "drawing": FLAG,
         "workers": whole(),
         "ranks": whole(1),
         "past": whole(),

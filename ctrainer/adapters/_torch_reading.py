@@ -36,6 +36,9 @@ def seed_all(word: int) -> None:
 class Draws(PlaceDraws):
     """With torch's generator on the CPU."""
 
+    def now(self) -> tuple[Any, ...]:
+        return *super().now(), torch.default_generator.get_state().numpy().tobytes()
+
     def seed(self, word: int) -> None:
         seed_all(word)
 
@@ -218,10 +221,13 @@ class LoaderReader(reading.Reader):
         try:
             batch = next(self._batches)
         finally:
-            if self._draws is not None:
-                self._draws.end()
+            self._put_back()
         self.place += 1
         return batch
+
+    def _put_back(self) -> None:
+        if self._draws is not None:
+            self._draws.end()
 
     def state(self) -> dict[str, Any]:
         state = {"kind": self.kind, "epoch": self.epoch, "place": self.place}
@@ -235,15 +241,23 @@ class LoaderReader(reading.Reader):
 
 class IndexedReader(LoaderReader):
     """Of a data set with an index: what was seen is passed over in the order alone, and
-    its last indices tell whether the order is the same."""
+    its last indices tell whether the order is the same.
+
+    Without workers to put generators aside and back takes longer than to read a small
+    batch: a data set that draws nothing for an epoch's first batch is taken to draw
+    nothing in that epoch.
+    """
 
     kind = "indexed"
+    _drawing = True  # does this epoch draw?
+    _seeded: Any = None  # the generators when the epoch's first batch began
 
     def _begin(self, state: dict[str, Any], skip: int) -> None:
         super()._begin(state, skip)
         self._sent: collections.deque[Any] = collections.deque()
         self._seen: Any = None
         self._source: Iterator[Any] | None = None
+        self._drawing = bool(state.get("drawing", True))
         self.place = skip
         self._batches = self._iterate()
         if skip and self._source is None:
@@ -280,13 +294,20 @@ class IndexedReader(LoaderReader):
             if indices is self:
                 return
             self._sent.append(indices)
-            word = None if self._draws is None else self.word(at)
             if workers:
+                word = None if self._draws is None else self.word(at)
                 yield _Sent(_arrive, word, epoch, indices)
-            else:
-                if self._draws is not None and word is not None:
-                    self._draws.begin(word)
-                yield indices
+                continue
+            if self._drawing and self._draws is not None:
+                self._draws.begin(self.word(at))
+                self._seeded = None if at else self._draws.now()
+            yield indices
+
+    def _put_back(self) -> None:
+        if self._seeded is not None and self._draws is not None:
+            self._drawing = self._seeded != self._draws.now()
+            self._seeded = None
+        super()._put_back()
 
     def __next__(self) -> Any:
         batch = super().__next__()
@@ -294,7 +315,8 @@ class IndexedReader(LoaderReader):
         return batch
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "last": _order_digest(self._seen)}
+        last = _order_digest(self._seen)
+        return {**super().state(), "last": last, "drawing": self._drawing}
 
 
 def _order_digest(indices: Any) -> int:

@@ -150,6 +150,14 @@ class PlaceDraws:
             self.open = False
             self.put()
 
+    def now(self) -> tuple[Any, ...]:
+        """The states as they are, to be compared."""
+        told = _numpy.get_state(legacy=False)
+        inner = dict(told["state"])
+        words = inner.pop("key", np.empty(0)).tobytes()
+        store = told.get("has_gauss"), told.get("gauss")
+        return random.getstate(), repr(inner), words, store
+
     def seed(self, word: int) -> None:
         seed_generators(word)
 

@@ -313,7 +313,8 @@ test_what_has_begun_is_waited_for()
 {
     ct_comm *comm = join_alone(30.0);
     buffers all(N, own);
-    const ct_request r = {CT_ALL_REDUCE, CT_REDUCE_SUM, 0, all.of[0].on_device(), {}};
+    const ct_request r = {
+        CT_ALL_REDUCE, CT_REDUCE_SUM, 0, all.of[0].on_device(), {}, {}};
     ct_work *first = NULL, *second = NULL;
     ct_error err;
     emul::busy = 4;
@@ -344,7 +345,7 @@ test_host_memory_is_copied()
         CHECK(values[0] == 3 && values[1] == 15);
         check_ok(comms[r]->ops->all_reduce(comms[r], &said, CT_REDUCE_SUM, &err), err);
         CHECK(flags[0] && flags[1]);
-        const ct_request again = {CT_BROADCAST, CT_REDUCE_SUM, 2, two, {}};
+        const ct_request again = {CT_BROADCAST, CT_REDUCE_SUM, 2, two, {}, {}};
         ct_work *work = NULL;
         values[1] = (int64_t)r;
         check_ok(ct_comm_start(comms[r], &again, &work, &err), err);
