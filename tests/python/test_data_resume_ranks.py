@@ -19,11 +19,12 @@ from tiny import Net, arguments
 import ctrainer, torch
 
 def make(kind, name, dispatch, workers=0, **options):
+    even = kind != "datasets"  # whose shards differ in length
     args = arguments(
         output_dir=f"{folder}/{name}", per_device_train_batch_size=2, max_steps=7,
         save_strategy="steps", save_steps=1, seed=11, remove_unused_columns=False,
-        accelerator_config={"dispatch_batches": dispatch}, ddp_timeout=60,
-        dataloader_num_workers=workers, **options)
+        accelerator_config={"dispatch_batches": dispatch, "even_batches": even},
+        ddp_timeout=60, dataloader_num_workers=workers, **options)
     trainer = ctrainer.Trainer(Net(dropout=0.2), args, collate, DATA[kind]())
     trainer.remove_callback(ctrainer.PrinterCallback)
     return trainer
