@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,16 @@ def test_the_fixed_faults_apply(fixed: areas.Fixed) -> None:
     assert (ROOT / "tests" / fixed.nearest).exists()
 
 
-def test_what_is_excluded_has_a_reason_and_is_not_drawn() -> None:
+def test_what_is_excluded_are_faults_with_a_reason() -> None:
     for path, before, after, reason in areas.EQUIVALENT:
         assert len(reason) > 20
-        assert excluded(Fault(path, 1, "", f"    {before}", f"    {after}"))
+        alike = [
+            fault
+            for fault in faults(ROOT, path)
+            if (fault.before.strip(), fault.after.strip()) == (before, after)
+        ]
+        assert alike, f"{path} has no fault that makes {before!r} {after!r}"
+        assert all(map(excluded, alike))
     assert not excluded(Fault("csrc/core/ct_io.c", 1, "", "before", "after"))
 
 
@@ -100,8 +107,29 @@ def test_a_seed_draws_the_same_faults_with_the_fixed_ones_first() -> None:
     assert {area for _, area, _ in drawn(0, ["bmuf"])} == {"bmuf"}
 
 
+def test_the_others_keep_their_order_where_a_file_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    every = [fault for fault, _, _ in drawn(3, ["bmuf"])]
+    lines = Counter((fault.path, fault.before) for fault in every)
+    gone = next(f for f in every[5:] if lines[f.path, f.before] == 1)
+
+    def without(root: Path, path: str) -> list[Fault]:
+        return [fault for fault in faults(root, path) if fault != gone]
+
+    monkeypatch.setattr("mutants.run.faults", without)
+    left = [fault for fault, _, _ in drawn(3, ["bmuf"])]
+    for alike in (True, False):
+        before, after = (
+            [f for f in some if (f.operator == gone.operator) is alike and f != gone]
+            for some in (every, left)
+        )
+        assert before == after
+        assert len(before) > 100
+
+
 def results(nearest: int, area: int, survived: int) -> list[dict[str, str]]:
-    near = {"area": "bmuf", "fault": "", "how": "nearest", "by": "a test"}
+    near = {"area": "bmuf", "fault": "", "how": "nearest", "by": "a test", "said": ""}
     far = {**near, "how": "area"}
     alive = {**near, "how": "-", "by": ""}
     return [near] * nearest + [far] * area + [alive] * survived

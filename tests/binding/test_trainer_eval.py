@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,27 @@ def test_callbacks_see_each_batch_and_may_replace_the_control(tmp_path: Path) ->
     trainer.predict(Data(2, labels=False))
     names = {f"test_{n}" for n in ("runtime", "samples_per_second", "steps_per_second")}
     assert seen[1:] == [names]
+
+
+def test_seconds_are_those_that_evaluating_and_predicting_took(tmp_path: Path) -> None:
+    class Timed(Data):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            read.append(time.time())
+            return super().__getitem__(i)
+
+    trainer = make(tmp_path)
+    for prefix in ("eval", "test"):
+        read: list[float] = []
+        began = time.time()
+        if prefix == "eval":
+            metrics = trainer.evaluate(Timed(9))
+        else:
+            metrics = trainer.predict(Timed(9)).metrics
+        most = time.time() - began
+        rounding = 1e-4
+        assert len(read) == 9
+        seconds = metrics[f"{prefix}_runtime"]
+        assert read[-1] - read[0] - rounding <= seconds <= most + rounding
 
 
 def test_loss_counts_rows_and_by_token_counts_targets(tmp_path: Path) -> None:

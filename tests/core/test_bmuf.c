@@ -5,6 +5,7 @@
 #include "ct_processes.h"
 #include "ct_random.h"
 #include "ct_ranks.h"
+#include "ct_streamed.h"
 #include "ct_test.h"
 
 #include <math.h>
@@ -60,7 +61,7 @@ model_new(ct_comm *comm)
         }
         m.tensors[t].span = (ct_span){values, lengths[t], CT_F32};
     }
-    ct_bmuf_init(&m.bmuf, &ct_device_cpu, NULL);
+    ct_bmuf_init(&m.bmuf, &ct_device_streamed, &ct_the_stream);
     return m;
 }
 
@@ -193,7 +194,7 @@ mix_dtypes(ct_comm *comm, void *arg)
     const ct_bmuf_list list = {tensors, 3}, saved = {to, 3};
     ct_bmuf b;
     (void)arg;
-    ct_bmuf_init(&b, &ct_device_cpu, NULL);
+    ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
     CHECK(ct_bmuf_take_over(&b, &config, comm, &list, NULL) == CT_OK);
     CHECK(f64 == 4.0 && f32[0] == 1.0f && ct_load(CT_BF16, &bf16, 0) == 2.0);
     CHECK(ct_load(CT_F16, copy, 0) == 1.0 && ct_load(CT_F16, copy, 1) == 8.0);
@@ -234,7 +235,7 @@ test_momentum_and_global_model_can_be_saved(void)
     ct_comm *comm = ct_comm_self_new();
     ct_error err;
     ct_bmuf b;
-    ct_bmuf_init(&b, &ct_device_cpu, NULL);
+    ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
     CHECK(ct_bmuf_start(&b, &config, &list, NULL) == CT_OK);
     CHECK(ct_bmuf_save(&b, &b.global, &out, NULL) == CT_OK && saved == 3.0f);
     value = 1.0f;
@@ -264,7 +265,7 @@ load_apart(ct_comm *comm, void *arg)
     ct_error err;
     ct_bmuf b;
     (void)arg;
-    ct_bmuf_init(&b, &ct_device_cpu, NULL);
+    ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
     CHECK(ct_bmuf_start(&b, &config, &list, NULL) == CT_OK && !b.alike);
     CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK && b.alike);
     CHECK(ct_bmuf_load(&b, &b.momentum, &source, NULL) == CT_OK && b.alike);
@@ -295,7 +296,7 @@ test_integers_are_refused(void)
     const ct_bmuf_list list = {&tensor, 1};
     ct_error err;
     ct_bmuf b;
-    ct_bmuf_init(&b, &ct_device_cpu, NULL);
+    ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
     CHECK(ct_bmuf_start(&b, &configs[0], &list, &err) == CT_EINVAL);
     CHECK(strcmp(err.message,
                  "parameter 0 is int64; only float dtypes can be averaged") == 0);
@@ -313,7 +314,7 @@ test_no_memory_is_an_error(void)
     ct_comm *comm = ct_comm_self_new();
     for (size_t n = 1; n <= 7; n++) {
         ct_bmuf b;
-        ct_bmuf_init(&b, &ct_device_cpu, NULL);
+        ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
         ct_alloc_fail_after(n);
         CHECK(ct_bmuf_take_over(&b, &configs[0], comm, &list, NULL) == CT_ENOMEM);
         ct_alloc_fail_after(0);

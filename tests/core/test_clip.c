@@ -1,4 +1,5 @@
 #include "core/ct_step.h"
+#include "ct_streamed.h"
 #include "ct_test.h"
 
 #include <math.h>
@@ -16,7 +17,7 @@ fixture_make(void)
 {
     fixture f = {
         .grad = {3.0, 5.0, 4.0},
-        .optim = ct_optim_new(&ct_device_cpu),
+        .optim = ct_optim_new(&ct_device_streamed),
     };
     CHECK(f.optim != NULL && ct_optim_resize(f.optim, 2, 3, NULL) == CT_OK);
     for (size_t g = 0; g < 2; g++) {
@@ -41,8 +42,10 @@ step(fixture *f, const ct_clip *clip, double loss_scale)
             .group = i == 1,
         };
     }
-    CHECK(ct_step_measure(f->optim, NULL, &config, loss_scale, &result, NULL) == CT_OK);
-    CHECK(ct_step_apply(f->optim, NULL, &config, loss_scale, &result, NULL) == CT_OK);
+    CHECK(ct_step_measure(f->optim, &ct_the_stream, &config, loss_scale, &result,
+                          NULL) == CT_OK);
+    CHECK(ct_step_apply(f->optim, &ct_the_stream, &config, loss_scale, &result, NULL) ==
+          CT_OK);
     return result;
 }
 
@@ -137,7 +140,7 @@ test_what_was_measured_once_does_not_clip_the_next_update(void)
     memset(f.param, 0, sizeof f.param);
     const ct_step_config config = {.clip = {.value = 100.0}};
     ct_step_result result = {.finite = true, .clip_coef = 1.0};
-    CHECK(ct_step_apply(f.optim, NULL, &config, 1.0, &result, NULL) == CT_OK);
+    CHECK(ct_step_apply(f.optim, &ct_the_stream, &config, 1.0, &result, NULL) == CT_OK);
     check_params(&f, 3.0, 5.0, 4.0);
     ct_optim_free(f.optim);
 }

@@ -4,6 +4,7 @@
 #include "core/ct_power_sgd.h"
 #include "core/ct_reducer.h"
 #include "ct_ranks.h"
+#include "ct_streamed.h"
 #include "ct_test.h"
 
 #include <math.h>
@@ -32,8 +33,8 @@ model_init(model *m, const int *owners)
     const ct_bucket_limits limits = {.first_bytes = 1 << 20, .cap_bytes = 1 << 20};
     m->spans[0] = (ct_span){m->matrix, ROWS * COLS, CT_F32};
     m->spans[1] = (ct_span){m->vector, VECTOR, CT_F32};
-    CHECK(ct_reducer_init(&m->reducer, &ct_device_cpu, NULL, m->spans, 2, &limits,
-                          &of_both, NULL) == CT_OK);
+    CHECK(ct_reducer_init(&m->reducer, &ct_device_streamed, &ct_the_stream, m->spans, 2,
+                          &limits, &of_both, NULL) == CT_OK);
     CHECK(m->reducer.plan.n_buckets == 1);
     ct_reducer_lend(&m->reducer, 0, m->memory);
 }
@@ -96,7 +97,8 @@ round_to_half(ct_comm *comm, void *arg)
     ct_codec *codec;
     model m;
     model_init(&m, NULL);
-    CHECK(ct_codec_half_new(&codec, &ct_device_cpu, NULL, dtype, 1, NULL) == CT_OK);
+    CHECK(ct_codec_half_new(&codec, &ct_device_streamed, &ct_the_stream, dtype, 1,
+                            NULL) == CT_OK);
     use(&m, codec);
     fill(&m, comm->rank);
     m.matrix[1] = comm->rank == 0 ? 1.0f + 0x1p-20f : 1.0f;
@@ -119,7 +121,8 @@ round_to_half_for_rank_1(ct_comm *comm, void *arg)
     model m;
     (void)arg;
     model_init(&m, owners);
-    CHECK(ct_codec_half_new(&codec, &ct_device_cpu, NULL, CT_F16, 1, NULL) == CT_OK);
+    CHECK(ct_codec_half_new(&codec, &ct_device_streamed, &ct_the_stream, CT_F16, 1,
+                            NULL) == CT_OK);
     use(&m, codec);
     for (int cycle = 0; cycle < 2; cycle++) {
         fill(&m, comm->rank);
@@ -151,14 +154,15 @@ power(const model *m, size_t rank, uint64_t start, bool batched)
     ct_power_sgd_config config = ct_power_sgd_default();
     ct_codec *codec;
     if (rank == 0) {
-        CHECK(ct_codec_codes_new(&codec, &ct_device_cpu, NULL, 1, NULL) == CT_OK);
+        CHECK(ct_codec_codes_new(&codec, &ct_device_streamed, &ct_the_stream, 1,
+                                 NULL) == CT_OK);
         return codec;
     }
     config.rank = rank;
     config.start_iter = start;
     config.batched = batched;
-    CHECK(ct_power_sgd_new(&codec, &ct_device_cpu, NULL, &config, &m->reducer.plan,
-                           rows, lengths, NULL) == CT_OK);
+    CHECK(ct_power_sgd_new(&codec, &ct_device_streamed, &ct_the_stream, &config,
+                           &m->reducer.plan, rows, lengths, NULL) == CT_OK);
     return codec;
 }
 
@@ -291,13 +295,13 @@ test_options_of_power_sgd_are_checked(void)
     ct_codec *codec;
     ct_error err;
     config.rank = 0;
-    CHECK(ct_power_sgd_new(&codec, &ct_device_cpu, NULL, &config, &plan, rows, lengths,
-                           &err) == CT_EINVAL);
+    CHECK(ct_power_sgd_new(&codec, &ct_device_streamed, &ct_the_stream, &config, &plan,
+                           rows, lengths, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "rank is 0") != NULL);
     config.rank = 1;
     config.min_rate = NAN;
-    CHECK(ct_power_sgd_new(&codec, &ct_device_cpu, NULL, &config, &plan, rows, lengths,
-                           &err) == CT_EINVAL);
+    CHECK(ct_power_sgd_new(&codec, &ct_device_streamed, &ct_the_stream, &config, &plan,
+                           rows, lengths, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "min_compression_rate is nan") != NULL);
 }
 

@@ -2,6 +2,7 @@
 #include "core/ct_alloc.h"
 #include "core/ct_fsdp.h"
 #include "ct_ranks.h"
+#include "ct_streamed.h"
 
 #include <string.h>
 
@@ -30,7 +31,7 @@ open_unit(fixture *f, const ct_comm *comm, ct_dtype compute, ct_dtype reduce)
     const size_t n = SHARE * (size_t)comm->world_size;
     const size_t sizes[GROUPS] = {n, n};
     const bool trainable[GROUPS] = {true, false};
-    CHECK(ct_fsdp_init(&f->unit, &ct_device_cpu, sizes, trainable, GROUPS,
+    CHECK(ct_fsdp_init(&f->unit, &ct_device_streamed, sizes, trainable, GROUPS,
                        comm->world_size, NULL) == CT_OK);
     CHECK(ct_mapping_open(&f->full, ct_fsdp_full_bytes(&f->unit, compute), false,
                           NULL) == CT_OK);
@@ -38,6 +39,7 @@ open_unit(fixture *f, const ct_comm *comm, ct_dtype compute, ct_dtype reduce)
           CT_OK);
     f->ledger = (ct_fsdp_ledger){.live = 0};
     f->unit.ledger = &f->ledger;
+    f->unit.stream = &ct_the_stream;
     f->unit.full = &f->full;
     f->unit.grads = &f->grads;
     f->unit.config = (ct_fsdp_config){.compute = compute,
@@ -58,7 +60,7 @@ close_unit(fixture *f)
     ct_fsdp_fini(&f->unit);
     ct_mapping_close(&f->full);
     ct_mapping_close(&f->grads);
-    ct_fsdp_ledger_close(&f->ledger, &ct_device_cpu);
+    ct_fsdp_ledger_close(&f->ledger, &ct_device_streamed);
 }
 
 static void
@@ -107,7 +109,7 @@ begins_to_gather(ct_comm *comm, void *arg)
     CHECK(other.begun == 0 && other.peak == f.full.bytes && f.unit.gathered);
     ct_fsdp_release(&f.unit);
     CHECK(other.live == 0);
-    ct_fsdp_ledger_close(&other, &ct_device_cpu);
+    ct_fsdp_ledger_close(&other, &ct_device_streamed);
     close_unit(&f);
 }
 
@@ -281,11 +283,11 @@ refuses_what_does_not_fit(void)
     const size_t odd = 7;
     const bool trainable = true;
     CHECK(comm != NULL);
-    CHECK(ct_fsdp_init(&unit, &ct_device_cpu, &odd, &trainable, 1, 2, &err) ==
+    CHECK(ct_fsdp_init(&unit, &ct_device_streamed, &odd, &trainable, 1, 2, &err) ==
           CT_EINVAL);
     CHECK(strstr(err.message, "group 0 has 7 elements") != NULL);
     ct_alloc_fail_after(1);
-    CHECK(ct_fsdp_init(&unit, &ct_device_cpu, &odd, &trainable, 1, 7, &err) ==
+    CHECK(ct_fsdp_init(&unit, &ct_device_streamed, &odd, &trainable, 1, 7, &err) ==
           CT_ENOMEM);
     ct_alloc_fail_after(0);
     ct_fsdp_fini(&unit);
@@ -307,7 +309,7 @@ an_empty_unit_is_fine(void)
     ct_fsdp unit;
     ct_mapping none;
     ct_fsdp_ledger ledger = {.live = 0}, other = {.live = 5, .peak = 5};
-    CHECK(ct_fsdp_init(&unit, &ct_device_cpu, NULL, NULL, 0, 3, NULL) == CT_OK);
+    CHECK(ct_fsdp_init(&unit, &ct_device_streamed, NULL, NULL, 0, 3, NULL) == CT_OK);
     CHECK(ct_fsdp_full_bytes(&unit, CT_F32) == 0 && ct_fsdp_grad_bytes(&unit) == 0);
     CHECK(ct_mapping_open(&none, 0, true, NULL) == CT_OK);
     ct_mapping_release(&none, &ledger.spares);

@@ -2,6 +2,7 @@
 #include "core/ct_alloc.h"
 #include "core/ct_fsdp_codes.h"
 #include "ct_ranks.h"
+#include "ct_streamed.h"
 
 #include <math.h>
 #include <string.h>
@@ -29,7 +30,8 @@ value_of(size_t i, int rank)
 static void
 gathers_within_half_a_step(ct_comm *comm, void *arg)
 {
-    const ct_fsdp_coder coder = {&ct_device_cpu, NULL, comm, *(const int *)arg};
+    const ct_fsdp_coder coder = {&ct_device_streamed, &ct_the_stream, comm,
+                                 *(const int *)arg};
     const size_t n = SHARE * (size_t)comm->world_size;
     float shard[SHARE], full[MOST];
     for (size_t i = 0; i < SHARE; i++) {
@@ -46,7 +48,8 @@ gathers_within_half_a_step(ct_comm *comm, void *arg)
 static void
 sums_and_remembers(ct_comm *comm, void *arg)
 {
-    const ct_fsdp_coder coder = {&ct_device_cpu, NULL, comm, *(const int *)arg};
+    const ct_fsdp_coder coder = {&ct_device_streamed, &ct_the_stream, comm,
+                                 *(const int *)arg};
     const size_t n = SHARE * (size_t)comm->world_size;
     float whole[MOST], residual[MOST] = {0}, part[SHARE];
     double total[SHARE] = {0.0};
@@ -77,7 +80,8 @@ sums_and_remembers(ct_comm *comm, void *arg)
 static void
 forgets_without_a_residual(ct_comm *comm, void *arg)
 {
-    const ct_fsdp_coder coder = {&ct_device_cpu, NULL, comm, *(const int *)arg};
+    const ct_fsdp_coder coder = {&ct_device_streamed, &ct_the_stream, comm,
+                                 *(const int *)arg};
     const size_t n = SHARE * (size_t)comm->world_size;
     float whole[MOST], first[SHARE], second[SHARE];
     for (size_t i = 0; i < n; i++) {
@@ -93,7 +97,8 @@ forgets_without_a_residual(ct_comm *comm, void *arg)
 static void
 fails_without_memory(ct_comm *comm, void *arg)
 {
-    const ct_fsdp_coder coder = {&ct_device_cpu, NULL, comm, *(const int *)arg};
+    const ct_fsdp_coder coder = {&ct_device_streamed, &ct_the_stream, comm,
+                                 *(const int *)arg};
     float values[SHARE] = {0}, result[SHARE];
     const ct_span in = {values, SHARE, CT_F32}, out = {result, SHARE, CT_F32};
     ct_alloc_fail_after(1);

@@ -1,6 +1,7 @@
 #include "core/ct_alloc.h"
 #include "core/ct_optim.h"
 #include "core/ct_pool.h"
+#include "ct_streamed.h"
 #include "ct_test.h"
 #include "math/ct_half_math.h"
 
@@ -46,7 +47,7 @@ static ct_status
 update(ct_optim *optim, double grad_scale, bool zero_grads, ct_error *err)
 {
     const ct_optim_pass pass = {.grad_scale = grad_scale, .zero_grads = zero_grads};
-    return ct_optim_update(optim, NULL, &pass, err);
+    return ct_optim_update(optim, &ct_the_stream, &pass, err);
 }
 
 static const ct_adamw_config adamw = {
@@ -55,7 +56,7 @@ static const ct_adamw_config adamw = {
 static ct_optim *
 adamw_make(size_t n_groups, size_t n_params)
 {
-    ct_optim *optim = ct_optim_new(&ct_device_cpu);
+    ct_optim *optim = ct_optim_new(&ct_device_streamed);
     CHECK(optim != NULL);
     CHECK(ct_optim_resize(optim, n_groups, n_params, NULL) == CT_OK);
     for (size_t g = 0; g < n_groups; g++) {
@@ -129,9 +130,9 @@ test_the_norm_is_that_of_the_gradients_present(void)
     attach(optim, 1, 0, &b);
     attach(optim, 2, 0, &c);
     ct_optim_params_borrow(optim)[2].grad = NULL;
-    CHECK(ct_optim_norm(optim, NULL, &norm, NULL) == CT_OK);
+    CHECK(ct_optim_norm(optim, &ct_the_stream, &norm, NULL) == CT_OK);
     CHECK(norm == sqrt(N * 25.0));
-    CHECK(ct_optim_zero_grads(optim, NULL, NULL) == CT_OK);
+    CHECK(ct_optim_zero_grads(optim, &ct_the_stream, NULL) == CT_OK);
     CHECK(a.grad[0] == 0.0f && b.grad[N - 1] == 0.0f && c.grad[0] == 100.0f);
     ct_optim_free(optim);
 }
@@ -140,7 +141,7 @@ static void
 test_sgd_without_momentum_needs_no_state(void)
 {
     tensor t = tensor_make(1.0f);
-    ct_optim *optim = ct_optim_new(&ct_device_cpu);
+    ct_optim *optim = ct_optim_new(&ct_device_streamed);
     CHECK(ct_optim_resize(optim, 1, 1, NULL) == CT_OK);
     CHECK(ct_optim_n_params(optim) == 1);
     ct_optim_groups_borrow(optim)[0] =
@@ -157,7 +158,7 @@ static void
 test_sgd_starts_its_momentum_as_the_gradient_undampened(void)
 {
     tensor t = tensor_make(1.0f);
-    ct_optim *optim = ct_optim_new(&ct_device_cpu);
+    ct_optim *optim = ct_optim_new(&ct_device_streamed);
     CHECK(ct_optim_resize(optim, 1, 1, NULL) == CT_OK);
     ct_optim_groups_borrow(optim)[0] = (ct_optim_group){
         .kind = CT_OPTIM_SGD, .sgd = {.lr = 0.5, .momentum = 0.5, .dampening = 0.5}
@@ -294,7 +295,7 @@ test_master_copies_feed_the_model_and_the_average(void)
     };
     const ct_optim_pass pass = {
         .grad_scale = 1.0, .zero_grads = true, .ema_decay = 0.75};
-    CHECK(ct_optim_update(optim, NULL, &pass, NULL) == CT_OK);
+    CHECK(ct_optim_update(optim, &ct_the_stream, &pass, NULL) == CT_OK);
     for (size_t i = 0; i < N; i++) {
         CHECK(fabsf(master[i] - 0.9f) < 1e-6f && grad[i] == 0);
         CHECK(model[i] == ct_bf16_from_f32(master[i]));
@@ -307,7 +308,7 @@ static ct_status
 whole_life(tensor *t, ct_error *err)
 {
     double norm = 0.0;
-    ct_optim *optim = ct_optim_new(&ct_device_cpu);
+    ct_optim *optim = ct_optim_new(&ct_device_streamed);
     if (optim == NULL) {
         return CT_ENOMEM;
     }
@@ -315,7 +316,7 @@ whole_life(tensor *t, ct_error *err)
     if (status == CT_OK) {
         ct_optim_groups_borrow(optim)[0].adamw = adamw;
         attach(optim, 0, 0, t);
-        status = ct_optim_norm(optim, NULL, &norm, err);
+        status = ct_optim_norm(optim, &ct_the_stream, &norm, err);
     }
     if (status == CT_OK) {
         status = update(optim, 1.0, true, err);
@@ -366,10 +367,10 @@ test_a_steady_step_allocates_nothing(void)
     double norm = 0.0;
     ct_optim *optim = adamw_make(1, 1);
     attach(optim, 0, 0, &t);
-    CHECK(ct_optim_norm(optim, NULL, &norm, NULL) == CT_OK);
+    CHECK(ct_optim_norm(optim, &ct_the_stream, &norm, NULL) == CT_OK);
     ct_alloc_fail_after(1);
     CHECK(ct_optim_resize(optim, 1, 1, NULL) == CT_OK);
-    CHECK(ct_optim_norm(optim, NULL, &norm, NULL) == CT_OK);
+    CHECK(ct_optim_norm(optim, &ct_the_stream, &norm, NULL) == CT_OK);
     CHECK(update(optim, 1.0, true, NULL) == CT_OK);
     ct_alloc_fail_after(0);
     ct_optim_free(optim);

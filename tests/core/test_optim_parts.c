@@ -6,6 +6,7 @@
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_ranks.h"
+#include "ct_streamed.h"
 
 #include <math.h>
 #include <string.h>
@@ -82,7 +83,7 @@ fill_part(const setting *s, ct_random *r, size_t p, size_t begin, size_t n, doub
 static ct_optim *
 optimizer(const setting *s, model *m, ct_comm *comm)
 {
-    ct_optim *optim = ct_optim_new(&ct_device_cpu);
+    ct_optim *optim = ct_optim_new(&ct_device_streamed);
     ct_random r = {5};
     CHECK(optim != NULL && ct_optim_resize(optim, 1, s->n_params, NULL) == CT_OK);
     ct_optim_groups_borrow(optim)[0] = *s->group;
@@ -124,7 +125,7 @@ train(const setting *s, model *m, ct_comm *comm)
             const ct_optim_param *to = &ct_optim_params_borrow(optim)[p];
             fill_part(s, &r, p, to->part.begin, to->n, m->grad[p]);
         }
-        CHECK(ct_optim_update(optim, NULL, &pass, NULL) == CT_OK);
+        CHECK(ct_optim_update(optim, &ct_the_stream, &pass, NULL) == CT_OK);
     }
     ct_optim_free(optim);
 }
@@ -133,7 +134,12 @@ static void
 train_rank(ct_comm *comm, void *arg)
 {
     const setting *s = arg;
+    const ct_comm_ops *own = comm->ops;
+    ct_comm_ops reaching = *own; /* the memory of any device */
+    reaching.takes_device_memory = true;
+    comm->ops = &reaching;
     train(s, s->ranks[comm->rank], comm);
+    comm->ops = own;
 }
 
 /* A part against its place in the whole: alike for one rank, else to a bound. */
@@ -285,7 +291,7 @@ update_misfit(ct_comm *comm, void *arg)
     float param[4][20] = {{0}}, grad[20] = {1.0f}, first[4][20] = {{0}};
     float before[4][20], state[4][20] = {{0}};
     ct_error err;
-    ct_optim *optim = ct_optim_new(&ct_device_cpu);
+    ct_optim *optim = ct_optim_new(&ct_device_streamed);
     const ct_optim_pass pass = {.grad_scale = 1.0};
     CHECK(optim != NULL && ct_optim_resize(optim, 1, 4, NULL) == CT_OK);
     ct_optim_groups_borrow(optim)[0] = lamb;
@@ -301,7 +307,7 @@ update_misfit(ct_comm *comm, void *arg)
         };
     }
     memcpy(before, param, sizeof before);
-    CHECK(ct_optim_update(optim, NULL, &pass, &err) == CT_EINVAL);
+    CHECK(ct_optim_update(optim, &ct_the_stream, &pass, &err) == CT_EINVAL);
     CHECK(strstr(err.message, odd->expected) != NULL);
     CHECK(memcmp(before, param, sizeof before) == 0);
     CHECK(first[0][0] == 0.0f);

@@ -3,6 +3,7 @@
 #include "core/ct_alloc.h"
 #include "core/ct_comm_sync.h"
 #include "ct_ranks.h"
+#include "ct_streamed.h"
 #include "ct_test.h"
 
 #include <math.h>
@@ -103,8 +104,8 @@ test_a_plan_survives_every_lack_of_memory(void)
     for (size_t n = 1; status == CT_ENOMEM; n++) {
         ct_reducer r;
         ct_alloc_fail_after(n);
-        status = ct_reducer_init(&r, &ct_device_cpu, NULL, params, 2, &small, &for_all,
-                                 NULL);
+        status = ct_reducer_init(&r, &ct_device_streamed, &ct_the_stream, params, 2,
+                                 &small, &for_all, NULL);
         ct_alloc_fail_after(0);
         CHECK((status == CT_OK) == (n > 8));
         if (status == CT_OK) {
@@ -131,8 +132,8 @@ model_init(model *m, const ct_bucket_limits *limits)
     for (size_t i = 0; i < PARAMS; i++) {
         m->spans[i] = (ct_span){m->grads[i], lengths[i], CT_F32};
     }
-    CHECK(ct_reducer_init(&m->reducer, &ct_device_cpu, NULL, m->spans, PARAMS, limits,
-                          &m->owners, NULL) == CT_OK);
+    CHECK(ct_reducer_init(&m->reducer, &ct_device_streamed, &ct_the_stream, m->spans,
+                          PARAMS, limits, &m->owners, NULL) == CT_OK);
     for (size_t b = 0; b < m->reducer.plan.n_buckets; b++) {
         if (!m->reducer.plan.buckets[b].alone) {
             ct_reducer_lend(&m->reducer, b, m->memory[b]);
@@ -189,6 +190,7 @@ average_in_any_order(ct_comm *comm, void *arg)
         CHECK(ct_reducer_finish(&m.reducer, comm, NULL) == CT_OK);
         check_means(&m, comm->rank);
     }
+    CHECK(m.reducer.label.call == 3 * m.reducer.plan.n_buckets);
     ct_reducer_fini(&m.reducer);
 }
 
@@ -384,6 +386,49 @@ test_a_rank_that_is_gone_is_told(void)
     run_ranks(RANKS, 30.0, lose_a_rank, &limits);
 }
 
+/* Gradients are never averaged with what another rank means as something else, however
+ * alike both are in shape, be it in the first cycle or later. */
+static void
+average_something_else(ct_comm *comm, void *arg)
+{
+    const int cycles = *(const int *)arg;
+    ct_bucket_limits limits = small;
+    float other[MOST] = {0};
+    model m = {0};
+    ct_error err;
+    model_init(&m, &limits);
+    for (int cycle = 0; cycle <= cycles; cycle++) {
+        fill(&m, comm->rank);
+        ct_reducer_begin(&m.reducer);
+        ct_status status = CT_OK;
+        const ct_span alike = {other, m.reducer.plan.buckets[0].n, CT_F32};
+        if (cycle == cycles && comm->rank == 1) {
+            status = comm->ops->all_reduce(comm, &alike, CT_REDUCE_MEAN, &err);
+        }
+        for (size_t i = PARAMS; status == CT_OK && i-- > 0;) {
+            status = ct_reducer_announce(&m.reducer, comm, i, &m.spans[i], &err);
+        }
+        if (cycle < cycles) {
+            CHECK(status == CT_OK &&
+                  ct_reducer_finish(&m.reducer, comm, NULL) == CT_OK);
+            continue;
+        }
+        CHECK(status == CT_EINVAL);
+        CHECK(strstr(err.message, "averages 'gradients of replicated parameters'"));
+        CHECK(strstr(err.message, "rank 1 calls all_reduce"));
+        ct_reducer_abort(&m.reducer, comm);
+    }
+    ct_reducer_fini(&m.reducer);
+}
+
+static void
+test_gradients_are_not_averaged_with_something_else(void)
+{
+    for (int cycles = 0; cycles < 3; cycles++) {
+        run_ranks(RANKS, 30.0, average_something_else, &cycles);
+    }
+}
+
 /* ---- making ranks alike ------------------------------------------------------------
  */
 
@@ -440,6 +485,7 @@ main(void)
     test_owners_get_the_averages();
     test_cycles_that_are_out_of_the_ordinary();
     test_a_rank_that_is_gone_is_told();
+    test_gradients_are_not_averaged_with_something_else();
     run_ranks(RANKS, 30.0, take_over_spans, NULL);
     run_ranks(RANKS, 30.0, compare_lines, NULL);
     return 0;

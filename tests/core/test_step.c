@@ -1,8 +1,15 @@
 #include "core/ct_step.h"
+#include "ct_random.h"
+#include "ct_streamed.h"
 #include "ct_test.h"
 
 #include <math.h>
 #include <string.h>
+
+enum {
+    SPANS = 7,
+    MOST = 40
+};
 
 /* A single SGD parameter of two elements with lr 1: what is subtracted from it is the
  * gradient as the step scaled it. */
@@ -12,12 +19,12 @@ typedef struct fixture {
 } fixture;
 
 static void
-fixture_of(fixture *f, const ct_device *device, float first, float second)
+fixture_init(fixture *f, float first, float second)
 {
     f->grad[0] = first;
     f->grad[1] = second;
     f->param[0] = f->param[1] = 0.0f;
-    f->optim = ct_optim_new(device);
+    f->optim = ct_optim_new(&ct_device_streamed);
     CHECK(f->optim != NULL && ct_optim_resize(f->optim, 1, 1, NULL) == CT_OK);
     ct_optim_groups_borrow(f->optim)[0] =
         (ct_optim_group){.kind = CT_OPTIM_SGD, .sgd = {.lr = 1.0}};
@@ -25,19 +32,15 @@ fixture_of(fixture *f, const ct_device *device, float first, float second)
         (ct_optim_param){.param = f->param, .grad = f->grad, .n = 2, .dtype = CT_F32};
 }
 
-static void
-fixture_init(fixture *f, float first, float second)
-{
-    fixture_of(f, &ct_device_cpu, first, second);
-}
-
 static ct_step_result
 step(fixture *f, ct_step_config config, double loss_scale)
 {
     ct_step_result result;
-    CHECK(ct_step_measure(f->optim, NULL, &config, loss_scale, &result, NULL) == CT_OK);
+    CHECK(ct_step_measure(f->optim, &ct_the_stream, &config, loss_scale, &result,
+                          NULL) == CT_OK);
     CHECK(!result.updated);
-    CHECK(ct_step_apply(f->optim, NULL, &config, loss_scale, &result, NULL) == CT_OK);
+    CHECK(ct_step_apply(f->optim, &ct_the_stream, &config, loss_scale, &result, NULL) ==
+          CT_OK);
     return result;
 }
 
@@ -111,9 +114,9 @@ test_stop_fails_and_touches_nothing(void)
     ct_step_result r;
     fixture_init(&f, INFINITY, 4.0f);
     const ct_step_config config = {.nonfinite = CT_NONFINITE_STOP, .zero_grads = true};
-    CHECK(ct_step_measure(f.optim, NULL, &config, 1.0, &r, &err) == CT_OK);
+    CHECK(ct_step_measure(f.optim, &ct_the_stream, &config, 1.0, &r, &err) == CT_OK);
     CHECK(isinf(r.grad_norm) && !r.finite);
-    CHECK(ct_step_apply(f.optim, NULL, &config, 1.0, &r, &err) == CT_EFLOAT);
+    CHECK(ct_step_apply(f.optim, &ct_the_stream, &config, 1.0, &r, &err) == CT_EFLOAT);
     CHECK(strstr(err.message, "inf") != NULL && !r.updated);
     CHECK(f.param[1] == 0.0f && isinf(f.grad[0]) && f.grad[1] == 4.0f);
     ct_optim_free(f.optim);
@@ -153,66 +156,73 @@ test_bad_settings_are_named(void)
     static const double bad_scales[] = {0.0, -1.0, NAN, INFINITY};
     for (size_t i = 0; i < 2; i++) {
         const ct_step_config config = {.clip.max_norm = bad_norms[i]};
-        CHECK(ct_step_measure(f.optim, NULL, &config, 1.0, &r, &err) == CT_EINVAL);
+        CHECK(ct_step_measure(f.optim, &ct_the_stream, &config, 1.0, &r, &err) ==
+              CT_EINVAL);
         CHECK(strstr(err.message, "max_norm") != NULL);
     }
     for (size_t i = 0; i < 4; i++) {
         const ct_step_config config = {.clip.max_norm = 1.0};
-        CHECK(ct_step_apply(f.optim, NULL, &config, bad_scales[i], &r, &err) ==
-              CT_EINVAL);
+        CHECK(ct_step_apply(f.optim, &ct_the_stream, &config, bad_scales[i], &r,
+                            &err) == CT_EINVAL);
         CHECK(strstr(err.message, "loss_scale") != NULL);
     }
     CHECK(f.param[0] == 0.0f);
     ct_optim_free(f.optim);
 }
 
-/* A device whose work goes to the stream of one test alone. */
-static int the_stream, enqueued;
+/* ---- sums of gradients -------------------------------------------------------------
+ */
 
-static void
-note(const void *stream)
+/* All powers are positive: adding up to 280 of them in any order keeps 13 digits. */
+static bool
+near(double got, double expected)
 {
-    CHECK(stream == &the_stream);
-    enqueued++;
-}
-
-static ct_status
-noted_norm(void *stream, ct_scratch *scratch, double p, const ct_span *spans, size_t n,
-           double *sum, ct_error *err)
-{
-    note(stream);
-    return ct_device_cpu.norm(NULL, scratch, p, spans, n, sum, err);
-}
-
-static ct_status
-noted_read(void *stream, const double *value, double *host, ct_error *err)
-{
-    note(stream);
-    return ct_device_cpu.read(NULL, value, host, err);
-}
-
-static ct_status
-noted_update(void *stream, const ct_update *update, ct_error *err)
-{
-    note(stream);
-    return ct_device_cpu.update(NULL, update, err);
+    return fabs(got - expected) <= 1e-13 * expected;
 }
 
 static void
-test_all_of_a_step_goes_to_the_stream_that_is_given(void)
+add_up(double *sum, double p, double value)
 {
-    fixture f;
-    ct_step_result r;
-    ct_device device = ct_device_cpu;
-    device.norm = noted_norm;
-    device.read = noted_read;
-    device.update = noted_update;
-    const ct_step_config config = {.clip.max_norm = 1.0};
-    fixture_of(&f, &device, 3.0f, 4.0f);
-    CHECK(ct_step_measure(f.optim, &the_stream, &config, 1.0, &r, NULL) == CT_OK);
-    CHECK(ct_step_apply(f.optim, &the_stream, &config, 1.0, &r, NULL) == CT_OK);
-    CHECK(enqueued == 3 && r.grad_norm == 5.0 && r.updated);
-    ct_optim_free(f.optim);
+    *sum = isinf(p) ? fmax(*sum, fabs(value)) : *sum + pow(fabs(value), p);
+}
+
+static void
+test_sums_are_those_of_each_gradient_of_each_group_and_of_all(void)
+{
+    static const double powers[] = {0.5, 1.0, 2.0, 3.0, INFINITY};
+    static const uint32_t groups[SPANS] = {0, 0, 1, 0, 2, 2, 1};
+    static float values[SPANS][MOST];
+    ct_random r = {3};
+    for (size_t k = 0; k < sizeof powers / sizeof powers[0]; k++) {
+        double each[SPANS], expected[SPANS + 4] = {0}, *of_group = expected + SPANS;
+        const double p = powers[k];
+        ct_grads grads;
+        ct_grads_init(&grads, &ct_device_streamed);
+        CHECK(ct_grads_reserve(&grads, SPANS, NULL) == CT_OK);
+        CHECK(ct_grads_set_groups(&grads, 3, NULL) == CT_OK);
+        for (size_t i = 0; i < SPANS; i++) {
+            const size_t n = ct_random_below(&r, MOST + 1);
+            for (size_t at = 0; at < n; at++) {
+                values[i][at] = (float)ct_random_unit(&r);
+                add_up(&expected[i], p, values[i][at]);
+                add_up(&of_group[groups[i]], p, values[i][at]);
+                add_up(&of_group[3], p, values[i][at]);
+            }
+            ct_grads_add(&grads, &(ct_span){values[i], n, CT_F32}, groups[i]);
+        }
+        CHECK(ct_grads_sum_each(&grads, &ct_the_stream, p, each, NULL) == CT_OK);
+        for (size_t i = 0; i < SPANS; i++) {
+            CHECK(near(each[i], expected[i]));
+        }
+        CHECK(ct_grads_sum(&grads, &ct_the_stream, p, true, NULL) == CT_OK);
+        for (size_t g = 0; g < 4; g++) { /* behind the groups', that of all */
+            CHECK(near(grads.sums[g], of_group[g]));
+        }
+        *ct_grads_total(&grads) = 0.0;
+        CHECK(ct_grads_sum(&grads, &ct_the_stream, p, false, NULL) == CT_OK);
+        CHECK(near(*ct_grads_total(&grads), of_group[3]));
+        ct_grads_fini(&grads);
+    }
 }
 
 int
@@ -227,6 +237,6 @@ main(void)
     test_keep_updates_all_the_same();
     test_without_gradients_the_norm_is_zero_and_nothing_moves();
     test_bad_settings_are_named();
-    test_all_of_a_step_goes_to_the_stream_that_is_given();
+    test_sums_are_those_of_each_gradient_of_each_group_and_of_all();
     return 0;
 }

@@ -35,8 +35,10 @@ def binding(*names: str) -> str:
 AREAS = {
     "optimizers": Area(
         {
-            core("optim", "optim_kind", "optim_run"):
+            core("optim", "optim_kind"):
                 "core/test_optim.c binding/test_optimizer.py",
+            core("optim_run"):
+                "core/test_optim.c core/test_optim_parts.c binding/test_optimizer.py",
             core("hyper"): "core/test_hyper.c",
             core("clip"): "core/test_clip.c",
             core("factored") + " csrc/cpu/factor.c": "core/test_factor.c",

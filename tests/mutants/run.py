@@ -4,7 +4,8 @@
                                 [--only NUMBER ...] [--list] [--trusted]
 
 Exits 1 if fewer than 95 of 100 are seen by the tests of their area, or fewer than 90 by
-the nearest; 2 where tests fail without a fault. Results are in build/mutants/results.
+the nearest; 2 where tests fail without a fault. Each result, with the line that says
+what failed, goes to build/mutants/results.jsonl.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,27 +46,43 @@ def excluded(fault: Fault) -> bool:
 
 
 def drawn(seed: int, areas: list[str]) -> Iterator[Drawn]:
-    """The fixed faults, then others: by area, operator and place, each alike likely."""
+    """The fixed faults, then others: by area, operator and place, each alike likely.
+
+    A fault's turn comes of the seed and its own text, so that one more in a file leaves
+    the order of the others as it was. What is excluded keeps its number.
+    """
     known = nearest()
-    chance = random.Random(seed)
     for fixed in FIXED:
         area = known[fixed.path][0]
         if area in areas:
             text = (ROOT / fixed.path).read_text()
             yield fixed.fault(text), area, [fixed.nearest]
-    places: dict[str, dict[str, list[Fault]]] = {area: {} for area in areas}
-    for path, (area, _) in known.items():
-        for fault in faults(ROOT, path) if area in areas else ():
-            if not excluded(fault):
-                places[area].setdefault(fault.operator, []).append(fault)
-    while any(places.values()):
-        area = chance.choice([name for name in areas if places[name]])
-        operator = chance.choice(sorted(places[area]))
-        choice = places[area][operator]
-        fault = choice.pop(chance.randrange(len(choice)))
-        if not choice:
-            del places[area][operator]
-        yield fault, area, known[fault.path][1]
+    turns: list[tuple[float, Drawn]] = []
+    for area in areas:
+        kinds: dict[str, list[Drawn]] = {}
+        for path, tests in AREAS[area].tests().items():
+            for fault in faults(ROOT, path):
+                drawing = (fault, area, tests)
+                kinds.setdefault(fault.operator, []).append(drawing)
+        for kind in kinds.values():
+            alike: Counter[tuple[str, str, str]] = Counter()
+            for drawing in kind:
+                fault = drawing[0]
+                text = (fault.path, fault.before, fault.after)
+                alike[text] += 1
+                own = random.Random(repr((seed, *text, alike[text])))
+                turn = own.expovariate(1 / (len(kinds) * len(kind)))
+                turns.append((turn, drawing))
+    yield from (drawing for _, drawing in sorted(turns, key=lambda turn: turn[0]))
+
+
+def said(status: int | None, text: str) -> str:
+    """The line by which a test says what failed."""
+    if status is None:
+        return "hung"
+    lines = [line for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return f"{status}: {(named or lines[-1:] or ['nothing'])[0][:300]}"
 
 
 class Tree:
@@ -86,6 +104,7 @@ class Tree:
             "PYTHONDONTWRITEBYTECODE": "1", "CTRAINER_CUDA": "0",
         }  # fmt: skip
         self.seconds: dict[str, float] = {}  # that each test takes without a fault
+        self.said = ""  # by the test that ran last
 
     def run(self, seconds: float, *command: str) -> tuple[int | None, str]:
         """The exit status, None after that time, and what it wrote."""
@@ -126,14 +145,16 @@ class Tree:
     def passes(self, test: str, seconds: float) -> bool:
         name = Path(test).stem
         if test.startswith("core/"):
-            return self.run(seconds, f"build/{name}")[0] == 0
-        if test.endswith(".cpp"):
-            return self.run(seconds, f"build/emul/{name}")[0] == 0
-        status, text = self.run(
-            seconds, sys.executable, "-m", "pytest", "-x", "-q", "-p",
-            "no:cacheprovider", f"tests/{test}",
-        )  # fmt: skip
-        assert status != 5, f"there is no test in {test}: {text}"
+            status, text = self.run(seconds, f"build/{name}")
+        elif test.endswith(".cpp"):
+            status, text = self.run(seconds, f"build/emul/{name}")
+        else:
+            status, text = self.run(
+                seconds, sys.executable, "-m", "pytest", "-x", "-q", "-p",
+                "no:cacheprovider", f"tests/{test}",
+            )  # fmt: skip
+            assert status != 5, f"there is no test in {test}: {text}"
+        self.said = said(status, text)
         return status == 0
 
     def measure(self, test: str) -> None:
@@ -184,7 +205,10 @@ def judged(tree: Tree, drawing: Drawn) -> dict[str, str]:
         by, how = tried(tree, fault, others), "area"
     if by == "does not compile":
         how = by
-    return {"area": area, "fault": str(fault), "by": by, "how": how if by else "-"}
+    if not by:
+        how = "-"
+    line = tree.said if how in ("nearest", "area") else ""
+    return {"area": area, "fault": str(fault), "by": by, "how": how, "said": line}
 
 
 def told(results: list[dict[str, str]]) -> int:
@@ -224,7 +248,7 @@ def main() -> int:
         for number, drawing in enumerate(drawn(given.seed, given.area)):
             if len(results) == (len(given.only) if given.only else given.count):
                 break
-            if given.only and number not in given.only:
+            if (given.only and number not in given.only) or excluded(drawing[0]):
                 continue
             if tree is None:
                 print(number, drawing[0], flush=True)
@@ -234,9 +258,11 @@ def main() -> int:
             result = judged(tree, drawing)
             seconds = time.monotonic() - began
             by = result["by"] or "nobody"
-            print(f"{number} {result['how']}: {by}, {seconds:.0f} s", flush=True)
-            print(result["fault"], flush=True)
-            log.write(json.dumps({"number": number, **result}) + "\n")
+            print(f"{number} {result['how']}: {by}, {seconds:.0f} s")
+            print(f"{result['fault']}\n  {result['said']}", flush=True)
+            log.write(json.dumps({"seed": given.seed, "number": number, **result}))
+            log.write("\n")
+            log.flush()
             if result["how"] != "does not compile":
                 results.append(result)
     return 0 if given.list else told(results)

@@ -229,12 +229,23 @@ def test_an_empty_buffer_is_warned_of_after_five_minutes_and_then_every_fifteen(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(_buffered_iterator.time, "monotonic", lambda: now)
-    itr = BufferedIterator(8, Source(8))
+    itr = BufferedIterator(8, range(8))
+    wanted = threading.Semaphore(0)
+    itr._iterable = (wanted.acquire() and i for i in range(8))
+    take = itr._next_item
+
+    def read_and_take() -> Any:
+        wanted.release()
+        return take()
+
+    monkeypatch.setattr(itr, "_next_item", read_and_take)
     warned = []
     for minutes in (4.9, 5.1, 10, 20.0, 20.2):
         now = 1000 + 60 * minutes
-        itr._warn_of_waiting()
+        next(itr)
         warned.append(len(caplog.messages))
+    wanted.release(8)
+    itr.close()
     assert warned == [0, 1, 1, 1, 2]
     assert caplog.messages[0].startswith(
         "Data loading buffer is empty or nearly empty."
@@ -249,6 +260,6 @@ def test_a_full_buffer_is_not_warned_of(
     next(itr)
     wait_until(lambda: itr._channel.items.qsize() == 4)
     monkeypatch.setattr(itr, "_warn_after", 0.0)
-    itr._warn_of_waiting()
+    next(itr)
     assert caplog.messages == []
     itr.close()
