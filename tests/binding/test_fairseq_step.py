@@ -124,6 +124,43 @@ def test_the_order_of_an_update() -> None:
     assert trainer._num_updates == 1
 
 
+class OnGPU(Trainer):
+    """What a trainer whose model is on a GPU calls beside."""
+
+    cuda = True
+    full = False
+
+    def _convert_sample(self, sample: Any) -> Any:
+        self.calls.append("convert")
+        return sample
+
+    def _log_memory(self) -> None:
+        self.calls.append("memory")
+        if self.full:
+            raise MemoryError("it is full")
+
+    def _empty_cache(self) -> None:
+        self.calls.append(f"empty at {self._num_updates}")
+
+
+@pytest.mark.parametrize("every", [0, 1, 2, 3])
+def test_on_a_gpu_samples_are_moved_memory_is_logged_and_the_cache_emptied(
+    every: int,
+) -> None:
+    trainer = OnGPU()
+    trainer.cfg.common = SimpleNamespace(empty_cache_freq=every)
+    trainer._read_config()
+    for _ in range(7):
+        assert trainer.train_step([{"n": 3}])["sample_size"] == 3
+    assert trainer.calls.count("memory") == trainer.calls.count("convert") == 7
+    due = [n for n in range(1, 8) if every and (n + every - 1) % every == 0]
+    emptied = [call for call in trainer.calls if call.startswith("empty")]
+    assert emptied == [f"empty at {n}" for n in due]
+    trainer.full = True
+    with pytest.raises(MemoryError, match="it is full"):
+        trainer.train_step([{"n": 3}])
+
+
 def test_contexts_that_forget_their_finally_are_left_all_the_same() -> None:
     trainer = Trainer()
     trainer.task.error = KeyError("lost")

@@ -387,3 +387,16 @@ def test_configs_of_every_kind_train_alike(caplog: pytest.LogCaptureFixture) -> 
         for a, b in zip(trained[0], other, strict=True):
             assert torch.equal(a, b)
     assert caplog.text.count("argparse.Namespace configuration is deprecated") == 1
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_task_is_handed_averages_where_it_uses_them_and_there_are_some(
+    stored: bool, wanted: bool
+) -> None:
+    task = tiny.Task()
+    task.uses_ema = wanted
+    trainer = tiny.trainer(task=task, ema__store_ema=stored, ema__ema_decay=0.9)
+    trainer.train_step(tiny.batches(1))
+    handed = task.seen[-1].get("ema_model")
+    assert handed is (trainer.ema.get_model() if stored and wanted else None)
