@@ -267,8 +267,8 @@ def compute_dtype(spec: Spec) -> torch.dtype:
     return {**names, "mixed": torch.bfloat16}.get(spec["dtype"], torch.float32)
 
 
-def sharded(model: nn.Module, spec: Spec, group: _C.Communicator) -> FSDP:
-    more = {"process_group": group, "on_neuron": False, **options(spec)}
+def sharded(model: nn.Module, spec: Spec, group: _C.Communicator, **given: Any) -> FSDP:
+    more = {"process_group": group, "on_neuron": False, **options(spec), **given}
     wanted = wanted_units(model, spec)
     for module in reversed(wanted):  # inner ones first
         unit = FSDP(module, **more)
@@ -349,3 +349,43 @@ def on_a_rank(model: FSDP, spec: Spec, group: _C.Communicator) -> Values:
         assert model._unit.live_bytes == 0
         optimizer.step()
     return model.full_state_dict()
+
+
+# ---- what has to come out
+
+
+def bounds(spec: Spec, moved: float, most: float, largest: float) -> float:
+    """How far a parameter may be from the expected, when this one has moved so far, and
+    the others at most so far, in all steps.
+
+    In float32 1e-5 of the largest value. A low dtype's gradients are the same before
+    they are reduced in it, with a rounding for each rank and one for their sum; the
+    second step's weights differ by as little, and come out of the cast a unit in the
+    last place apart, which is told by a few times as much again in what is above and
+    below it. Codes of parameters are half of 1/127 of the largest value off, in each
+    of the ten layers that a gradient passes; those of gradients as much, once a step.
+    """
+    kind = spec["dtype"]
+    if kind == "float32":
+        return 1e-5 * largest
+    if kind == "gather":
+        return 0.4 * moved + 0.1 * most
+    if kind == "reduce":
+        return 0.1 * moved + most / 64
+    eps = torch.finfo(compute_dtype(spec)).eps
+    return 16 * eps * moved + 8 * eps * most
+
+
+def compare(
+    found: Values,
+    expected: Values,
+    before: Values,
+    spec: Spec,
+) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(v.abs().max().item() for v in expected.values())
+    moves = {n: (v - before[n]).abs().max().item() for n, v in expected.items()}
+    for name, value in expected.items():
+        off = (found[name] - value).abs().max().item()
+        bound = bounds(spec, moves[name], max(moves.values()), largest)
+        assert off <= bound, f"{name} is off by {off}, at most {bound}; model {spec}"

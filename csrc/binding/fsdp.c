@@ -45,7 +45,8 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
     f((self)->forwards.now);                                                           \
     f((self)->backwards.before);                                                       \
     f((self)->backwards.now);                                                          \
-    f((self)->in_use)
+    f((self)->in_use);                                                                 \
+    f((self)->ending)
 
 static int
 FSDPUnit_traverse(PyObject *op, visitproc visit, void *arg)
@@ -357,7 +358,9 @@ PyDoc_STRVAR(
     "device, in whose memory all of it is, which the communicators have to take.\n"
     "offload: shards and their gradients are in the host's all the same.\n\n"
     "Its hooks: _grad_enabled(), _graph_task(), _current_node(), _next_sequence_nr(),\n"
-    "_queue(), _new_gradient(group), _check_order(what) and assert_state(states).");
+    "_new_gradient(group), _check_order(what), assert_state(states), and _queue(), "
+    "which\n"
+    "returns a weak reference to what ends the backward: dead when that has ended.");
 
 static PyType_Slot FSDPUnit_slots[] = {
     {Py_tp_doc,      (void *)FSDPUnit_doc},

@@ -13,6 +13,8 @@ typedef enum fsdp_state {
 } fsdp_state;
 
 #define FSDP_NO_SEQUENCE UINT64_MAX /* which no node has but those of leaves */
+#define FSDP_NO_THREAD 0            /* which no thread has */
+#define FSDP_NO_TASK (-1L)
 
 /* A trainable parameter's place in its group, and what is there of its gradient. */
 typedef struct fsdp_leaf {
@@ -43,12 +45,19 @@ typedef struct FSDPUnit {
     const void *last_inner, *last_before;
     fsdp_order forwards, backwards; /* of a root */
     PyObject *in_use; /* of a root: the units gathered for the backward, as entered */
+    PyObject *ending; /* of a root: a weak reference, alive while a backward may end */
     size_t resident;  /* of a root: what the process had when the backward began */
     fsdp_leaf *leaves;
     size_t n_leaves, leaves_room, n_seen;
     /* In a backward the least of autograd's sequence numbers at which a forward began
      * whose outputs' gradients have come, or FSDP_NO_SEQUENCE. */
     uint64_t first_node;
+    uint64_t thread; /* of these forwards, FSDP_NO_THREAD where there are several */
+    long task; /* of autograd, where thread is not the root's; else FSDP_NO_TASK */
+    /* Of a root: the thread of the last forward below, and whether others have had
+     * some since the last backward ended. */
+    uint64_t forward_thread;
+    bool several_threads;
     int state; /* fsdp_state */
     char reshard_after_forward, require_sync, return_memory;
     /* Whether the gather of the unit that comes next begins when this one is there, in
@@ -139,9 +148,19 @@ void fsdp_abandon(FSDPUnit *root);
  * exception is abandoned. */
 int fsdp_in_backward(FSDPUnit *root);
 
-/* fsdp_backward.c: releases the units of which autograd asks nothing more. 1 where one
- * was that has the next unit gathered then, 0, or -1 with an exception. */
-int fsdp_release_done(FSDPUnit *root);
+/* fsdp_backward.c: releases the units of which autograd asks nothing more, where the
+ * node that runs was made by this thread. 1 where one was that has the next unit
+ * gathered then, 0, or -1 with an exception. */
+int fsdp_release_done(FSDPUnit *root, uint64_t thread);
+
+/* The thread that runs, by a number that no thread before it had; and that of the
+ * root's forward, or FSDP_NO_THREAD. */
+uint64_t fsdp_thread(void);
+uint64_t fsdp_forward_thread(const FSDPUnit *root);
+
+/* The number of autograd's task that is running: later ones have higher numbers.
+ * FSDP_NO_TASK outside of a backward. 0, or -1 with an exception. */
+int fsdp_current_task(FSDPUnit *self, long *task);
 
 /* The number of the node that autograd will make next on this thread. 0 or -1. */
 int fsdp_next_node(FSDPUnit *self, uint64_t *number);

@@ -21,8 +21,8 @@ queue_finish(FSDPUnit *root)
     }
     PyObject *done =
         ctpy_call_hook((PyObject *)root, fsdp_state_borrow(root)->str__queue, NULL, 0);
-    Py_XDECREF(done);
     root->queued = done != NULL;
+    Py_XSETREF(root->ending, done);
     if (root->queued) {
         fsdp_order_begin(&root->backwards);
         fsdp_return_memory(root);
@@ -40,7 +40,26 @@ queue_finish(FSDPUnit *root)
  * way, activations that are computed anew. When a node runs that is older than the
  * forward, all of them have run.
  *
+ * Each thread numbers its own nodes. Numbers of two threads say nothing about each
+ * other, so a unit is only compared with nodes of the thread that its forward ran in. A
+ * unit whose forwards ran in several threads stays to the end of the backward. A
+ * reentrant checkpoint on a device makes its nodes in a thread of autograd's, and runs
+ * them in a graph task of its own, within the node of the checkpoint. The units of that
+ * task are done when a task runs that began earlier.
+ *
  * The nodes of leaves run as soon as they can, and tell nothing. */
+
+uint64_t
+fsdp_thread(void)
+{
+    return PyThreadState_GetID(PyThreadState_Get());
+}
+
+uint64_t
+fsdp_forward_thread(const FSDPUnit *root)
+{
+    return root->several_threads ? FSDP_NO_THREAD : root->forward_thread;
+}
 
 int
 fsdp_next_node(FSDPUnit *self, uint64_t *number)
@@ -70,33 +89,67 @@ current_node(FSDPUnit *self, uint64_t *number)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+int
+fsdp_current_task(FSDPUnit *self, long *task)
+{
+    PyObject *id = ctpy_call_hook((PyObject *)self,
+                                  fsdp_state_borrow(self)->str__graph_task, NULL, 0);
+    *task = id == NULL ? FSDP_NO_TASK : PyLong_AsLong(id);
+    Py_XDECREF(id);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* Gradients that are still missing come from another forward, which gathers again: the
  * parameters may as well stay. Without a reduction to come they stay anyway where they
  * do after the forward. */
 static bool
-is_done(const FSDPUnit *self, uint64_t number)
+may_go(const FSDPUnit *self)
 {
-    return number < self->first_node && (self->complete || self->n_leaves == 0) &&
+    return (self->complete || self->n_leaves == 0) &&
            (self->require_sync || self->reshard_after_forward);
+}
+
+/* Whether the node with that number, which this thread has made, comes after all that
+ * read the unit's parameters. 1, 0, or -1 with an exception. */
+static int
+is_over(FSDPUnit *self, uint64_t number, uint64_t thread)
+{
+    long task = FSDP_NO_TASK;
+    if (self->thread == thread) {
+        return number < self->first_node;
+    }
+    if (self->task == FSDP_NO_TASK) {
+        return 0;
+    }
+    return fsdp_current_task(self, &task) < 0 ? -1 : task < self->task;
 }
 
 /* Without a reduction to come ranks need not reach this in the same order, nor all of
  * them: nothing collective may begin then. */
 int
-fsdp_release_done(FSDPUnit *root)
+fsdp_release_done(FSDPUnit *root, uint64_t thread)
 {
-    uint64_t number;
+    uint64_t number = 0;
+    bool known = false; /* to ask takes longer than all else here */
     int freed = 0;
     Py_ssize_t i = root->in_use == NULL ? 0 : PyList_GET_SIZE(root->in_use);
-    if (i == 0) {
+    if (thread == FSDP_NO_THREAD) {
         return 0;
-    }
-    if (current_node(root, &number) < 0) {
-        return -1;
     }
     while (i-- > 0) {
         FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->in_use, i);
-        if (!is_done(unit, number)) {
+        if (!may_go(unit)) {
+            continue;
+        }
+        if (!known && current_node(root, &number) < 0) {
+            return -1;
+        }
+        known = true;
+        const int over = is_over(unit, number, thread);
+        if (over < 0) {
+            return -1;
+        }
+        if (!over) {
             continue;
         }
         freed = freed || (unit->require_sync && unit->backward_post);
@@ -117,7 +170,7 @@ PyObject *
 FSDPUnit_input_done(PyObject *op, PyObject *Py_UNUSED(grad))
 {
     FSDPUnit *self = (FSDPUnit *)op, *root = fsdp_root_borrow(self);
-    const int freed = fsdp_release_done(root);
+    const int freed = fsdp_release_done(root, fsdp_forward_thread(root));
     const bool failed =
         freed < 0 || (freed > 0 && fsdp_prefetch(self, &root->backwards) < 0);
     return failed ? NULL : Py_NewRef(Py_None);
@@ -128,21 +181,24 @@ FSDPUnit_input_done(PyObject *op, PyObject *Py_UNUSED(grad))
 
 /* Until fsdp_release_done() finds that it is over. */
 static int
-use(FSDPUnit *self, FSDPUnit *root, uint64_t first_node)
+use(FSDPUnit *self, FSDPUnit *root, uint64_t first_node, uint64_t thread)
 {
     const bool known = self->first_node != FSDP_NO_SEQUENCE;
-    if (root->in_use == NULL && (root->in_use = PyList_New(0)) == NULL) {
-        return -1;
-    }
-    if (!known && PyList_Append(root->in_use, (PyObject *)self) < 0) {
+    const bool several = known && thread != self->thread;
+    long task = FSDP_NO_TASK;
+    if ((root->in_use == NULL && (root->in_use = PyList_New(0)) == NULL) ||
+        (thread != root->forward_thread && fsdp_current_task(self, &task) < 0) ||
+        (!known && PyList_Append(root->in_use, (PyObject *)self) < 0)) {
         return -1;
     }
     self->first_node = first_node < self->first_node ? first_node : self->first_node;
+    self->thread = several ? FSDP_NO_THREAD : thread;
+    self->task = several ? FSDP_NO_TASK : task;
     return 0;
 }
 
 static int
-enter(FSDPUnit *self, uint64_t first_node)
+enter(FSDPUnit *self, uint64_t first_node, uint64_t thread)
 {
     FSDPUnit *root = fsdp_root_borrow(self);
     fsdp_order *order = &root->backwards;
@@ -150,9 +206,9 @@ enter(FSDPUnit *self, uint64_t first_node)
     if (queue_finish(root) < 0 || (is_first && fsdp_order_reach(self, order) < 0)) {
         return -1;
     }
-    const int freed = fsdp_release_done(root);
+    const int freed = fsdp_release_done(root, thread);
     const bool ahead = freed > 0 || (is_first && self->backward_pre);
-    if (freed < 0 || fsdp_gather(self) < 0 || use(self, root, first_node) < 0 ||
+    if (freed < 0 || fsdp_gather(self) < 0 || use(self, root, first_node, thread) < 0 ||
         (ahead && fsdp_prefetch(self, order) < 0) ||
         (is_first && fsdp_expect(self, 1 << FSDP_IDLE | 1 << FSDP_BACKWARD_PRE) < 0)) {
         return -1;
@@ -164,13 +220,14 @@ enter(FSDPUnit *self, uint64_t first_node)
     return fsdp_expect(self, IN_BACKWARD);
 }
 
-/* Of a unit and the number of its forward's first node. */
+/* Of a unit, the number of its forward's first node, and the thread of it. */
 static PyObject *
-enter_backward(PyObject *pair, PyObject *Py_UNUSED(grad))
+enter_backward(PyObject *given, PyObject *Py_UNUSED(grad))
 {
-    FSDPUnit *self = (FSDPUnit *)PyTuple_GET_ITEM(pair, 0);
-    const uint64_t first_node = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(pair, 1));
-    return enter(self, first_node) < 0 ? NULL : Py_NewRef(Py_None);
+    FSDPUnit *self = (FSDPUnit *)PyTuple_GET_ITEM(given, 0);
+    const uint64_t first_node = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, 1));
+    const uint64_t thread = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, 2));
+    return enter(self, first_node, thread) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyMethodDef enter_backward_def = {"enter_backward", enter_backward, METH_O,
@@ -179,9 +236,10 @@ static PyMethodDef enter_backward_def = {"enter_backward", enter_backward, METH_
 PyObject *
 fsdp_output_hook(FSDPUnit *self, uint64_t first_node)
 {
-    PyObject *pair = Py_BuildValue("OK", self, (unsigned long long)first_node);
-    PyObject *hook = pair == NULL ? NULL : PyCFunction_New(&enter_backward_def, pair);
-    Py_XDECREF(pair);
+    PyObject *given = Py_BuildValue("OKK", self, (unsigned long long)first_node,
+                                    (unsigned long long)fsdp_thread());
+    PyObject *hook = given == NULL ? NULL : PyCFunction_New(&enter_backward_def, given);
+    Py_XDECREF(given);
     return hook;
 }
 
@@ -345,7 +403,7 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
         return NULL;
     }
     Py_CLEAR(root->in_use);
-    root->queued = false;
+    root->queued = root->several_threads = false;
     if (root->return_memory) {
         fsdp_discard_spares(root);
     }

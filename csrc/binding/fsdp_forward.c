@@ -87,26 +87,35 @@ fsdp_abandon(FSDPUnit *root)
         abandon_unit((FSDPUnit *)PyList_GET_ITEM(root->units, i));
     }
     Py_CLEAR(root->in_use);
-    root->queued = false;
+    root->queued = root->several_threads = false;
+}
+
+/* Where no task of autograd is known to this thread: a thread that a module has started
+ * in order to compute anew belongs to the backward, too. */
+static int
+is_under_way(const FSDPUnit *root)
+{
+    PyObject *end = PyObject_CallNoArgs(root->ending);
+    const int alive = end == NULL ? -1 : !Py_IsNone(end);
+    Py_XDECREF(end);
+    return alive;
 }
 
 int
 fsdp_in_backward(FSDPUnit *root)
 {
+    long task;
     if (!root->queued) {
         return 0;
     }
-    PyObject *id = ctpy_call_hook((PyObject *)root,
-                                  fsdp_state_borrow(root)->str__graph_task, NULL, 0);
-    const long task = id == NULL ? -2 : PyLong_AsLong(id);
-    Py_XDECREF(id);
-    if (PyErr_Occurred()) {
+    if (fsdp_current_task(root, &task) < 0) {
         return -1;
     }
-    if (task < 0) {
+    const int alive = task < 0 ? is_under_way(root) : 1;
+    if (alive == 0) {
         fsdp_abandon(root);
     }
-    return task >= 0;
+    return alive;
 }
 
 const char FSDPUnit_recover_doc[] =
@@ -192,13 +201,24 @@ take_turn(FSDPUnit *self, FSDPUnit *root, int in_backward)
     if (!in_backward && root->state != FSDP_FORWARD) {
         return fsdp_gather(self);
     }
-    const int freed = in_backward ? fsdp_release_done(root) : 0;
+    const int freed =
+        in_backward ? fsdp_release_done(root, fsdp_forward_thread(root)) : 0;
     const bool ahead =
         freed > 0 || (in_backward ? self->backward_pre : self->forward_prefetch);
     if (freed < 0 || fsdp_order_reach(self, order) < 0 || fsdp_gather(self) < 0) {
         return -1;
     }
     return ahead ? fsdp_prefetch(self, order) : 0;
+}
+
+/* In which thread autograd numbers the nodes of the forwards below a root. */
+static void
+note_thread(FSDPUnit *root)
+{
+    const uint64_t thread = fsdp_thread();
+    const uint64_t before = root->forward_thread;
+    root->forward_thread = thread;
+    root->several_threads |= before != FSDP_NO_THREAD && before != thread;
 }
 
 /* Runs the module with the parameters there. Within a backward, that is when an
@@ -210,6 +230,9 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
     PyObject *out = NULL;
     uint64_t first_node = FSDP_NO_SEQUENCE;
     const int grads = grad_enabled(self);
+    if (grads > 0 && !in_backward) {
+        note_thread(root);
+    }
     if (grads >= 0 && take_turn(self, root, in_backward) == 0 &&
         (!grads || fsdp_next_node(self, &first_node) == 0) &&
         (!grads || in_backward || hook_inputs(self, args, kwargs) == 0)) {

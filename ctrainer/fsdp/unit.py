@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +25,15 @@ class Unit(_C.FSDPUnit):
     _current_node = staticmethod(torch._C._current_autograd_node)
     _next_sequence_nr = staticmethod(torch._C._autograd._get_sequence_nr)
 
-    def _queue(self) -> None:
-        """Have the backward that is under way end with the module's own ending."""
-        module = self.owner()
-        Variable._execution_engine.queue_callback(module._end_of_backward)
+    def _queue(self) -> Callable[[], Any]:
+        """Have the backward that is under way end with the module's own ending.
+
+        Returns a weak reference to what autograd keeps for it, and drops when the
+        backward has ended, with an exception or without.
+        """
+        end = self.owner()._end_of_backward
+        Variable._execution_engine.queue_callback(end)
+        return weakref.ref(end)
 
     def _new_gradient(self, group: int) -> torch.Tensor:
         shard = self.shards[group]

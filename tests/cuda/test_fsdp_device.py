@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import fsdp_models as models  # noqa: E402
+from draws import draws  # noqa: E402
 from torch import nn  # noqa: E402
 
 from ctrainer import _C  # noqa: E402
@@ -34,18 +37,20 @@ def cuda() -> Iterator[Any]:
     library.emul_show_memory(0)
 
 
-def on_every_rank(cuda: Any, work: Callable[[_C.Communicator], Any]) -> list[Any]:
+def on_every_rank(
+    cuda: Any, work: Callable[[_C.Communicator], Any], ranks: int = RANKS
+) -> list[Any]:
     id = cuda.comm_id()
 
     def be_rank(rank: int) -> Any:
-        group = _C.plugin_communicator(cuda.plugin, id, rank, RANKS, 0, 30.0)
+        group = _C.plugin_communicator(cuda.plugin, id, rank, ranks, 0, 30.0)
         try:
             return work(group)
         finally:
             group.close()
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        begun = [pool.submit(be_rank, rank) for rank in range(RANKS)]
+    with ThreadPoolExecutor(ranks) as pool:
+        begun = [pool.submit(be_rank, rank) for rank in range(ranks)]
         return [done.result(60) for done in begun]
 
 
@@ -113,6 +118,29 @@ def test_updates_on_the_device_are_those_on_the_host(
                 torch.testing.assert_close(on_device[rank][name], value)
             else:
                 assert torch.equal(on_device[rank][name], value), name
+
+
+@pytest.mark.parametrize("number", range(draws(8, models.COUNT)))
+def test_any_model_trains_on_the_device_like_plain_torch(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """What is released is taken away at once: a read of it would end the process."""
+    spec = models.table()[number]
+    plain = models.build(spec)
+    copies = [copy.deepcopy(plain) for _ in range(spec["world"])]
+    before = {name: v.clone() for name, v in plain.state_dict().items()}
+    with warnings.catch_warnings():
+        # A reentrant checkpoint of what needs no gradient says so, in both runs.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        expected = models.in_one_process(plain, spec)
+        home = _device.Home(torch.device("cpu"), cuda.plugin)
+        monkeypatch.setattr(_device, "home_of", lambda module: home)
+
+        def train(group: _C.Communicator) -> None:
+            model = models.sharded(copies[group.rank], spec, group, watch_released=True)
+            models.compare(models.on_a_rank(model, spec, group), expected, before, spec)
+
+        on_every_rank(cuda, train, spec["world"])
 
 
 def test_memory_is_the_devices_and_comes_and_goes(

@@ -11,6 +11,8 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
+import ranks  # noqa: E402
+import sharded_weights  # noqa: E402
 import tiny  # noqa: E402
 import tiny_architectures  # noqa: E402
 import torch  # noqa: E402
@@ -160,6 +162,29 @@ def test_a_sharded_model_reads_and_writes_the_same_names(
     save_file({"x": torch.ones(2)}, tmp_path / "saved/model.safetensors")
     with pytest.raises(ValueError, match=r"lacks weights of the model: .* and has"):
         made._load_best_weights(str(tmp_path / "saved"))
+
+
+ON_TWO_RANKS = """
+# transformers imports these where they are, and no run here needs them
+sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
+import sharded_weights as runs
+tell({f"{n} {k}": runs.round_trip(folder, n, k) for n, k in NAMED})
+"""
+
+
+def test_two_sharded_ranks_get_their_weights_back(tmp_path: Path) -> None:
+    kinds, models = sharded_weights.KINDS, list(sharded_weights.MODELS)
+    named = [(m, kinds[(i + j) % 2]) for j in (0, 1) for i, m in enumerate(models)]
+    named = named[: draws(3, 6)]
+    found = ranks.told(
+        ranks.run_ranks(tmp_path, ON_TWO_RANKS.replace("NAMED", repr(named)))
+    )
+    for told in found:
+        assert len(told) == len(named)
+        for name, differs in told.items():
+            assert not any(differs.values()), (name, differs)
+    assert "checkpoint" in found[0]["ViTForImageClassification FULL_STATE_DICT"]
+    assert "consolidated" in found[0]["MixtralForCausalLM SHARDED_STATE_DICT"]
 
 
 @pytest.mark.parametrize("kind", ["peft", "bfloat16", "transformers", "whole modules"])

@@ -8,50 +8,12 @@ from collections import Counter
 
 import fsdp_models as models
 import pytest
-import torch
 from draws import draws
 from rank_threads import on_ranks
 
 from ctrainer import _C
 
 TABLE = models.table()
-
-
-def bounds(spec: models.Spec, moved: float, most: float, largest: float) -> float:
-    """How far a parameter may be from the expected, when this one has moved so far, and
-    the others at most so far, in all steps.
-
-    In float32 1e-5 of the largest value. A low dtype's gradients are the same before
-    they are reduced in it, with a rounding for each rank and one for their sum; the
-    second step's weights differ by as little, and come out of the cast a unit in the
-    last place apart, which is told by a few times as much again in what is above and
-    below it. Codes of parameters are half of 1/127 of the largest value off, in each
-    of the ten layers that a gradient passes; those of gradients as much, once a step.
-    """
-    kind = spec["dtype"]
-    if kind == "float32":
-        return 1e-5 * largest
-    if kind == "gather":
-        return 0.4 * moved + 0.1 * most
-    if kind == "reduce":
-        return 0.1 * moved + most / 64
-    eps = torch.finfo(models.compute_dtype(spec)).eps
-    return 16 * eps * moved + 8 * eps * most
-
-
-def compare(
-    found: models.Values,
-    expected: models.Values,
-    before: models.Values,
-    spec: models.Spec,
-) -> None:
-    assert found.keys() == expected.keys()
-    largest = max(v.abs().max().item() for v in expected.values())
-    moves = {n: (v - before[n]).abs().max().item() for n, v in expected.items()}
-    for name, value in expected.items():
-        off = (found[name] - value).abs().max().item()
-        bound = bounds(spec, moves[name], max(moves.values()), largest)
-        assert off <= bound, f"{name} is off by {off}, at most {bound}; model {spec}"
 
 
 @pytest.mark.parametrize("number", range(draws(25, models.COUNT)))
@@ -71,7 +33,7 @@ def test_any_model_trains_like_plain_torch(
 
         def train(group: _C.Communicator) -> None:
             model = models.sharded(copies[group.rank], spec, group)
-            compare(models.on_a_rank(model, spec, group), expected, before, spec)
+            models.compare(models.on_a_rank(model, spec, group), expected, before, spec)
 
         on_ranks(spec["world"], train)
 

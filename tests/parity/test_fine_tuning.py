@@ -1,0 +1,59 @@
+"""Fine-tunings on the shards of two ranks against transformers' Trainer in one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("peft")
+
+import fine_tunings
+import ranks
+import torch
+from draws import draws
+
+TABLE = fine_tunings.table()
+COUNT = draws(10, fine_tunings.COUNT)
+
+BODY = """
+# transformers imports these where they are, and no run here needs them
+sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
+import traceback
+import fine_tunings
+import torch
+
+failed = {}
+for case in fine_tunings.table()[:COUNT]:
+    try:
+        found = fine_tunings.train(case, f"{folder}/{case.number}", sharded=True)
+        expected = torch.load(f"{folder}/{case.number}.pt", weights_only=True)
+        fine_tunings.compare(case, found, *expected)
+    except Exception:
+        failed[str(case)] = traceback.format_exc()
+tell(failed)
+"""
+
+
+def test_two_sharded_ranks_train_what_transformers_trains_in_one(
+    tmp_path: Path,
+) -> None:
+    for case in TABLE[:COUNT]:
+        before = {
+            n: v.clone() for n, v in fine_tunings.build(case).state_dict().items()
+        }
+        expected = fine_tunings.train(case, f"{tmp_path}/{case.number}", sharded=False)
+        torch.save((expected, before), tmp_path / f"{case.number}.pt")
+    body = BODY.replace("COUNT", str(COUNT))
+    told: list[Any] = ranks.told(ranks.run_ranks(tmp_path, body))
+    for failed in told:
+        assert not failed, f"{len(failed)} of {COUNT}:\n" + "\n".join(failed.values())
+
+
+def test_the_table_has_ten_fine_tunings_of_every_value() -> None:
+    for axis, values in fine_tunings.AXES.items():
+        counted = Counter(case[axis] for case in TABLE)
+        assert set(counted) == set(values)
+        assert min(counted.values()) >= 10
