@@ -173,6 +173,7 @@ static void
 give_gradients(fixture *f, const ct_comm *comm, bool wide, bool adds)
 {
     const size_t n = SHARE * (size_t)comm->world_size;
+    const size_t full = f->ledger.live;
     float grad[SHARE * MAX_RANKS];
     const ct_span span = {grad, n, CT_F32};
     for (size_t i = 0; i < n; i++) {
@@ -180,6 +181,10 @@ give_gradients(fixture *f, const ct_comm *comm, bool wide, bool adds)
     }
     for (int k = 0; k < (adds ? 2 : 1); k++) {
         CHECK(ct_fsdp_take_grad(&f->unit, 0, 0, &span, k > 0, wide, NULL) == CT_OK);
+        const ct_dtype held = wide ? CT_F32 : f->unit.config.reduce;
+        CHECK(f->unit.holds_grads && f->unit.grad_dtype == held);
+        CHECK(f->ledger.live ==
+              full + f->unit.groups[GROUPS].grad_at * ct_dtype_size(held));
     }
 }
 
@@ -195,8 +200,10 @@ check_reduced(fixture *f, ct_comm *comm, bool adds_to_shard, float expected)
     for (size_t i = 0; i < SHARE; i++) {
         CHECK(out[i] == expected + (adds_to_shard ? 100.0F : 0.0F));
     }
+    const uint16_t *held = f->grads.data;
+    CHECK(held[1] != 0); /* the upper half of a float, or what has two bytes */
     ct_fsdp_drop_grads(&f->unit);
-    CHECK(f->ledger.live == 0);
+    CHECK(held[1] == 0 && !f->unit.holds_grads && f->ledger.live == 0);
 }
 
 /* 1, 2, ... world_size have the mean (world_size + 1) / 2, exact in every dtype. */

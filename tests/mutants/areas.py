@@ -72,8 +72,10 @@ AREAS = {
                 "core/test_schedule.c python/test_deepspeed_schedules.py",
             core("plateau", "greedy"):
                 "core/test_plateau.c binding/test_schedulers_on_metric.py",
-            binding("schedule", "scheduler", "scheduler_state", "scheduler_groups"):
+            binding("schedule", "scheduler", "scheduler_state"):
                 "binding/test_scheduler.py",
+            binding("scheduler_groups"):
+                "binding/test_scheduler.py binding/test_schedulers_on_metric.py",
             binding("scheduler_metric", "scheduler_plateau", "scheduler_greedy",
                     "scheduler_greedy_state"):
                 "binding/test_schedulers_on_metric.py",
