@@ -310,6 +310,61 @@ refuses_what_does_not_fit(void)
     comm->ops->free(comm);
 }
 
+/* Of the groups' collectives, those in `lost` fail when they are waited for. */
+static char works[GROUPS];
+static int n_started, n_waited, lost;
+
+static ct_status
+start_a_work(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
+{
+    (void)comm;
+    (void)request;
+    (void)err;
+    *work = (ct_work *)(void *)&works[n_started++];
+    return CT_OK;
+}
+
+static ct_status
+wait_for_work(ct_comm *comm, ct_work *work, ct_error *err)
+{
+    const int i = (int)((char *)(void *)work - works);
+    (void)comm;
+    n_waited++;
+    return (lost >> i & 1) ? ct_fail(err, CT_ECOMM, "work %d is lost", i) : CT_OK;
+}
+
+static void
+waits_for_all_groups_and_tells_of_the_first_that_failed(void)
+{
+    fixture f;
+    ct_error err;
+    ct_comm *comm = ct_comm_self_new();
+    CHECK(comm != NULL);
+    const ct_comm_ops *own = comm->ops;
+    ct_comm_ops later = *own;
+    later.start = start_a_work;
+    later.wait = wait_for_work;
+    comm->ops = &later;
+    open_unit(&f, comm, CT_F32, CT_F32);
+    for (lost = 3; lost >= 0; lost--) {
+        n_started = n_waited = 0;
+        CHECK(ct_fsdp_begin_gather(&f.unit, comm, f.spans, NULL) == CT_OK);
+        CHECK(n_started == GROUPS && f.ledger.live == f.full.bytes);
+        const ct_status status = ct_fsdp_gather(&f.unit, comm, NULL, &err);
+        CHECK(status == (lost == 0 ? CT_OK : CT_ECOMM) && n_waited == GROUPS);
+        CHECK(!f.unit.begun && f.unit.gathered == (lost == 0) && f.ledger.begun == 0);
+        if (lost != 0) {
+            const char *first = lost & 1 ? "work 0 is lost" : "work 1 is lost";
+            CHECK(strcmp(err.message, first) == 0 && f.ledger.live == 0);
+            CHECK(((const float *)f.full.data)[1] == 0.0F);
+        }
+    }
+    ct_fsdp_release(&f.unit);
+    close_unit(&f);
+    comm->ops = own;
+    own->free(comm);
+}
+
 static void
 an_empty_unit_is_fine(void)
 {
@@ -334,6 +389,7 @@ main(void)
 {
     static const ct_dtype dtypes[] = {CT_F32, CT_BF16, CT_F16};
     run_ranks(2, 0.2, ends_in_an_error_without_the_others, NULL);
+    waits_for_all_groups_and_tells_of_the_first_that_failed();
     for (int ranks = 1; ranks <= 4; ranks++) {
         run_ranks(ranks, 30.0, gathers_and_releases, NULL);
         run_ranks(ranks, 30.0, begins_to_gather, NULL);

@@ -92,8 +92,10 @@ AREAS = {
     ),
     "callbacks": Area(
         {
-            binding("callbacks", "callback_notify", "flow"):
+            binding("callbacks", "callback_notify"):
                 "python/test_callbacks.py binding/test_callback_handler.py",
+            binding("flow"):
+                "python/test_callbacks.py binding/test_gradient_metrics.py",
             "ctrainer/callbacks.py": "python/test_callbacks.py",
             "ctrainer/progress.py ctrainer/progress_text.py": "python/test_progress.py",
             "ctrainer/trainer_state.py": "python/test_trainer_state.py",
