@@ -92,8 +92,11 @@ AREAS = {
     ),
     "callbacks": Area(
         {
-            binding("callbacks", "callback_notify"):
+            binding("callbacks"):
                 "python/test_callbacks.py binding/test_callback_handler.py",
+            binding("callback_notify"):
+                "python/test_callbacks.py binding/test_callback_handler.py "
+                "binding/test_trainer_hooks.py",
             binding("flow"):
                 "python/test_callbacks.py binding/test_gradient_metrics.py",
             "ctrainer/callbacks.py": "python/test_callbacks.py",

@@ -87,6 +87,16 @@ found["failed"] = failure(made.evaluate, range(22))
 made.fails = False
 assert made.evaluate(range(22))["eval_loss"] == found["outcomes"]["uneven"]["eval_loss"]
 
+# nor does one whose batch cannot be told to the others
+class Untold(rank_evaluations.ctrainer.Trainer):
+    def prediction_step(self, *args, **kwargs):
+        loss, outputs, labels = super().prediction_step(*args, **kwargs)
+        return "high" if rank == 1 else loss, outputs, labels
+made.__class__ = Untold
+found["untold"] = failure(made.evaluate, range(22))
+made.__class__ = rank_evaluations.ctrainer.Trainer
+assert made.evaluate(range(22))["eval_loss"] == found["outcomes"]["uneven"]["eval_loss"]
+
 class Broken(list):
     dataset = ()
     def __iter__(self):
@@ -177,6 +187,8 @@ def test_a_message_that_ends_too_early_is_refused_with_its_rank() -> None:
 def test_a_failure_of_one_rank_is_told_to_all(found: Any) -> None:
     assert found[1]["failed"] == "ZeroDivisionError: on purpose"
     assert found[0]["failed"].startswith("RuntimeError: evaluation: rank 1 failed")
+    assert found[0]["untold"] == found[0]["failed"]
+    assert found[1]["untold"].startswith("TypeError: must be real number, not str")
     assert found[0]["no data"] == "OSError: no more data"
     assert found[0]["no stream"] == "OSError: no more stream"
     assert "rank 0 could not read on" in found[1]["no stream"]
