@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrainer._C import GreedyLR, LRScheduler, ReduceLROnPlateau, Schedule
-from ctrainer._settings import read_keywords
+from ctrainer._settings import plain, read_keywords
 
 __all__ = [
     "GreedyLR",
@@ -48,7 +48,7 @@ def get_scheduler(
         TypeError: an option is of the wrong type.
     """
     name = str(getattr(name, "value", name))
-    options = dict(scheduler_specific_kwargs or {})
+    options: dict[str, Any] = plain(dict(scheduler_specific_kwargs or {}))
     if hasattr(optimizer, "optimizer_dict"):
         raise ValueError(
             f"{type(optimizer).__name__} steps one optimizer for each parameter; make "

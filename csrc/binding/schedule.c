@@ -19,6 +19,9 @@ ctpy_schedule_set_option(ct_schedule *schedule, const char *name, PyObject *valu
         }
         status = ct_schedule_set_word(schedule, name, word, &err);
     }
+    else if (PyBool_Check(value)) {
+        status = ct_schedule_set_flag(schedule, name, value == Py_True, &err);
+    }
     else {
         double number = PyFloat_AsDouble(value);
         if (number == -1.0 && PyErr_Occurred()) {

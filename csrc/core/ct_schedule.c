@@ -2,6 +2,7 @@
 
 #include "core/ct_schedule_family.h"
 
+#include <ctype.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -45,9 +46,65 @@ refuse_name(const ct_schedule_family *family, const char *name, ct_error *err)
                    known.text);
 }
 
+/* ---- misspelt names -------------------------------------------------------------- */
+
+enum { LONGEST = 40 }; /* letters of an option's name at most */
+
+static int
+differ(char one, char other)
+{
+    return (one == '-' ? '_' : tolower((unsigned char)one)) != other;
+}
+
+/* Levenshtein's: letters to insert, to delete and to replace. */
+static size_t
+distance(const char *given, const char *name)
+{
+    size_t row[LONGEST + 1];
+    const size_t n = strlen(name);
+    for (size_t j = 0; j <= n; j++) {
+        row[j] = j;
+    }
+    for (; *given != '\0'; given++) {
+        size_t diagonal = row[0]++;
+        for (size_t j = 1; j <= n; j++) {
+            size_t best = diagonal + (size_t)differ(*given, name[j - 1]);
+            diagonal = row[j];
+            best = best < row[j] + 1 ? best : row[j] + 1;
+            row[j] = best < row[j - 1] + 1 ? best : row[j - 1] + 1;
+        }
+    }
+    return row[n];
+}
+
+/* The option that a misspelt name means: with a letter in four wrong, and one more. */
+static const char *
+nearest_option(const ct_schedule *schedule, const char *name)
+{
+    const char *nearest = NULL;
+    size_t least = SIZE_MAX;
+    for (size_t i = 0; i < schedule->family->n_options; i++) {
+        const char *option = schedule->family->options[i].name;
+        if (ct_schedule_takes(schedule, i) && strlen(option) <= LONGEST) {
+            const size_t far = distance(name, option);
+            if (far < least && far <= 1 + strlen(option) / 4) {
+                least = far;
+                nearest = option;
+            }
+        }
+    }
+    return nearest;
+}
+
 static ct_status
 refuse_option(const ct_schedule *schedule, const char *name, ct_error *err)
 {
+    const char *nearest = nearest_option(schedule, name);
+    if (nearest != NULL) {
+        return ct_fail(err, CT_EINVAL,
+                       "schedule '%s' has no option '%.60s'; did you mean '%s'?",
+                       schedule->kind->name, name, nearest);
+    }
     word_list taken = {.length = 0};
     for (size_t i = 0; i < schedule->family->n_options; i++) {
         if (ct_schedule_takes(schedule, i)) {
@@ -170,14 +227,26 @@ check_value(const ct_schedule_option *option, double value, ct_error *err)
     return CT_OK;
 }
 
+/* *i: the number of an option that the kind reads. */
+static ct_status
+look_up(const ct_schedule *schedule, const char *name, size_t *i, ct_error *err)
+{
+    const int found = ct_schedule_find(schedule, name);
+    if (found < 0 || !ct_schedule_takes(schedule, (size_t)found)) {
+        return refuse_option(schedule, name, err);
+    }
+    *i = (size_t)found;
+    return CT_OK;
+}
+
 ct_status
 ct_schedule_set(ct_schedule *schedule, const char *name, double value, ct_error *err)
 {
-    const int i = ct_schedule_find(schedule, name);
-    if (i < 0 || !ct_schedule_takes(schedule, (size_t)i)) {
-        return refuse_option(schedule, name, err);
+    size_t i = 0;
+    ct_status status = look_up(schedule, name, &i, err);
+    if (status == CT_OK) {
+        status = check_value(&schedule->family->options[i], value, err);
     }
-    ct_status status = check_value(&schedule->family->options[i], value, err);
     if (status == CT_OK) {
         schedule->slots[i] = value;
     }
@@ -185,12 +254,31 @@ ct_schedule_set(ct_schedule *schedule, const char *name, double value, ct_error 
 }
 
 ct_status
+ct_schedule_set_flag(ct_schedule *schedule, const char *name, int value, ct_error *err)
+{
+    size_t i = 0;
+    ct_status status = look_up(schedule, name, &i, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    const ct_option_form form = schedule->family->options[i].form;
+    if (form != CT_OPTION_FLAG) {
+        return ct_fail(err, CT_EINVAL, "%s is %s; expected a %s", name,
+                       value ? "True" : "False",
+                       form == CT_OPTION_WORD ? "word" : "number");
+    }
+    schedule->slots[i] = value ? 1.0 : 0.0;
+    return CT_OK;
+}
+
+ct_status
 ct_schedule_set_word(ct_schedule *schedule, const char *name, const char *word,
                      ct_error *err)
 {
-    const int i = ct_schedule_find(schedule, name);
-    if (i < 0 || !ct_schedule_takes(schedule, (size_t)i)) {
-        return refuse_option(schedule, name, err);
+    size_t i = 0;
+    ct_status status = look_up(schedule, name, &i, err);
+    if (status != CT_OK) {
+        return status;
     }
     const ct_schedule_option *option = &schedule->family->options[i];
     if (option->form != CT_OPTION_WORD) {

@@ -245,9 +245,29 @@ test_what_is_wrong_is_named(void)
     check_refused("linear", "num_cycles", 1.0,
                   "no option 'num_cycles'; it takes num_warmup_steps, num_training");
     check_refused("constant", "num_warmup_steps", 1.0, "it takes none");
+    check_refused("cosine", "num_cylces", 1.0, "'num_cylces'; did you mean 'num_cycles'?");
+    check_refused("cosine", "NUM-CYCLES", 1.0, "did you mean 'num_cycles'?");
+    check_refused("cosine", "cycles", 1.0, "it takes num_warmup_steps");
+    check_refused("cosine", "", 1.0, "has no option ''; it takes");
     check_refused("cosine", "num_cycles", (double)INFINITY, "num_cycles");
     check_refused("inverse_sqrt", "timescale", 0.0, "timescale must be > 0");
     check_refused("warmup_stable_decay", "decay_type", 1.0, "decay_type is a number");
+}
+
+static void
+test_a_truth_value_is_no_number(void)
+{
+    ct_error err;
+    ct_schedule s;
+    CHECK(ct_schedule_init(&s, "fairseq.triangular", &err) == CT_OK);
+    CHECK(ct_schedule_set_flag(&s, "shrink_min", 1, &err) == CT_OK);
+    CHECK(s.slots[ct_schedule_find(&s, "shrink_min")] == 1.0);
+    CHECK(ct_schedule_set_flag(&s, "lr_shrink", 1, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "lr_shrink is True; expected a number") != NULL);
+    CHECK(ct_schedule_set_flag(&s, "shrink", 1, &err) == CT_EINVAL);
+    CHECK(ct_schedule_init(&s, "warmup_stable_decay", &err) == CT_OK);
+    CHECK(ct_schedule_set_flag(&s, "decay_type", 0, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "decay_type is False; expected a word") != NULL);
 }
 
 static void
@@ -327,6 +347,7 @@ main(void)
     test_factors_stay_between_zero_and_one_and_zero_has_no_sign();
     test_polynomial_without_a_decay_ends_at_its_last_rate();
     test_what_is_wrong_is_named();
+    test_a_truth_value_is_no_number();
     test_words_are_checked();
     return 0;
 }

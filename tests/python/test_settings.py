@@ -616,6 +616,23 @@ class TestEnvironment:
             check_environment()
 
 
+# Of transformers, with the counts of steps that get_scheduler() takes by themselves.
+OPTIONS_OF_SCHEDULES = {
+    "cosine": ["num_cycles"],
+    "cosine_with_restarts": ["num_cycles"],
+    "polynomial": ["power", "lr_end"],
+    "inverse_sqrt": ["timescale"],
+    "cosine_with_min_lr": ["num_cycles", "min_lr", "min_lr_rate"],
+    "cosine_warmup_with_min_lr": [
+        "num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate",
+    ],
+    "warmup_stable_decay": [
+        "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type",
+        "min_lr_ratio", "num_cycles",
+    ],
+}  # fmt: skip
+
+
 class TestSchedules:
     def test_early_stopping_reads_its_options(self) -> None:
         assert EarlyStoppingCallback("3", "0.5").early_stopping_patience == 3
@@ -638,6 +655,23 @@ class TestSchedules:
         ):
             with pytest.raises(ValueError, match=f"{name}.*{text}"):
                 get_scheduler(name, optimizer, None, None, given)
+
+    @pytest.mark.parametrize("name", OPTIONS_OF_SCHEDULES)
+    def test_names_and_truth_values_are_checked_for_every_schedule(
+        self, name: str
+    ) -> None:
+        chance = random.Random(name)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+        for option in OPTIONS_OF_SCHEDULES[name]:
+            for _ in range(draws(4, 40)):
+                wrong = misspelt(option, chance)
+                if wrong != option:
+                    told = f"{wrong}.*did you mean '{option}'"
+                    with pytest.raises(ValueError, match=told):
+                        get_scheduler(name, optimizer, 1, 9, {wrong: 1})
+            for value in (True, np.bool_(False)):
+                with pytest.raises(ValueError, match=f"{option} is {value}; expected"):
+                    get_scheduler(name, optimizer, 1, 9, {option: value})
 
     def test_text_in_a_dict_is_what_it_means(self) -> None:
         given = {"num_cycles": "2", "decay_type": "linear", "x": "nan", "y": "false"}
