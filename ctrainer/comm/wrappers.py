@@ -196,7 +196,7 @@ class LocalDistributed(_Transparent):
 
     With a momentum above 0 every 48th average moves the model through it (BMUF.slowmo);
     the first of these blocks begins with the average of the models after the first
-    update. The momentum starts anew where a run is resumed, as fairscale's does.
+    update.
 
     Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with
     Slow Momentum", 2020; fairscale, SlowMoDistributedDataParallel.
@@ -211,6 +211,7 @@ class LocalDistributed(_Transparent):
         self._momentum = momentum
         self._averages: BMUF | None = None
         self._slow: BMUF | None = None
+        self._saved: dict[str, Any] = {}
         _broadcast(module, group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,6 +221,21 @@ class LocalDistributed(_Transparent):
     def no_sync(self) -> Iterator[None]:
         """Nothing: no gradients are exchanged."""
         yield
+
+    def blocks_state_dict(self) -> dict[str, Any]:
+        """What all ranks have alike: the updates, and with a momentum of the averages
+        the model and the momentum of the last block."""
+        if self._averages is None:
+            return self._saved
+        state: dict[str, Any] = {"num_updates": self._averages.get_num_updates()}
+        if self._slow is not None:
+            state["slow"] = self._slow.blocks_state_dict()
+        return state
+
+    def load_blocks_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what blocks_state_dict() gave; from an empty one as a new run."""
+        self._averages = self._slow = None
+        self._saved = state_dict
 
     def perform_slowmo(self, optimizer: Any, fp32_params: Any = None) -> None:
         """Average what the optimizer has updated, if the turn has come.
@@ -240,12 +256,19 @@ class LocalDistributed(_Transparent):
 
     def _begin(self, optimizer: Any) -> BMUF:
         updated = _Updated(optimizer)
+        saved, self._saved = self._saved, {}
+        averages = self._averaging(updated, self._frequency)
+        averages.set_num_updates(saved.get("num_updates", 0))
         if self._momentum > 0:
-            self._averaging(updated, every=1).step()
+            if "slow" not in saved:
+                self._averaging(updated, every=1).step()
             self._slow = BMUF.slowmo(
                 updated, self._group, every=_SLOW_FREQUENCY, momentum=self._momentum
             )
-        return self._averaging(updated, self._frequency)
+            self._slow.load_blocks_state_dict(
+                {"num_updates": averages.get_num_updates(), **saved.get("slow", {})}
+            )
+        return averages
 
     def _averaging(self, updated: _Updated, every: int) -> BMUF:
         options = SimpleNamespace(

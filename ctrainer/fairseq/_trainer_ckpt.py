@@ -19,6 +19,8 @@ from ctrainer.fairseq._trainer_core import Core
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
 
+_SLOWMO = "slowmo"  # of extra_state: what LocalDistributed has of its blocks
+
 
 def plain_config(cfg: Any) -> Any:
     """A config as nested dicts of plain values, which loading need not trust."""
@@ -50,7 +52,7 @@ class Checkpoints(Core):
 
     def consolidate_optimizer(self) -> None:
         """Bring the state of the optimizer to the first process, where each has a part
-        or, with BMUF, a model of its own; then all call this before it is saved."""
+        or, with BMUF and SlowMo, a model of its own; then all call this before it is saved."""
         if self.data_parallel_world_size == 1:
             return
         if _zero.is_wanted(self.cfg):
@@ -64,12 +66,12 @@ class Checkpoints(Core):
     def _trains_apart(self) -> bool:
         """Has each process a model of its own, that is to be saved with its updates?"""
         whole = not setting(self.cfg, "checkpoint", "no_save_optimizer_state", False)
-        return self._uses_bmuf and self.data_parallel_world_size > 1 and whole
+        return self._has_own_model and self.data_parallel_world_size > 1 and whole
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in fairseq's layout; tensors are not copied.
 
-        With BMUF that of the other workers too, if consolidate_optimizer() has brought
+        With BMUF and SlowMo that of the other workers too, if consolidate_optimizer() has brought
         it here since the last update."""
         state = self._state_dict()
         if self._worker_states is not None:
@@ -101,6 +103,8 @@ class Checkpoints(Core):
             state["shard_metadata"] = _sharding.metadata_of(self.model)
         if not setting(self.cfg, "checkpoint", "no_save_optimizer_state", False):
             state["last_optimizer_state"] = self._optimizer_state()
+            if self._averages_models:
+                state["extra_state"][_SLOWMO] = self.model.blocks_state_dict()
             if _sharding.reduces_to_codes(self.cfg):
                 missed = _code_feedback.collect(self.model, self._saves_shards)
                 state["extra_state"][_code_feedback.KEY] = missed
@@ -193,10 +197,11 @@ class Checkpoints(Core):
         with naming(filename):
             state = upgrade_state_dict(state)
         saved = state.get("last_optimizer_state")
-        if saved is not None and not reset_optimizer and self._uses_bmuf:
+        # Made first: it gives all workers the weights of the first.
+        wrapper = self.model if self._averages_models else None
+        if saved is not None and not reset_optimizer and self._has_own_model:
             rank, workers = self.data_parallel_rank, self.data_parallel_world_size
             state = _worker_states.take_own(state, rank, workers, filename)
-        self._tell_of_slowmo(filename)
         self._load_weights(filename, state)
         extra_state: dict[str, Any] | None = state.get("extra_state")
         if extra_state is not None:
@@ -208,6 +213,8 @@ class Checkpoints(Core):
                 self._load_optimizer(
                     saved, state["model"], reset_lr_scheduler, optimizer_overrides
                 )
+            if wrapper is not None:
+                wrapper.load_blocks_state_dict((extra_state or {}).get(_SLOWMO, {}))
             if _sharding.reduces_to_codes(self.cfg):
                 _code_feedback.load(
                     self.model, extra_state or {}, filename, self._saves_shards
@@ -223,16 +230,6 @@ class Checkpoints(Core):
                 self.get_num_updates(),
             )
         return extra_state
-
-    def _tell_of_slowmo(self, filename: str) -> None:
-        backend = setting(self.cfg, "distributed_training", "ddp_backend", None)
-        if backend == "slowmo" and self.data_parallel_world_size > 1:
-            logger.warning(
-                "%s has the first worker's model and optimizer, which all go on from, "
-                "and a new period of --localsgd-frequency begins: with slowmo a run "
-                "that is resumed is not the one that was stopped",
-                filename,
-            )
 
     def _read_checkpoint(self, filename: str) -> dict[str, Any] | None:
         """The file's content, None where there is none. Of several processes the first

@@ -102,6 +102,17 @@ class Core(_C.FairseqTrainer):
         return bool(setting(self.cfg, "optimization", "use_bmuf", False))
 
     @property
+    def _has_own_model(self) -> bool:
+        """Does each process update a model of its own between exchanges?"""
+        backend = setting(self.cfg, "distributed_training", "ddp_backend", None)
+        return self._uses_bmuf or backend == "slowmo"
+
+    @property
+    def _averages_models(self) -> bool:
+        """Is the model in SlowMo's wrapper? BMUF goes before it, and has none."""
+        return self._has_own_model and not self._uses_bmuf and self.use_distributed_wrapper
+
+    @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
         return self.is_data_parallel_master or _sharding.saves_shards(self.cfg)
 

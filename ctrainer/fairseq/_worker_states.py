@@ -1,6 +1,6 @@
 """What each worker has of its own between the ends of blocks, in fairseq's checkpoints.
 
-With BMUF every worker updates a model of its own. The file holds the first one's where
+With BMUF and SlowMo every worker updates a model of its own. The file holds the first one's where
 fairseq has the model and the optimizer's state, and the others' beside it.
 """
 
@@ -17,6 +17,7 @@ logger = logging.getLogger("ctrainer.fairseq.trainer")
 KEY = "workers"  # of extra_state: by rank, None for the first
 _PARTS = ("model", "criterion", "last_optimizer_state")
 _AVERAGES = ("ema", "ema_fp32_params")
+_BLOCKS = "bmuf"  # in the optimizer's state
 # Of a block's state: what all workers have alike.
 _ALIKE = ("num_updates", "model", "momentum")
 
@@ -25,10 +26,11 @@ State = dict[str, Any]
 
 def own_part(state: State) -> State:
     """What of a checkpoint's dictionary is this worker's alone."""
-    optimizer = state["last_optimizer_state"]
-    blocks = {k: v for k, v in optimizer["bmuf"].items() if k not in _ALIKE}
     own = {name: state[name] for name in _PARTS}
-    own["last_optimizer_state"] = {**optimizer, "bmuf": blocks}
+    optimizer = state["last_optimizer_state"]
+    if _BLOCKS in optimizer:
+        blocks = {k: v for k, v in optimizer[_BLOCKS].items() if k not in _ALIKE}
+        own["last_optimizer_state"] = {**optimizer, _BLOCKS: blocks}
     extra = state["extra_state"]
     return {**own, **{name: extra[name] for name in _AVERAGES if name in extra}}
 
@@ -72,10 +74,12 @@ def take_own(state: State, rank: int, workers: int, filename: str) -> State:
     own = saved[rank]
     if own is None:
         return state
-    optimizer = own["last_optimizer_state"]
-    shared = state["last_optimizer_state"]["bmuf"]
-    blocks = {**{k: v for k, v in shared.items() if k in _ALIKE}, **optimizer["bmuf"]}
     parts = {name: own[name] for name in _PARTS}
-    parts["last_optimizer_state"] = {**optimizer, "bmuf": blocks}
+    optimizer = own["last_optimizer_state"]
+    if _BLOCKS in optimizer:
+        shared = state["last_optimizer_state"][_BLOCKS]
+        alike = {k: v for k, v in shared.items() if k in _ALIKE}
+        blocks = {**alike, **optimizer[_BLOCKS]}
+        parts["last_optimizer_state"] = {**optimizer, _BLOCKS: blocks}
     averages = {name: own[name] for name in _AVERAGES if name in own}
     return {**state, **parts, "extra_state": {**extra, **averages}}

@@ -375,10 +375,19 @@ def test_bmuf_goes_on_within_a_block_to_the_bit(both: list[Any]) -> None:
         assert one != other  # without which nothing was shown
 
 
-def test_slowmo_tells_that_it_does_not_go_on_where_it_was(both: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("stop", "whole"), [(3, "slowmo"), (5, "slow momentum"), (1, "slow momentum")]
+)
+def test_slowmo_goes_on_between_averages_to_the_bit(
+    both: list[Any], stop: int, whole: str
+) -> None:
+    way = f"slowmo from {stop}"
+    loaded = [found[f"{way} loaded"] for found in both]
+    assert (loaded[0] == loaded[1]) is (stop == 1)  # after the first all have met
     for found in both:
-        (told,) = [text for text in found["slowmo told"] if "slowmo" in text[-60:]]
-        assert "all go on from" in told
+        assert found[way]["weights"] == found[whole]["weights"]
+        assert found[way]["losses"] == found[whole]["losses"][stop:]
+        assert "written by 2 workers" in found["slowmo alone"]
 
 
 def test_bmuf_s_workers_of_another_number_go_on_from_the_first_if_asked(
