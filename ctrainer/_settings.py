@@ -39,21 +39,45 @@ _NOTHING = {"none", "null", "~"}  # as text, of what is no text itself
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval such as "[0, 1)" in an annotation. No NaN is in it."""
+    """An interval such as "[0, 1)" in an annotation, a set such as "{4, 8, 32}", or
+    some of these: "{-1} or [1, inf)". No NaN is in it."""
 
     text: str
 
     def __contains__(self, value: float) -> bool:
-        low, high = map(float, self.text[1:-1].split(","))
-        above = value >= low if self.text[0] == "[" else value > low
-        return above and (value <= high if self.text[-1] == "]" else value < high)
+        return any(_is_within(value, part) for part in self.text.split(" or "))
+
+    @property
+    def words(self) -> str:
+        return f"in {self.text}"
+
+
+def _is_within(value: float, part: str) -> bool:
+    numbers = [float(number) for number in part[1:-1].split(",")]
+    if part[0] == "{":
+        return value in numbers
+    low, high = numbers
+    above = value >= low if part[0] == "[" else value > low
+    return above and (value <= high if part[-1] == "]" else value < high)
+
+
+class Filled:
+    """In the annotation of a list: it has an item."""
+
+    words = "that is not empty"
+
+    def __contains__(self, value: Sequence[Any]) -> bool:
+        return len(value) > 0
 
 
 Natural = Annotated[int, Range("[0, inf)")]
 Count = Annotated[int, Range("[1, inf)")]
 NotNegative = Annotated[float, Range("[0, inf)")]
 Finite = Annotated[float, Range("(-inf, inf)")]
+Positive = Annotated[float, Range("(0, inf)")]
+Portion = Annotated[float, Range("[0, 1]")]
 Share = Annotated[float, Range("[0, 1)")]
+Seed = Annotated[int, Range("[0, 4294967295]")]  # NumPy takes no others
 
 # ---- names
 
@@ -176,7 +200,7 @@ class Reader:
     def _read(self, value: Any, hint: Any, where: str) -> Any:
         kind, optional = without_none(hint)
         if kind is Any:
-            return value
+            return self.anything(value)
         if optional and (value is None or self._says_nothing(value, kind)):
             return None
         if get_origin(kind) is Annotated:
@@ -196,6 +220,9 @@ class Reader:
             raise TypeError(f"{where} is annotated {kind}, which cannot be checked")
         if not isinstance(value, kind):
             raise Mismatch
+        return value
+
+    def anything(self, value: Any) -> Any:
         return value
 
     def _says_nothing(self, value: Any, kind: Any) -> bool:
@@ -335,7 +362,7 @@ def describe(hint: Any) -> str:
         return f"{describe(kind)} or None"
     if get_origin(kind) is Annotated:
         inner, span = get_args(kind)
-        return f"{describe(inner)} in {span.text}"
+        return f"{'a value' if inner is Any else describe(inner)} {span.words}"
     choices = choices_of(kind)
     if choices is not None:
         return f"one of {', '.join(map(str, choices))}"
@@ -350,8 +377,10 @@ def describe(hint: Any) -> str:
     if word != "a list" or not args:
         return word
     count = f"{len(args)} " if get_origin(kind) is tuple and len(args) > 1 else ""
-    item = {int: "whole numbers", float: "numbers", str: "texts"}.get(args[0])
-    return f"a list of {count}{item}" if item else "a list"
+    bare, span = get_args(args[0]) if get_origin(args[0]) is Annotated else (args[0], None)
+    item = {int: "whole numbers", float: "numbers", str: "texts"}.get(bare)
+    within = f" {span.words}" if span else ""
+    return f"a list of {count}{item}{within}" if item else "a list"
 
 
 # ---- groups of settings

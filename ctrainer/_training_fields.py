@@ -12,14 +12,14 @@ import inspect
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from ctrainer._settings import (
     Count,
     Finite,
     Natural,
     NotNegative,
-    Range,
+    Seed,
     Share,
     nearest,
     read,
@@ -32,8 +32,6 @@ from ctrainer.enums import (
     SaveStrategy,
     SchedulerType,
 )
-
-Seed = Annotated[int, Range("[0, 4294967295]")]  # NumPy takes no others
 
 _LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 

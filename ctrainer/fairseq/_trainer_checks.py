@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Annotated, Any, get_origin
 
+from ctrainer._settings import hints, without_none
 from ctrainer.fairseq import _sharding, _zero
+from ctrainer.fairseq.config.trees import groups, is_dict_config, tree_of
+from ctrainer.fairseq.config.values import convert
 
 
 def setting(cfg: Any, group: str, name: str, default: Any) -> Any:
@@ -13,13 +17,14 @@ def setting(cfg: Any, group: str, name: str, default: Any) -> Any:
 
 
 def check_config(cfg: Any) -> None:
-    """Raise for settings that exclude each other, in fairseq's words, and for those
-    that this trainer does not have.
+    """Raise for settings out of range, for those that exclude each other, in fairseq's
+    words, and for those that this trainer does not have.
 
     Raises:
         ValueError: the message names the setting.
         AssertionError: fp16 together with amp, as in fairseq.
     """
+    _check_values(cfg)
     _check_sharding(cfg)
     _zero.check(setting, cfg)
     _check_slowmo(cfg)
@@ -31,6 +36,24 @@ def check_config(cfg: Any) -> None:
         value = setting(cfg, group, name, allowed[0])
         if value not in allowed:
             raise ValueError(f"{group}.{name} is {value!r}: {why}")
+
+
+_READ = (
+    "common", "distributed_training", "dataset", "optimization", "checkpoint", "bmuf",
+    "ema",
+)  # fmt: skip
+
+
+def _check_values(cfg: Any) -> None:
+    """The numbers that have a range: as_config() need not have made the config."""
+    for group in _READ:
+        cls, given = groups()[group], getattr(cfg, group, None)
+        if is_dict_config(given):
+            given = SimpleNamespace(**tree_of(given))
+        for name, hint in hints(cls).items():
+            ranged = get_origin(without_none(hint)[0]) is Annotated
+            if ranged and hasattr(given, name):
+                convert(getattr(given, name), hint, f"{group}.{name}")
 
 
 def _check_sharding(cfg: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def option_lines(prefix: str, cls: type) -> Iterator[str]:
     """The options of a dataclass as tests/python/fairseq_options.txt has them."""
     per_gpu = {"distributed_world_size", "distributed_num_procs", "nprocs_per_node"}
     for option in dataclasses.fields(cls):
-        hint = hints(cls)[option.name]
+        hint = get_type_hints(cls)[option.name]  # without ranges
         name = prefix + option.name
         if dataclasses.is_dataclass(hint):
             yield f"{name}:"

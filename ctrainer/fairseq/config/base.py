@@ -3,15 +3,43 @@ to other options, and reading by key as well as by attribute."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from argparse import Namespace
 from collections.abc import ItemsView, KeysView, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+from ctrainer._settings import Filled, NotNegative, Range
 
 MISSING = "???"  # the value of an option that has to be given
+
+
+OrOff = Annotated[int, Range("[-1, inf)")]  # -1, and mostly 0, is never
+CodeBits = Annotated[int, Range("{4, 8, 32}")]
+Rates = Annotated[list[NotNegative], Filled()]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """In an annotation: two numbers within a range, or their text as "(0.9, 0.98)"."""
+
+    text: str
+
+    @property
+    def words(self) -> str:
+        return f"of two numbers in {self.text}, such as (0.9, 0.98)"
+
+    def __contains__(self, value: Any) -> bool:
+        try:
+            parts = ast.literal_eval(value) if isinstance(value, str) else value
+            first, second = (float(part) for part in parts)
+        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+            return False
+        span = Range(self.text)
+        return first in span and second in span
 
 
 def II(reference: str) -> Any:

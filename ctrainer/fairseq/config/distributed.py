@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal
+from typing import Annotated, Literal
 
-from ctrainer.fairseq.config.base import II, FairseqDataclass, opt
+from ctrainer._settings import Count, Natural, Range, Share
+from ctrainer.fairseq.config.base import II, CodeBits, FairseqDataclass, OrOff, opt
 
 DdpBackend = Literal[
     "c10d", "fully_sharded", "legacy_ddp", "no_c10d", "pytorch_ddp", "slowmo"
@@ -33,21 +34,21 @@ def _local_rank() -> int:
 class DistributedTrainingConfig(FairseqDataclass):
     """Workers and how they exchange gradients."""
 
-    distributed_world_size: int = opt(
+    distributed_world_size: Count = opt(
         _visible_gpus, "Workers on all nodes; by default a worker a visible GPU."
     )
-    distributed_num_procs: int | None = opt(
+    distributed_num_procs: Count | None = opt(
         _visible_gpus, "Processes to start here; by default one a visible GPU."
     )
-    distributed_rank: int | None = opt(0, "Rank of this worker.")
+    distributed_rank: Natural | None = opt(0, "Rank of this worker.")
     distributed_backend: str = opt("nccl", "Backend of torch.distributed.")
     distributed_init_method: str | None = opt(
         None, "Where the workers meet, such as tcp://host:port."
     )
-    distributed_port: int = opt(
+    distributed_port: Annotated[int, Range("[-1, 65535]")] = opt(
         -1, "Port to meet at; not needed with distributed_init_method."
     )
-    device_id: int = opt(
+    device_id: Natural = opt(
         _local_rank,
         "GPU of this worker; by default what LOCAL_RANK says.",
         argparse_alias="--local_rank",
@@ -62,7 +63,7 @@ class DistributedTrainingConfig(FairseqDataclass):
     ddp_comm_hook: Literal["none", "fp16"] = opt(
         "none", "Compress gradients on their way: to fp16, or not."
     )
-    bucket_cap_mb: int = opt(25, "Size of the buckets in MiB.")
+    bucket_cap_mb: Count = opt(25, "Size of the buckets in MiB.")
     fix_batches_to_gpus: bool = opt(
         False, "Give a worker the same batches each epoch, in another order."
     )
@@ -75,20 +76,20 @@ class DistributedTrainingConfig(FairseqDataclass):
     fast_stat_sync: bool = opt(
         False, "Deprecated: the criterion says how statistics are added."
     )
-    heartbeat_timeout: int = opt(
+    heartbeat_timeout: OrOff = opt(
         -1, "Seconds without progress after which the job is killed; -1: never."
     )
     broadcast_buffers: bool = opt(
         False, "Send the first rank's buffers, such as batch statistics, to all."
     )
-    slowmo_momentum: float | None = opt(
+    slowmo_momentum: Share | None = opt(
         None,
         "SlowMo's momentum; by default 0 up to 16 workers, 0.2 up to 32, 0.5 up to "
         "64, else 0.6.",
     )
     slowmo_base_algorithm: str = opt("localsgd", "What SlowMo wraps: localsgd or sgp.")
-    localsgd_frequency: int = opt(3, "Updates between two exchanges of local SGD.")
-    nprocs_per_node: int = opt(
+    localsgd_frequency: Count = opt(3, "Updates between two exchanges of local SGD.")
+    nprocs_per_node: Count = opt(
         _visible_gpus, "GPUs of a node, within which SlowMo reduces all gradients."
     )
     pipeline_model_parallel: bool = opt(False, "Spread the layers over GPUs.")
@@ -96,7 +97,7 @@ class DistributedTrainingConfig(FairseqDataclass):
         None, "Layers of each piece, separated by commas."
     )
     pipeline_devices: str | None = opt(None, "Device of each piece.")
-    pipeline_chunks: int | None = opt(0, "Micro-batches of the pipeline.")
+    pipeline_chunks: Natural | None = opt(0, "Micro-batches of the pipeline.")
     pipeline_encoder_balance: str | None = opt(
         None, "Layers of each piece of the encoder."
     )
@@ -128,12 +129,12 @@ class DistributedTrainingConfig(FairseqDataclass):
     not_fsdp_flatten_parameters: bool = opt(
         False, "Keep the parameters of a wrapped module apart."
     )
-    gather_bits: int = opt(
+    gather_bits: CodeBits = opt(
         32,
         "Bits in which parameters are gathered: 32, or codes of 8 or 4. Not an option "
         "of fairseq's.",
     )
-    reduce_bits: int = opt(
+    reduce_bits: CodeBits = opt(
         32,
         "Bits in which gradients are exchanged: 32, or codes of 8 or 4, which remember "
         "what they miss. Not an option of fairseq's.",

@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from ctrainer.fairseq.config.base import II, FairseqDataclass, opt
+from ctrainer._settings import NotNegative, Portion, Positive, Range, Share
+from ctrainer.fairseq.config.base import II, FairseqDataclass, Pair, Rates, opt
 
 _WD = "Weight decay."
 _ALIAS = "--wd"
+_BETAS = Pair("[0, 1)")
 
 
 @dataclass
 class FairseqAdamConfig(FairseqDataclass):
     """Adam with decoupled weight decay."""
 
-    adam_betas: Any = opt((0.9, 0.999), "Decays of the two means.")
-    adam_eps: float = opt(1e-8, "Added to the root of the mean square.")
-    weight_decay: float = opt(0.0, _WD)
+    adam_betas: Annotated[Any, _BETAS] = opt((0.9, 0.999), "Decays of the two means.")
+    adam_eps: NotNegative = opt(1e-8, "Added to the root of the mean square.")
+    weight_decay: NotNegative = opt(0.0, _WD)
     use_old_adam: bool = opt(False, "Never use the fused kernel.")
     fp16_adam_stats: bool = opt(False, "Hold the means in float16, scaled.")
     tpu: bool = II("common.tpu")
-    lr: list[float] = II("optimization.lr")
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class FairseqNAGConfig(FairseqDataclass):
     """Nesterov's accelerated gradient."""
 
-    momentum: float = opt(0.99, "Momentum.")
-    weight_decay: float = opt(0.0, _WD)
-    lr: list[float] = II("optimization.lr")
+    momentum: NotNegative = opt(0.99, "Momentum.")
+    weight_decay: NotNegative = opt(0.0, _WD)
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class FairseqCPUAdamConfig(FairseqDataclass):
     """Adam on the host."""
 
-    adam_betas: str = opt("(0.9, 0.999)", "Decays of the two means.")
-    adam_eps: float = opt(1e-8, "Added to the root of the mean square.")
-    weight_decay: float = opt(0.0, _WD)
+    adam_betas: Annotated[str, _BETAS] = opt("(0.9, 0.999)", "Decays of the two means.")
+    adam_eps: NotNegative = opt(1e-8, "Added to the root of the mean square.")
+    weight_decay: NotNegative = opt(0.0, _WD)
     fp16_adam_stats: bool = opt(False, "Hold the means in float16, scaled.")
-    lr: list[float] = II("optimization.lr")
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
@@ -61,64 +63,64 @@ class CompositeOptimizerConfig(FairseqDataclass):
 class AdamaxConfig(FairseqDataclass):
     """Adam with the largest gradient instead of the mean square."""
 
-    adamax_betas: str = opt("(0.9, 0.999)", "Decays of the two.")
-    adamax_eps: float = opt(1e-8, "Added to the largest gradient.")
-    weight_decay: float = opt(0.0, _WD, argparse_alias=_ALIAS)
+    adamax_betas: Annotated[str, _BETAS] = opt("(0.9, 0.999)", "Decays of the two.")
+    adamax_eps: NotNegative = opt(1e-8, "Added to the largest gradient.")
+    weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
     no_bias_correction: bool = opt(False, "Leave the first updates small.")
-    lr: list[float] = II("optimization.lr")
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class SGDConfig(FairseqDataclass):
     """Gradient descent with momentum."""
 
-    momentum: float = opt(0.0, "Momentum.")
-    weight_decay: float = opt(0.0, _WD, argparse_alias=_ALIAS)
-    lr: list[float] = II("optimization.lr")
+    momentum: NotNegative = opt(0.0, "Momentum.")
+    weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class AdadeltaConfig(FairseqDataclass):
     """Adadelta."""
 
-    adadelta_rho: float = opt(0.9, "Decay of the mean squares.")
-    adadelta_eps: float = opt(1e-6, "Added to the mean squares.")
-    weight_decay: float = opt(0.0, _WD, argparse_alias=_ALIAS)
+    adadelta_rho: Portion = opt(0.9, "Decay of the mean squares.")
+    adadelta_eps: NotNegative = opt(1e-6, "Added to the mean squares.")
+    weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
     anneal_eps: bool = opt(False, "Lower adadelta_eps over the run.")
-    lr: list[float] = II("optimization.lr")
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class AdagradConfig(FairseqDataclass):
     """Adagrad."""
 
-    weight_decay: float = opt(0.0, _WD, argparse_alias=_ALIAS)
-    lr: list[float] = II("optimization.lr")
+    weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class AdafactorConfig(FairseqDataclass):
     """Adam with factored mean squares."""
 
-    adafactor_eps: str = opt("(1e-30, 1e-3)", "Added to squares, and least scale.")
-    clip_threshold: float = opt(1.0, "Greatest root mean square of an update.")
-    decay_rate: float = opt(-0.8, "Exponent of the mean squares' decay.")
-    beta1: float | None = opt(None, "Decay of the mean; None: no mean.")
-    weight_decay: float = opt(0.0, _WD, argparse_alias=_ALIAS)
+    adafactor_eps: Annotated[str, Pair("[0, inf)")] = opt("(1e-30, 1e-3)", "Added to squares, and least scale.")
+    clip_threshold: Positive = opt(1.0, "Greatest root mean square of an update.")
+    decay_rate: Annotated[float, Range("(-inf, 0]")] = opt(-0.8, "Exponent of the mean squares' decay.")
+    beta1: Share | None = opt(None, "Decay of the mean; None: no mean.")
+    weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
     scale_parameter: bool = opt(False, "Multiply the rate by the parameter's size.")
     relative_step: bool = opt(False, "Let the rate fall with the updates' root.")
     warmup_init: bool = opt(False, "Let that rate rise at first.")
-    lr: list[float] = II("optimization.lr")
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class LambConfig(FairseqDataclass):
     """LAMB."""
 
-    lamb_betas: str = opt("(0.9, 0.999)", "Decays of the two means.")
-    lamb_eps: float = opt(1e-8, "Added to the root of the mean square.")
-    weight_decay: float = opt(0.0, _WD, argparse_alias=_ALIAS)
-    lr: list[float] = II("optimization.lr")
+    lamb_betas: Annotated[str, _BETAS] = opt("(0.9, 0.999)", "Decays of the two means.")
+    lamb_eps: NotNegative = opt(1e-8, "Added to the root of the mean square.")
+    weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
+    lr: Rates = II("optimization.lr")
 
 
 OPTIMIZERS: dict[str, type[FairseqDataclass]] = {

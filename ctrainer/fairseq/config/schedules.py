@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from ctrainer.fairseq.config.base import II, MISSING, FairseqDataclass, opt
+from ctrainer._settings import (
+    Count,
+    Natural,
+    NotNegative,
+    Portion,
+    Positive,
+    Range,
+    Share,
+)
+from ctrainer.fairseq.config.base import II, MISSING, FairseqDataclass, Rates, opt
+
+RateOrOwn = Annotated[float, Range("[-1, inf)")]
 
 _WARMUP = "Updates over which the rate rises."
 _FIRST = "Rate at which it begins to rise; -1: the schedule's own."
@@ -16,61 +28,61 @@ _LEAST = "Least rate."
 class FixedLRScheduleConfig(FairseqDataclass):
     """A rate an epoch."""
 
-    force_anneal: int | None = opt(None, "Epoch from which the rate is lowered.")
-    lr_shrink: float = opt(0.1, _SHRINK)
-    warmup_updates: int = opt(0, _WARMUP)
-    lr: list[float] = II("optimization.lr")
+    force_anneal: Natural | None = opt(None, "Epoch from which the rate is lowered.")
+    lr_shrink: NotNegative = opt(0.1, _SHRINK)
+    warmup_updates: Natural = opt(0, _WARMUP)
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class InverseSquareRootLRScheduleConfig(FairseqDataclass):
     """With the inverse square root of the update."""
 
-    warmup_updates: int = opt(4000, _WARMUP)
-    warmup_init_lr: float = opt(-1, _FIRST)
-    lr: list[float] = II("optimization.lr")
+    warmup_updates: Natural = opt(4000, _WARMUP)
+    warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class CosineLRScheduleConfig(FairseqDataclass):
     """Along a cosine, again and again."""
 
-    warmup_updates: int = opt(0, _WARMUP)
-    warmup_init_lr: float = opt(-1, _FIRST)
-    lr: list[float] = opt(II("optimization.lr"), "Greatest rate, above min_lr.")
-    min_lr: float = opt(0.0, _LEAST)
-    t_mult: float = opt(1.0, "Factor from the length of a period to the next.")
-    lr_period_updates: float = opt(
+    warmup_updates: Natural = opt(0, _WARMUP)
+    warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
+    lr: Rates = opt(II("optimization.lr"), "Greatest rate, above min_lr.")
+    min_lr: NotNegative = opt(0.0, _LEAST)
+    t_mult: Positive = opt(1.0, "Factor from the length of a period to the next.")
+    lr_period_updates: Annotated[float, Range("[-1, inf)")] = opt(
         -1, "Updates of the first period; -1: all that follow the warm-up."
     )
-    lr_shrink: float = opt(0.1, _SHRINK)
-    max_update: int = II("optimization.max_update")
+    lr_shrink: NotNegative = opt(0.1, _SHRINK)
+    max_update: Natural = II("optimization.max_update")
 
 
 @dataclass
 class PolynomialDecayLRScheduleConfig(FairseqDataclass):
     """Along a polynomial to an end."""
 
-    warmup_updates: int = opt(0, _WARMUP)
-    force_anneal: int | None = opt(None, "Epoch from which the rate is lowered.")
-    end_learning_rate: float = opt(0.0, "Rate at the end.")
-    power: float = opt(1.0, "Exponent; 1: a straight line.")
-    total_num_update: float = opt(
+    warmup_updates: Natural = opt(0, _WARMUP)
+    force_anneal: Natural | None = opt(None, "Epoch from which the rate is lowered.")
+    end_learning_rate: NotNegative = opt(0.0, "Rate at the end.")
+    power: NotNegative = opt(1.0, "Exponent; 1: a straight line.")
+    total_num_update: NotNegative = opt(
         II("optimization.max_update"), "Update of the end; by default max_update."
     )
-    lr: list[float] = II("optimization.lr")
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class ReduceLROnPlateauLRScheduleConfig(FairseqDataclass):
     """Lowered when validation stops improving."""
 
-    lr_shrink: float = opt(0.1, _SHRINK)
-    lr_threshold: float = opt(1e-4, "Relative improvement that counts.")
-    lr_patience: int = opt(0, "Epochs without improvement that are borne.")
-    warmup_updates: int = opt(0, _WARMUP)
-    warmup_init_lr: float = opt(-1, _FIRST)
-    lr: list[float] = II("optimization.lr")
+    lr_shrink: Share = opt(0.1, _SHRINK)
+    lr_threshold: NotNegative = opt(1e-4, "Relative improvement that counts.")
+    lr_patience: Natural = opt(0, "Epochs without improvement that are borne.")
+    warmup_updates: Natural = opt(0, _WARMUP)
+    warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
+    lr: Rates = II("optimization.lr")
     maximize_best_checkpoint_metric: bool = II(
         "checkpoint.maximize_best_checkpoint_metric"
     )
@@ -80,39 +92,39 @@ class ReduceLROnPlateauLRScheduleConfig(FairseqDataclass):
 class TriStageLRScheduleConfig(FairseqDataclass):
     """Up, level, down."""
 
-    warmup_steps: int = opt(0, "Updates on the way up.")
-    hold_steps: int = opt(0, "Updates on the level.")
-    decay_steps: int = opt(0, "Updates on the way down.")
-    phase_ratio: tuple[float, float, float] | None = opt(
+    warmup_steps: Natural = opt(0, "Updates on the way up.")
+    hold_steps: Natural = opt(0, "Updates on the level.")
+    decay_steps: Natural = opt(0, "Updates on the way down.")
+    phase_ratio: tuple[Portion, Portion, Portion] | None = opt(
         None, "Shares of max_update for the three, which add up to 1."
     )
-    init_lr_scale: float = opt(0.01, "Share of the rate at the start.")
-    final_lr_scale: float = opt(0.01, "Share of the rate at the end.")
-    max_update: float = II("optimization.max_update")
-    lr: list[float] = II("optimization.lr")
+    init_lr_scale: NotNegative = opt(0.01, "Share of the rate at the start.")
+    final_lr_scale: Positive = opt(0.01, "Share of the rate at the end.")
+    max_update: NotNegative = II("optimization.max_update")
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class TriangularLRScheduleConfig(FairseqDataclass):
     """Up and down in a straight line."""
 
-    max_lr: float = opt(MISSING, "Greatest rate, above lr.")
-    lr_period_updates: float = opt(5000, "Updates of a period.")
-    lr_shrink: float = opt(0.1, _SHRINK)
+    max_lr: NotNegative = opt(MISSING, "Greatest rate, above lr.")
+    lr_period_updates: Annotated[float, Range("[2, inf)")] = opt(5000, "Updates of a period.")
+    lr_shrink: NotNegative = opt(0.1, _SHRINK)
     shrink_min: bool = opt(False, "Lower the least rate too.")
-    lr: list[float] = II("optimization.lr")
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass
 class StepLRScheduleConfig(FairseqDataclass):
     """Lowered every so many updates. lr_deacy_period is fairseq's spelling."""
 
-    warmup_updates: int = opt(0, _WARMUP)
-    warmup_init_lr: float = opt(-1, _FIRST)
-    lr: list[float] = opt(II("optimization.lr"), "Greatest rate, above min_lr.")
-    min_lr: float = opt(0.0, _LEAST)
-    lr_deacy_period: int = opt(25000, "Updates of a period.")
-    lr_decay: float = opt(0.5, "Factor from a period to the next.")
+    warmup_updates: Natural = opt(0, _WARMUP)
+    warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
+    lr: Rates = opt(II("optimization.lr"), "Greatest rate, above min_lr.")
+    min_lr: NotNegative = opt(0.0, _LEAST)
+    lr_deacy_period: Count = opt(25000, "Updates of a period.")
+    lr_decay: Portion = opt(0.5, "Factor from a period to the next.")
 
 
 @dataclass
@@ -121,7 +133,7 @@ class ManualScheduleConfig(FairseqDataclass):
 
     epoch2lr: str = opt("{}", "Python dict from epochs, such as '1,3-5', to rates.")
     update2lr: str = opt("{}", "Python dict from updates to rates.")
-    lr: list[float] = II("optimization.lr")
+    lr: Rates = II("optimization.lr")
 
 
 @dataclass

@@ -38,7 +38,10 @@ class _FairseqReader(Reader):
         value = plain(value)
         if is_reference(value) or (isinstance(value, str) and value == MISSING):
             return value
-        return as_lists(value) if hint is Any else super().read(value, hint, where)
+        return super().read(value, hint, where)
+
+    def anything(self, value: Any) -> Any:
+        return as_lists(value)
 
     def _says_nothing(self, value: Any, kind: Any) -> bool:
         return False  # OmegaConf's None is null alone, which YAML has read
