@@ -289,34 +289,36 @@ def _load_adapter(model: Any, folder: str) -> bool:
     active = active() if callable(active) else active
     for place in places:
         name = active[0] if place == folder else os.path.basename(place)
-        _check_adapter(place)
         _load_one_adapter(model, place, name, name in active)
     return True
 
 
-def _check_adapter(place: str) -> None:
-    """PEFT reads the file itself: what is wrong with it is told before."""
+def _adapter_tensors(place: str) -> dict[str, Any]:
     path = os.path.join(place, "adapter_model.safetensors")
     if is_there(path):
-        _C.check_safetensors(path, expected_of(path))
-        return
+        index = _C.safetensors_index(path)[1]
+        tensors = {name: _empty(tag, shape) for name, tag, shape, _ in index}
+        _C.load_safetensors_into(path, _raw(tensors), True, True, expected_of(path))
+        return tensors
     path = os.path.join(place, "adapter_model.bin")
-    if is_there(path):
-        load_plain(path, expected_of(path))
+    state: dict[str, Any] = load_plain(path, expected_of(path))
+    return state
 
 
 def _load_one_adapter(model: Any, place: str, name: str, trains: bool) -> None:
-    """Into the adapter that is there, in its own dtype."""
+    """Into the adapter of that name, in its own dtype; one that the model lacks is made
+    first."""
     import peft
 
-    if isinstance(model, peft.PeftModel):
-        found = model.load_adapter(
+    tensors = _adapter_tensors(place)
+    if not isinstance(model, peft.PeftModel):
+        tensors = {n.removeprefix("base_model.model."): t for n, t in tensors.items()}
+    elif name not in model.peft_config:
+        model.load_adapter(
             place, name, is_trainable=trains, autocast_adapter_dtype=False
         )
-    else:  # transformers' integration loads only adapters that are not there yet
-        saved = peft.load_peft_weights(place, device="cpu")
-        plain = {n.removeprefix("base_model.model."): t for n, t in saved.items()}
-        found = peft.set_peft_model_state_dict(model, plain, name)
+    with naming(place):
+        found = peft.set_peft_model_state_dict(model, tensors, name)
     missing = [n for n in found.missing_keys if name in n.split(".")]
     raise_unless_all(place, missing, list(found.unexpected_keys))
 

@@ -78,13 +78,23 @@ AVERAGES = ((), ("--store-ema", "--ema-decay", "0.9"))
 SYNC = ("--use-bmuf", "--global-sync-iter", "5", "--block-lr", "0.7")
 
 
-def _blocks_drawn(seed: int) -> list[str]:
+# Averages after every third update; a momentum of them is saved, but not used within
+# 13 updates (tests/python/test_fairseq_ranks.py has it).
+LOCAL = ("--ddp-backend", "slowmo", "--localsgd-frequency", "3")
+MOMENTA = ((), ("--slowmo-momentum", "0.5"))
+
+
+def _drawn(axes: tuple[tuple[tuple[str, ...], ...], ...], seed: int) -> list[str]:
     generator = random.Random(seed)
-    chosen = [generator.choice(axis) for axis in (BLOCKS, PRECISIONS, AVERAGES)]
+    chosen = [generator.choice(axis) for axis in axes]
     workers = str(generator.choice((2, 2, 3, 4)))
-    options = ["--distributed-world-size", workers]
-    options += [*SYNC, "--warmup-iterations", "3", "--dropout", "0.1"]
+    options = ["--distributed-world-size", workers, "--dropout", "0.1"]
     return [*options, *(option for group in chosen for option in group)]
+
+
+def _blocks_drawn(seed: int) -> list[str]:
+    drawn = _drawn((BLOCKS, PRECISIONS, AVERAGES), seed)
+    return [*drawn[:2], *SYNC, "--warmup-iterations", "3", *drawn[2:]]
 
 
 def _differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
@@ -112,8 +122,19 @@ def test_workers_go_on_within_a_block_to_the_bit(
     """Stopped at the 7th update of blocks that end at the 5th and 10th, and run to the
     13th, which is within one too: the file, with every worker's state, is that of a run
     that was not stopped."""
-    drawn = _blocks_drawn(seed)
+    _compare_with_whole(data, tmp_path, _blocks_drawn(seed))
 
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(12))
+def test_workers_of_slowmo_go_on_between_averages_to_the_bit(
+    data: Path, tmp_path: Path, seed: int
+) -> None:
+    drawn = _drawn((PRECISIONS, AVERAGES, MOMENTA), seed)
+    _compare_with_whole(data, tmp_path, [*drawn[:2], *LOCAL, *drawn[2:]])
+
+
+def _compare_with_whole(data: Path, tmp_path: Path, drawn: list[str]) -> None:
     def until(update: int, folder: str) -> Any:
         limits = ["--max-update", str(update), "--max-epoch", "9"]
         more = ["--disable-validation", "--no-epoch-checkpoints", *limits]
