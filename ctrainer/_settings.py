@@ -377,7 +377,9 @@ def describe(hint: Any) -> str:
     if word != "a list" or not args:
         return word
     count = f"{len(args)} " if get_origin(kind) is tuple and len(args) > 1 else ""
-    bare, span = get_args(args[0]) if get_origin(args[0]) is Annotated else (args[0], None)
+    bare, span = (
+        get_args(args[0]) if get_origin(args[0]) is Annotated else (args[0], None)
+    )
     item = {int: "whole numbers", float: "numbers", str: "texts"}.get(bare)
     within = f" {span.words}" if span else ""
     return f"a list of {count}{item}{within}" if item else "a list"

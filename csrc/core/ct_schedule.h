@@ -60,8 +60,9 @@ int ct_schedule_takes(const ct_schedule *schedule, size_t i);
 /* Number of the option called name, whether or not the kind reads it, or -1. */
 int ct_schedule_find(const ct_schedule *schedule, const char *name);
 
-/* Give an option a value. CT_EINVAL names it: the kind does not read it, and the message
- * says which option is meant, or the value is out of range; a truth value is no number.
+/* Give an option a value. CT_EINVAL names it: the kind does not read it, and the
+ * message says which option is meant, or the value is out of range; a truth value is no
+ * number.
  */
 CT_NODISCARD ct_status ct_schedule_set(ct_schedule *schedule, const char *name,
                                        double value, ct_error *err);

@@ -318,7 +318,7 @@ def _load_one_adapter(model: Any, place: str, name: str, trains: bool) -> None:
             place, name, is_trainable=trains, autocast_adapter_dtype=False
         )
     with naming(place):
-        found = peft.set_peft_model_state_dict(model, tensors, name)
+        found: Any = peft.set_peft_model_state_dict(model, tensors, name)
     missing = [n for n in found.missing_keys if name in n.split(".")]
     raise_unless_all(place, missing, list(found.unexpected_keys))
 

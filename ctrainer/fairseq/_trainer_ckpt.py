@@ -52,7 +52,8 @@ class Checkpoints(Core):
 
     def consolidate_optimizer(self) -> None:
         """Bring the state of the optimizer to the first process, where each has a part
-        or, with BMUF and SlowMo, a model of its own; then all call this before it is saved."""
+        or, with BMUF and SlowMo, a model of its own; then all call this before it is
+        saved."""
         if self.data_parallel_world_size == 1:
             return
         if _zero.is_wanted(self.cfg):
@@ -71,8 +72,8 @@ class Checkpoints(Core):
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in fairseq's layout; tensors are not copied.
 
-        With BMUF and SlowMo that of the other workers too, if consolidate_optimizer() has brought
-        it here since the last update."""
+        With BMUF and SlowMo that of the other workers too, if consolidate_optimizer()
+        has brought it here since the last update."""
         state = self._state_dict()
         if self._worker_states is not None:
             updates, states = self._worker_states

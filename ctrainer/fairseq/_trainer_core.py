@@ -110,7 +110,9 @@ class Core(_C.FairseqTrainer):
     @property
     def _averages_models(self) -> bool:
         """Is the model in SlowMo's wrapper? BMUF goes before it, and has none."""
-        return self._has_own_model and not self._uses_bmuf and self.use_distributed_wrapper
+        return (
+            self._has_own_model and not self._uses_bmuf and self.use_distributed_wrapper
+        )
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:

@@ -1,7 +1,7 @@
 """What each worker has of its own between the ends of blocks, in fairseq's checkpoints.
 
-With BMUF and SlowMo every worker updates a model of its own. The file holds the first one's where
-fairseq has the model and the optimizer's state, and the others' beside it.
+With BMUF and SlowMo every worker updates a model of its own. The file holds the first
+one's where fairseq has the model and the optimizer's state, and the others' beside it.
 """
 
 from __future__ import annotations

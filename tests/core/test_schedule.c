@@ -245,7 +245,8 @@ test_what_is_wrong_is_named(void)
     check_refused("linear", "num_cycles", 1.0,
                   "no option 'num_cycles'; it takes num_warmup_steps, num_training");
     check_refused("constant", "num_warmup_steps", 1.0, "it takes none");
-    check_refused("cosine", "num_cylces", 1.0, "'num_cylces'; did you mean 'num_cycles'?");
+    check_refused("cosine", "num_cylces", 1.0,
+                  "'num_cylces'; did you mean 'num_cycles'?");
     check_refused("cosine", "NUM-CYCLES", 1.0, "did you mean 'num_cycles'?");
     check_refused("cosine", "cycles", 1.0, "it takes num_warmup_steps");
     check_refused("cosine", "", 1.0, "has no option ''; it takes");

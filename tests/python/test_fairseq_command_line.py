@@ -175,8 +175,11 @@ class TestErrors:
         [
             ("d --max-token 5", "--max-token (did you mean --max-tokens?) 5"),
             ("d --no-save-optimizer", "(did you mean --no-save-optimizer-state?)"),
-            ("d --update-freq 1,x", "update_freq[1] must be a whole number, not 'x'"),
-            ("d --seed x", "argument --seed: seed must be a whole number, not 'x'"),
+            (
+                "d --update-freq 1,x",
+                "update_freq[1] must be a whole number in [1, inf), not 'x'",
+            ),
+            ("d --seed x", "argument --seed: seed must be a whole number in [0, "),
             ("d --ddp-backend nccl", "invalid choice: 'nccl' (choose from 'c10d'"),
             ("d --optimizer adm", "argument --optimizer: invalid choice: 'adm'"),
             ("d --arch none", "invalid choice: 'none' (choose from 'lm', 'lm_big'"),

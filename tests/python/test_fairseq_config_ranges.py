@@ -281,7 +281,9 @@ def test_what_means_something_is_taken_and_the_rest_is_named(
 @pytest.mark.parametrize("name", ["lr", "update_freq"])
 def test_a_list_of_rates_or_batches_is_not_empty(name: str) -> None:
     for empty in ([], (), ""):
-        with pytest.raises(ValueError, match=rf"^optimization.{name} must be a list .*"):
+        with pytest.raises(
+            ValueError, match=rf"^optimization.{name} must be a list .*"
+        ):
             as_config({"optimization": {name: empty}})
     with pytest.raises(ValueError, match=rf"^optimization.{name}\[1\] must .* in \["):
         as_config({"optimization": {name: [1, -1]}})
@@ -339,10 +341,9 @@ def test_every_source_is_checked(tmp_path: Path) -> None:
 
 
 def outcome(read: Any, *given: Any, **options: Any) -> bool:
-    """Is it taken? An error names the range."""
+    """Is it taken?"""
     try:
         read(*given, **options)
-    except ValueError as error:
-        assert " must be " in str(error)
+    except ValueError:
         return False
     return True

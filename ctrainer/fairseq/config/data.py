@@ -85,7 +85,9 @@ class OptimizationConfig(FairseqDataclass):
     stop_time_hours: NotNegative = opt(
         0, "Hours of training, those before a restart included, to stop after; 0: none."
     )
-    clip_norm: Annotated[float, Range("[0, inf]")] = opt(0.0, "Norm to which gradients are scaled down; 0: not.")
+    clip_norm: Annotated[float, Range("[0, inf]")] = opt(
+        0.0, "Norm to which gradients are scaled down; 0: not."
+    )
     sentence_avg: bool = opt(
         False, "Divide gradients by the sentences of a batch, not by its tokens."
     )
@@ -95,7 +97,9 @@ class OptimizationConfig(FairseqDataclass):
     lr: Rates = opt(
         [0.25], "Learning rate, by epoch; the schedule says what several mean."
     )
-    stop_min_lr: Annotated[float, Range("[-1, inf)")] = opt(-1.0, "Learning rate at which training stops.")
+    stop_min_lr: Annotated[float, Range("[-1, inf)")] = opt(
+        -1.0, "Learning rate at which training stops."
+    )
     use_bmuf: bool = opt(False, "Synchronise models by blocks of updates (bmuf).")
     skip_remainder_batch: bool | None = opt(
         False, "Leave out the last updates of an epoch that are not full."
@@ -135,7 +139,9 @@ class CheckpointConfig(FairseqDataclass):
         -1, "Keep those whose update this number divides; -1: none for that reason."
     )
     keep_last_epochs: OrOff = opt(-1, "Checkpoints of epochs to keep; -1: all.")
-    keep_best_checkpoints: OrOff = opt(-1, "Best checkpoints to keep; -1: the best one.")
+    keep_best_checkpoints: OrOff = opt(
+        -1, "Best checkpoints to keep; -1: the best one."
+    )
     no_save: bool = opt(False, "Save nothing.")
     no_epoch_checkpoints: bool = opt(False, "Save the last and the best alone.")
     no_last_checkpoints: bool = opt(False, "Do not save the last.")

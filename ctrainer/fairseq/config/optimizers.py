@@ -102,9 +102,13 @@ class AdagradConfig(FairseqDataclass):
 class AdafactorConfig(FairseqDataclass):
     """Adam with factored mean squares."""
 
-    adafactor_eps: Annotated[str, Pair("[0, inf)")] = opt("(1e-30, 1e-3)", "Added to squares, and least scale.")
+    adafactor_eps: Annotated[str, Pair("[0, inf)")] = opt(
+        "(1e-30, 1e-3)", "Added to squares, and least scale."
+    )
     clip_threshold: Positive = opt(1.0, "Greatest root mean square of an update.")
-    decay_rate: Annotated[float, Range("(-inf, 0]")] = opt(-0.8, "Exponent of the mean squares' decay.")
+    decay_rate: Annotated[float, Range("(-inf, 0]")] = opt(
+        -0.8, "Exponent of the mean squares' decay."
+    )
     beta1: Share | None = opt(None, "Decay of the mean; None: no mean.")
     weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
     scale_parameter: bool = opt(False, "Multiply the rate by the parameter's size.")

@@ -109,7 +109,9 @@ class TriangularLRScheduleConfig(FairseqDataclass):
     """Up and down in a straight line."""
 
     max_lr: NotNegative = opt(MISSING, "Greatest rate, above lr.")
-    lr_period_updates: Annotated[float, Range("[2, inf)")] = opt(5000, "Updates of a period.")
+    lr_period_updates: Annotated[float, Range("[2, inf)")] = opt(
+        5000, "Updates of a period."
+    )
     lr_shrink: NotNegative = opt(0.1, _SHRINK)
     shrink_min: bool = opt(False, "Lower the least rate too.")
     lr: Rates = II("optimization.lr")
