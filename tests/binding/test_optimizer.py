@@ -461,6 +461,21 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"\['params'\]\[1\] has no 'exp_avg'"):
             opt.step()
 
+    @pytest.mark.parametrize("place", range(len(SHAPES)))
+    def test_a_gradient_that_cannot_be_read_changes_nothing(self, place: int) -> None:
+        class Odd(Parameter):
+            @property
+            def grad(self) -> torch.Tensor:
+                raise LookupError("the gradient is gone")
+
+        params = parameters()
+        set_gradients(params, 0)
+        before = [param.detach().clone() for param in params]
+        params[place] = Odd(params[place].detach())
+        with pytest.raises(LookupError, match="the gradient is gone"):
+            optim.AdamW(params).step()
+        assert all(map(torch.equal, params, before))
+
     @pytest.mark.parametrize(
         "count",
         [

@@ -332,6 +332,12 @@ EQUIVALENT = (
     ),
     (
         "csrc/core/ct_pool.c",
+        "futex_wait(&pool.done, done);",
+        ";",
+        "who waits for a batch asks again and again instead of sleeping",
+    ),
+    (
+        "csrc/core/ct_pool.c",
         "atomic_fetch_sub(&pool.sleepers, 1);",
         ";",
         "sleepers says whether a wake-up can be spared: one too many changes no result",

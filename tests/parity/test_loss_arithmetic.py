@@ -165,6 +165,22 @@ def test_a_last_short_micro_batch_weighs_by_its_rows() -> None:
     assert trainer.state.log_history[0]["loss"] == pytest.approx(wanted, rel=ROUNDING)
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 50])
+def test_the_training_loss_is_the_mean_over_all_updates(every: int) -> None:
+    each, output = [], None
+    for steps in (1, every):
+        trainer = make(
+            ctrainer.Trainer, Net(), rows(28), max_steps=7, logging_steps=steps,
+            per_device_train_batch_size=4,
+        )  # fmt: skip
+        output = trainer.train()
+        each = each or [log["loss"] for log in trainer.state.log_history[:7]]
+    assert output is not None
+    assert output.training_loss == pytest.approx(sum(each) / 7, rel=ROUNDING)
+    assert output.metrics["train_loss"] == output.training_loss
+    assert trainer.state.log_history[-1]["train_loss"] == output.training_loss
+
+
 def reads(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     logits = outputs["logits"].flatten(0, 1)
     total = cross_entropy(logits, labels.flatten(), reduction="sum")

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import pty
+import random
 import re
 import struct
 import subprocess
@@ -415,6 +416,31 @@ class TestPace:
         assert found.samples_per_second == 8 * 16 / 4
         assert found.tokens_per_second == 4000 / 4
         assert found.eta_seconds == (20 - 8) * 4 / 8
+
+    def test_speeds_are_those_of_the_last_fifteen_seconds(self, monkeypatch) -> None:
+        chance, clock = random.Random(5), SimpleNamespace(monotonic=lambda: 0.0)
+        monkeypatch.setattr(progress, "time", clock)
+        args = SimpleNamespace(train_batch_size=4, gradient_accumulation_steps=2)
+        state = TrainerState(global_step=0, max_steps=10_000)
+        meter = progress.Meter()
+        meter.start(args, state)
+        marks = [(0.0, 0, 0)]
+        for _ in range(60):
+            now = marks[-1][0] + chance.choice([0.25, 2.0, 5.0, 15.0, 16.0, 40.0])
+            clock.monotonic = lambda now=now: now
+            state.global_step += chance.randrange(1, 5)
+            state.num_input_tokens_seen += chance.randrange(1, 1000)
+            meter.move(args, state)
+            marks.append((now, state.global_step, state.num_input_tokens_seen))
+            # At least two, however long ago the first of them was.
+            late = [mark for mark in marks if now - mark[0] <= 15.0]
+            then, step, tokens = (late if len(late) > 1 else marks[-2:])[0]
+            found, steps = meter.progress, state.global_step - step
+            assert found.samples_per_second == steps / (now - then) * 8
+            tokens = state.num_input_tokens_seen - tokens
+            assert found.tokens_per_second == tokens / (now - then)
+            left = 10_000 - state.global_step
+            assert found.eta_seconds == left / (steps / (now - then))
 
     def test_an_evaluation_does_not_count_as_time_of_updates(self, monkeypatch) -> None:
         callback, _ = self.display(monkeypatch)
