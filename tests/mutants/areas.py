@@ -312,6 +312,13 @@ FIXED = (
 # the line without its indent, what takes its place, and the reason.
 EQUIVALENT = (
     (
+        "csrc/binding/scheduler_groups.c",
+        "if (old == NULL ? PyErr_Occurred() != NULL : PyFloat_CheckExact(old)) {",
+        "if (0 && (old == NULL ? PyErr_Occurred() != NULL : "
+        "PyFloat_CheckExact(old))) {",
+        "the short way for a float, which has no fill_: the long one ends alike",
+    ),
+    (
         "csrc/binding/optimizer_average.c",
         "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average + 1;",
         "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average;",
