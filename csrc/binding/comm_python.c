@@ -42,7 +42,7 @@ failed(const ct_comm *comm, const ct_request *request, ct_error *err)
     const char *said = text == NULL ? NULL : PyUnicode_AsUTF8(text);
     const ct_status status =
         ct_fail(err, code, "%s on rank %d of %d: %s", ct_collective_name(request->what),
-                comm->rank, comm->world_size,
+                ct_rank_called(&comm->names, comm->rank), comm->names.of,
                 said == NULL ? "the backend failed and gave no reason" : said);
     PyErr_Clear();
     Py_XDECREF(text);
@@ -93,42 +93,18 @@ finish_steal(const ct_comm *comm, const ct_request *request, PyObject *handle,
     return status;
 }
 
-static const ct_request *
-request_at(const void *all, int rank)
-{
-    return (const ct_request *)all + rank;
-}
-
-/* Of what all ranks ask for: an engine would wait for ever, or mix up their data. The
- * requests' bytes are gathered; their addresses mean nothing here. */
+/* An engine would wait for ever, or mix up the data of ranks that ask for different
+ * things. */
 static ct_status
-compare_gathered(ct_comm *comm, const ct_request *own, ct_request *all, ct_error *err)
+compare(const ct_comm *comm, const ct_request *request, ct_error *err)
 {
-    const size_t bytes = sizeof *own;
-    ct_request sent = ct_request_labelled(comm, own);
-    const ct_request r = {
-        .what = CT_ALL_GATHER,
-        .in = {&sent, bytes,                            CT_U8},
-        .out = {all,   bytes * (size_t)comm->world_size, CT_U8},
-    };
-    ct_status status = finish_steal(comm, own, begin((python_comm *)comm, &r), err);
-    return status == CT_OK ? ct_requests_compare(request_at, all, comm->world_size, err)
-                           : status;
-}
-
-static ct_status
-compare(ct_comm *comm, const ct_request *request, ct_error *err)
-{
-    if (!((python_comm *)comm)->compares) {
+    python_comm plain = *(const python_comm *)comm;
+    if (!plain.compares) {
         return CT_OK;
     }
-    ct_request *all = ct_calloc((size_t)comm->world_size, sizeof *all);
-    if (all == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory for %d requests", comm->world_size);
-    }
-    const ct_status status = compare_gathered(comm, request, all, err);
-    ct_free(all);
-    return status;
+    const ct_request own = ct_request_labelled(comm, request);
+    plain.compares = false; /* what is exchanged here is alike on all ranks */
+    return ct_requests_exchange(&plain.base, &own, err);
 }
 
 static ct_status
@@ -343,16 +319,33 @@ read_count(PyObject *backend, const char *name)
     return number > INT_MAX || number < 0 ? -1 : (int)number;
 }
 
-bool
+int
 ctpy_comm_wants_comparison(void)
 {
+    static const char *const words[][2] = {
+        {"0",     "1"   },
+        {"false", "true"},
+        {"no",    "yes" },
+        {"off",   "on"  },
+        {"",      "1"   },
+    };
     const char *wish = getenv("CTRAINER_CHECK_COLLECTIVES");
-    static const char *const off[] = {"", "0", "false", "no", "off"};
-    bool wants = wish != NULL;
-    for (size_t i = 0; wants && i < sizeof off / sizeof *off; i++) {
-        wants = strcasecmp(wish, off[i]) != 0;
+    for (size_t i = 0; wish != NULL && i < sizeof words / sizeof *words; i++) {
+        for (int wants = 0; wants < 2; wants++) {
+            if (strcasecmp(wish, words[i][wants]) == 0) {
+                return wants;
+            }
+        }
     }
-    return wants;
+    if (wish != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "the environment variable CTRAINER_CHECK_COLLECTIVES is '%s'; "
+                     "expected 1, true, yes or on to compare what ranks call, 0, "
+                     "false, no or off, or nothing, not to",
+                     wish);
+        return -1;
+    }
+    return 0;
 }
 
 ct_comm *
@@ -369,15 +362,18 @@ ctpy_comm_python_new(PyObject *backend)
         }
         return NULL;
     }
-    python_comm *made = ct_alloc(sizeof *made);
+    const int compares = ctpy_comm_wants_comparison();
+    python_comm *made = compares < 0 ? NULL : ct_alloc(sizeof *made);
     if (made == NULL) {
-        PyErr_NoMemory();
+        if (!PyErr_Occurred()) {
+            PyErr_NoMemory();
+        }
         return NULL;
     }
     *made = (python_comm){
         .base = ct_comm_made(&python_ops, rank, world_size),
         .backend = Py_NewRef(backend),
-        .compares = ctpy_comm_wants_comparison(),
+        .compares = compares > 0,
     };
     return &made->base;
 }

@@ -1,15 +1,44 @@
 /* ctrainer._C.Communicator: a group of ranks, as core/ct_comm.h has them. */
 #include "binding/communicator.h"
 
+#include "core/ct_history.h"
+
 /* ---- lifetime ----------------------------------------------------------------------
  */
+
+/* A group whose ranks do not compare their requests keeps a history of them. 0, or -1
+ * with an exception. */
+static int
+keep_history(ct_comm *comm)
+{
+    /* A wrong word is told of on any backend. */
+    const int compares = comm->world_size == 1 ? 1 : ctpy_comm_wants_comparison();
+    if (compares != 0 || comm->ops->compares) {
+        return compares < 0 ? -1 : 0;
+    }
+    comm->history = ct_history_new();
+    if (comm->history == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+static void
+free_comm(ct_comm *comm)
+{
+    if (comm != NULL) {
+        ct_history_free(comm->history);
+        comm->ops->free(comm);
+    }
+}
 
 PyObject *
 ctpy_communicator_steal(PyTypeObject *type, ct_comm *comm)
 {
-    PyObject *op = type->tp_alloc(type, 0);
+    PyObject *op = keep_history(comm) < 0 ? NULL : type->tp_alloc(type, 0);
     if (op == NULL) {
-        comm->ops->free(comm);
+        free_comm(comm);
         return NULL;
     }
     ((Communicator *)op)->comm = comm;
@@ -38,9 +67,7 @@ leave(Communicator *self)
 {
     ct_comm *comm = self->comm;
     self->comm = NULL;
-    if (comm != NULL) {
-        comm->ops->free(comm);
-    }
+    free_comm(comm);
 }
 
 static void

@@ -21,14 +21,19 @@ ct_comm *ctpy_comm_borrow(ctpy_state *state, PyObject *op);
 /* Runs a request without the GIL and raises what went wrong. 0 or -1. */
 int ctpy_comm_run(ctpy_state *state, PyObject *op, const ct_request *request);
 
+/* Reduces numbers in place, comparing what ranks have done (core/ct_history.h): the
+ * exchange is for `label` where one is given. 0 or -1. */
+int ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *label,
+                             double *numbers, size_t n, ct_reduce_op how);
+
 /* comm_python.c: a group whose collectives are those of a Python object with rank,
  * world_size and begin(what, out, in_, dtype, op, root), which returns a handle with
  * wait(). NULL with an exception. */
 ct_comm *ctpy_comm_python_new(PyObject *backend);
 
-/* CTRAINER_CHECK_COLLECTIVES is anything but nothing and 0: ranks are to compare what
- * they are about to do together. */
-bool ctpy_comm_wants_comparison(void);
+/* What CTRAINER_CHECK_COLLECTIVES asks for: 1, ranks are to compare what they are about
+ * to do together; 0; or -1 with an exception for a word that says neither. */
+int ctpy_comm_wants_comparison(void);
 
 /* communicator_work.c: a collective that has begun, on tensors that stay alive until
  * it has ended. */

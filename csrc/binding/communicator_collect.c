@@ -1,6 +1,7 @@
 /* Communicator: its collectives, run or begun. */
 #include "binding/buffer.h"
 #include "binding/communicator.h"
+#include "core/ct_history.h"
 
 #include <stdbool.h>
 #include <string.h>
@@ -20,6 +21,28 @@ ctpy_comm_run(ctpy_state *state, PyObject *op, const ct_request *request)
     ((Communicator *)op)->busy++;
     Py_BEGIN_ALLOW_THREADS
     status = ct_comm_run(comm, request, &err);
+    Py_END_ALLOW_THREADS((Communicator *)op)
+    ->busy--;
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+int
+ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *label,
+                         double *numbers, size_t n, ct_reduce_op how)
+{
+    ct_comm *comm = ctpy_comm_borrow(state, op);
+    ct_status status;
+    ct_error err;
+    if (comm == NULL) {
+        return -1;
+    }
+    ((Communicator *)op)->busy++;
+    Py_BEGIN_ALLOW_THREADS
+    if (label != NULL) {
+        ct_comm_label(comm, label, CT_ALL_REDUCE);
+    }
+    status = ct_comm_reduce_numbers(comm, numbers, n, how, &err);
+    ct_comm_unlabel(comm);
     Py_END_ALLOW_THREADS((Communicator *)op)
     ->busy--;
     return status == CT_OK ? 0 : ctpy_raise_int(&err);

@@ -2,6 +2,7 @@
 #include "binding/communicator.h"
 
 #include "core/ct_comm_levels.h"
+#include "core/ct_history.h"
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
@@ -29,6 +30,8 @@ take(PyObject *op)
     Communicator *self = (Communicator *)op;
     ct_comm *comm = self->comm;
     self->comm = NULL;
+    ct_history_free(comm->history);
+    comm->history = NULL;
     return comm;
 }
 
@@ -64,8 +67,12 @@ ctpy_two_level_communicator(PyObject *module, PyObject *args)
                         "inner, outer and whole must be three groups");
         return NULL;
     }
+    const int compares = ctpy_comm_wants_comparison();
+    if (compares < 0) {
+        return NULL;
+    }
     return ct_comm_levels_new_steal(&comm, take(inner), take(outer), take(whole),
-                                    &err) == CT_OK
+                                    compares > 0, &err) == CT_OK
                ? ctpy_communicator_steal(state->Communicator, comm)
                : ctpy_raise(&err);
 }

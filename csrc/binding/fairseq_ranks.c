@@ -19,6 +19,24 @@ should_sync(PyObject *op)
     return yes;
 }
 
+/* Names the step whose sums are exchanged next: ranks that are in another one, or have
+ * another number of samples, have different data. */
+static int
+name_step(PyObject *op, const char *format, Py_ssize_t samples)
+{
+    ct_label *step = &((FairseqTrainer *)op)->step;
+    char name[sizeof step->name];
+    int64_t updates;
+    if (ctpy_get_int64(op, ctpy_state_borrow(op)->str__num_updates, &updates) < 0) {
+        return -1;
+    }
+    (void)PyOS_snprintf(name, sizeof name, format, (long long)updates,
+                        (long long)samples);
+    ct_label_set(step, name, 0);
+    step->is_step = true;
+    return 0;
+}
+
 /* op._aggregate_logging_outputs(logs, *extras, ignore=...) as its two parts. */
 static int
 aggregate(PyObject *op, PyObject *logs, PyObject *extras, bool ignore,
@@ -32,6 +50,7 @@ aggregate(PyObject *op, PyObject *logs, PyObject *extras, bool ignore,
         PyDict_SetItem(kwargs, names->str_ignore, ignore ? Py_True : Py_False) == 0) {
         pair = PyObject_Call(method, args, kwargs);
     }
+    ((FairseqTrainer *)op)->step.tag = 0;
     int failed = pair == NULL || !PyArg_ParseTuple(pair, "OO", all_logs, sums);
     if (!failed) {
         *all_logs = PySequence_List(*all_logs);
@@ -93,8 +112,12 @@ fairseq_sync_update(PyObject *op, fairseq_update *u)
             ? NULL
             : Py_BuildValue("(OLNn)", u->sample_size, (long long)u->ooms, seconds, own);
     const bool ignore = own == 0 || (u->last_is_dummy && original);
-    int failed = extras == NULL || aggregate(op, own > 0 ? u->outputs : u->dummies,
-                                             extras, ignore, &logs, &sums) < 0;
+    int failed =
+        extras == NULL ||
+        name_step(op, "train_step() after %lld updates (number of samples: %lld)",
+                  PyList_GET_SIZE(u->samples)) < 0 ||
+        aggregate(op, own > 0 ? u->outputs : u->dummies, extras, ignore, &logs, &sums) <
+            0;
     Py_XDECREF(extras);
     if (!failed) {
         u->synced = true;
@@ -113,7 +136,9 @@ fairseq_sync_valid(PyObject *op, PyObject **logs, PyObject **sample_size, bool d
         return 0;
     }
     PyObject *extras = PyTuple_Pack(1, *sample_size);
-    int failed = extras == NULL || aggregate(op, *logs, extras, dummy, &all, &sums) < 0;
+    int failed = extras == NULL ||
+                 name_step(op, "valid_step() after %lld updates", 0) < 0 ||
+                 aggregate(op, *logs, extras, dummy, &all, &sums) < 0;
     Py_XDECREF(extras);
     if (failed) {
         return -1;

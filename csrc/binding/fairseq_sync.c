@@ -21,15 +21,17 @@ enum {
     EXTRAS = 3
 };
 
+/* Ranks that are in different steps are told so: the sums are for the step that the
+ * trainer is in. */
 static int
 sum_over_ranks(PyObject *op, double *values, size_t n)
 {
     ctpy_state *names = ctpy_state_borrow(op);
+    const ct_label *step = &((FairseqTrainer *)op)->step;
     PyObject *group = PyObject_GetAttr(op, names->str__communicator);
-    const ct_request request = {
-        .what = CT_ALL_REDUCE, .op = CT_REDUCE_SUM, .in = {values, n, CT_F64}
-    };
-    int failed = group == NULL || ctpy_comm_run(names, group, &request) < 0;
+    int failed = group == NULL ||
+                 ctpy_comm_reduce_numbers(names, group, step->tag == 0 ? NULL : step,
+                                          values, n, CT_REDUCE_SUM) < 0;
     Py_XDECREF(group);
     return failed ? -1 : 0;
 }

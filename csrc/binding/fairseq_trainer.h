@@ -8,6 +8,7 @@
 
 #include "binding/ctpy.h"
 #include "binding/trainer.h"
+#include "core/ct_comm.h"
 
 #include <stdbool.h>
 
@@ -30,6 +31,7 @@ typedef struct FairseqTrainer {
     PyObject *step_keywords; /* names of task.train_step's arguments, ema_model last */
     int depth;               /* of train_step() within itself, as amp's retries are */
     bool handled;            /* the exception under way has been reported */
+    ct_label step; /* what the sums that are exchanged are for; tag 0: for nothing */
 } FairseqTrainer;
 
 /* One train_step(), on its stack. */

@@ -3,6 +3,7 @@
 
 #include "binding/buffer.h"
 #include "binding/ctpy_optim.h"
+#include "core/ct_history.h"
 
 #include <math.h>
 
@@ -43,10 +44,9 @@ norm_over_ranks(clip_job *job, ct_comm *comm, ct_error *err)
 {
     double sum;
     ct_status status = own_sum(job, &sum, err);
-    const ct_span span = {&sum, 1, CT_F64};
     if (status == CT_OK && !job->alone) {
-        status = comm->ops->all_reduce(
-            comm, &span, isinf(job->p) ? CT_REDUCE_MAX : CT_REDUCE_SUM, err);
+        status = ct_comm_reduce_numbers(
+            comm, &sum, 1, isinf(job->p) ? CT_REDUCE_MAX : CT_REDUCE_SUM, err);
     }
     job->total = isinf(job->p) ? sum : pow(sum, 1.0 / job->p);
     return status;

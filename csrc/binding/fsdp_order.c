@@ -6,9 +6,11 @@ int
 fsdp_check_order(FSDPUnit *self, const char *what)
 {
     const ct_comm *comm = ((const Communicator *)self->communicator)->comm;
-    if (comm == NULL || !comm->ops->takes_device_memory ||
-        !ctpy_comm_wants_comparison()) {
-        return 0;
+    const int compares = comm != NULL && comm->ops->takes_device_memory
+                             ? ctpy_comm_wants_comparison()
+                             : 0;
+    if (compares < 1) {
+        return compares;
     }
     PyObject *text = PyUnicode_FromString(what);
     PyObject *answer =

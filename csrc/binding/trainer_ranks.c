@@ -51,7 +51,15 @@ reduce(PyObject *op, const ct_span *span, ct_reduce_op how)
 int
 ctpy_trainer_reduce(PyObject *op, double *values, size_t n, ct_reduce_op how)
 {
-    return reduce(op, &(ct_span){values, n, CT_F64}, how);
+    const int ranks = ctpy_trainer_world_size(op);
+    if (ranks <= 1) {
+        return ranks < 0 ? -1 : 0;
+    }
+    PyObject *group = Py_NewRef(((Trainer *)op)->group);
+    int result =
+        ctpy_comm_reduce_numbers(ctpy_state_borrow(op), group, NULL, values, n, how);
+    Py_DECREF(group);
+    return result;
 }
 
 int

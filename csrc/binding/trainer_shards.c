@@ -23,12 +23,9 @@ int
 ctpy_update_share_sums(PyObject *op, const ctpy_update *u, double p, double *sums,
                        size_t n)
 {
-    const ct_request request = {
-        .what = CT_ALL_REDUCE,
-        .op = ct_norm_kind_of(p) == CT_NORM_MAX ? CT_REDUCE_MAX : CT_REDUCE_SUM,
-        .in = {sums, n, CT_F64},
-    };
-    return u->shards == NULL
-               ? 0
-               : ctpy_comm_run(ctpy_state_borrow(op), u->shards, &request);
+    const ct_reduce_op how =
+        ct_norm_kind_of(p) == CT_NORM_MAX ? CT_REDUCE_MAX : CT_REDUCE_SUM;
+    return u->shards == NULL ? 0
+                             : ctpy_comm_reduce_numbers(ctpy_state_borrow(op),
+                                                        u->shards, NULL, sums, n, how);
 }

@@ -1,5 +1,7 @@
 #include "core/ct_comm.h"
 
+#include "core/ct_alloc.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -7,7 +9,12 @@ ct_comm
 ct_comm_made(const ct_comm_ops *ops, int rank, int world_size)
 {
     return (ct_comm){
-        .ops = ops, .rank = rank, .world_size = world_size, .owner = ct_owner_here()};
+        .ops = ops,
+        .rank = rank,
+        .world_size = world_size,
+        .owner = ct_owner_here(),
+        .names = {0, 1, world_size},
+    };
 }
 
 bool
@@ -23,8 +30,8 @@ ct_comm_check_here(const ct_comm *comm, const char *what, ct_error *err)
     if (ct_comm_is_here(comm)) {
         return CT_OK;
     }
-    (void)snprintf(doing, sizeof doing, "%s on rank %d of %d", what, comm->rank,
-                   comm->world_size);
+    (void)snprintf(doing, sizeof doing, "%s on rank %d of %d", what,
+                   ct_rank_called(&comm->names, comm->rank), comm->names.of);
     return ct_owner_check(comm->owner, doing, "this group of ranks", err);
 }
 
@@ -157,6 +164,9 @@ say(const ct_request *r, bool counts, char *text, size_t room)
     if (r->label.tag == 0) {
         (void)snprintf(text, room, "calls %s", ct_request_describe(r).text);
     }
+    else if (r->label.is_step) {
+        (void)snprintf(text, room, "is in %s", r->label.name);
+    }
     else {
         (void)snprintf(text, room, "%s '%s'%s", doing[r->what], r->label.name, call);
     }
@@ -188,6 +198,13 @@ fail_different(const ct_request *a, int rank_a, const ct_request *b, int rank_b,
     const bool counts = a->label.tag == b->label.tag;
     say(a, counts, text_a, sizeof text_a);
     say(b, counts, text_b, sizeof text_b);
+    if (a->label.is_step || b->label.is_step) {
+        return ct_fail(err, CT_EINVAL,
+                       "ranks are in different steps: rank %d %s, rank %d %s%s. Ranks "
+                       "have to make the same steps with as many samples each; empty "
+                       "ones stand for data that a rank does not have",
+                       rank_a, text_a, rank_b, text_b, who);
+    }
     return ct_fail(err, CT_EINVAL,
                    "ranks use different units, or in different orders: rank %d %s, "
                    "rank %d %s%s. All ranks have to call the same modules in the same "
@@ -196,7 +213,8 @@ fail_different(const ct_request *a, int rank_a, const ct_request *b, int rank_b,
 }
 
 ct_status
-ct_requests_compare(ct_request_at *at, const void *group, int world_size, ct_error *err)
+ct_requests_compare(ct_request_at *at, const void *group, int world_size,
+                    const ct_rank_names *names, ct_error *err)
 {
     int most = 0, wrong = 1;
     while (wrong < world_size && ct_request_is_like(at(group, 0), at(group, wrong))) {
@@ -220,11 +238,44 @@ ct_requests_compare(ct_request_at *at, const void *group, int world_size, ct_err
     const int like = count_like(at, group, world_size, most);
     if (world_size > 2 && 2 * like > world_size) {
         (void)snprintf(who, sizeof who, "; %d of %d ranks are with rank %d", like,
-                       world_size, most);
+                       world_size, ct_rank_called(names, most));
     }
     const int first = most < wrong ? most : wrong;
     const int second = most < wrong ? wrong : most;
-    return fail_different(at(group, first), first, at(group, second), second, who, err);
+    return fail_different(at(group, first), ct_rank_called(names, first),
+                          at(group, second), ct_rank_called(names, second), who, err);
+}
+
+static const ct_request *
+request_at(const void *all, int rank)
+{
+    return (const ct_request *)all + rank;
+}
+
+/* The requests' bytes are gathered; their addresses mean nothing here. */
+ct_status
+ct_requests_exchange(ct_comm *comm, const ct_request *own, ct_error *err)
+{
+    const size_t ranks = (size_t)comm->world_size, bytes = sizeof *own;
+    ct_request sent = *own, *all = ct_calloc(ranks, bytes);
+    if (all == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for %zu requests", ranks);
+    }
+    const ct_span in = {&sent, bytes, CT_U8}, out = {all, ranks * bytes, CT_U8};
+    ct_status status = comm->ops->all_gather(comm, &out, &in, err);
+    if (status == CT_OK) {
+        status =
+            ct_requests_compare(request_at, all, comm->world_size, &comm->names, err);
+    }
+    else if (status == CT_ECOMM && err != NULL) {
+        const ct_error why = *err;
+        status = ct_fail(err, CT_ECOMM, "%s on rank %d of %d: comparing requests: %s",
+                         ct_collective_name(own->what),
+                         ct_rank_called(&comm->names, comm->rank), comm->names.of,
+                         why.message);
+    }
+    ct_free(all);
+    return status;
 }
 
 /* `whole` holds a part for every rank. */

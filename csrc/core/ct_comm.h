@@ -18,6 +18,7 @@
 #define CT_COMM_H
 
 #include "core/ct_owner.h"
+#include "core/ct_rank_names.h"
 #include "core/ct_span.h"
 #include "core/ct_status.h"
 
@@ -55,6 +56,7 @@ typedef struct ct_label {
     uint64_t tag;  /* of the whole name, ct_label_tag(); 0: for nothing in particular */
     uint64_t call; /* how many of that name came before on this rank */
     char name[88]; /* its last characters */
+    bool is_step;  /* the name says what a rank is doing; else it is a unit's */
 } ct_label;
 
 /* A collective as data: what ct_comm_start begins and ranks compare. */
@@ -124,6 +126,8 @@ typedef struct ct_comm_ops {
     size_t batch_bytes;
     /* Whether spans may lie in a GPU's memory, beside the host's. */
     bool takes_device_memory;
+    /* Whether ranks compare every request, so that a history of them is not needed. */
+    bool compares;
     /* Streams; NULL where a collective over a batch is as good. */
     ct_status (*stream)(ct_comm *comm, const ct_stream *stream, ct_error *err);
     /* ct_comm_follow, for a backend whose work is enqueued; else NULL. */
@@ -136,7 +140,9 @@ struct ct_comm {
     int world_size;
     unsigned splits; /* so far */
     ct_owner owner;
-    const ct_label *label; /* of the next collectives; the caller's; NULL: none */
+    ct_rank_names names;        /* of its ranks in messages */
+    const ct_label *label;      /* of the next collectives; the caller's; NULL: none */
+    struct ct_history *history; /* core/ct_history.h; whoever made it; or NULL */
 };
 
 /* What every backend begins a group with: made by this process, never split. */
@@ -196,7 +202,13 @@ ct_description ct_request_describe(const ct_request *request);
  * for the same: of two that differ one is what most ranks ask for. */
 typedef const ct_request *ct_request_at(const void *group, int rank);
 CT_NODISCARD ct_status ct_requests_compare(ct_request_at *at, const void *group,
-                                           int world_size, ct_error *err);
+                                           int world_size, const ct_rank_names *names,
+                                           ct_error *err);
+
+/* The same for ranks that do not see each other's requests: they are gathered over
+ * `comm`, whose ranks are those that are to ask for the same. */
+CT_NODISCARD ct_status ct_requests_exchange(ct_comm *comm, const ct_request *own,
+                                            ct_error *err);
 
 /* Names a label; a tag depends on the name and on `shape`, which is to differ between
  * things that may have one name. */

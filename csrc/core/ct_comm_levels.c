@@ -5,6 +5,16 @@
 
 #include <string.h>
 
+/* ---- all ranks ask for the same, and it fits them ----------------------------------
+ */
+
+static ct_status
+check(const ct_levels *self, const ct_request *r, ct_error *err)
+{
+    const ct_status status = ct_levels_compare(self, r, err);
+    return status == CT_OK ? ct_request_check(r, self->base.world_size, err) : status;
+}
+
 /* ---- all_gather and reduce_scatter -------------------------------------------------
  */
 
@@ -43,7 +53,7 @@ static ct_status
 levels_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
 {
     const ct_request r = {.what = CT_ALL_GATHER, .out = *out, .in = *in};
-    ct_status status = ct_request_check(&r, comm->world_size, err);
+    const ct_status status = check((ct_levels *)comm, &r, err);
     return status == CT_OK
                ? ct_levels_gather((ct_levels *)comm, "all_gather", out, in, err)
                : status;
@@ -74,7 +84,7 @@ levels_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
                       ct_reduce_op op, ct_error *err)
 {
     const ct_request r = {.what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
-    ct_status status = ct_request_check(&r, comm->world_size, err);
+    const ct_status status = check((ct_levels *)comm, &r, err);
     if (status != CT_OK || in->n == 0) {
         return status;
     }
@@ -92,7 +102,7 @@ levels_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error
     const char *what = "all_to_all";
     const ct_request whole = {.what = CT_ALL_TO_ALL, .out = *out, .in = *in};
     const size_t machines = (size_t)self->outer->world_size, block = in->n / machines;
-    ct_status status = ct_request_check(&whole, comm->world_size, err);
+    ct_status status = check(self, &whole, err);
     if (status == CT_OK) {
         status = ct_levels_make_room(self, in->n * ct_dtype_size(in->dtype), err);
     }
@@ -118,7 +128,7 @@ levels_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
     ct_levels *self = (ct_levels *)comm;
     const int ranks = self->inner->world_size;
     ct_request r = {.what = CT_BROADCAST, .in = *span, .root = root};
-    ct_status status = ct_request_check(&r, comm->world_size, err);
+    ct_status status = check(self, &r, err);
     if (status == CT_OK && self->inner->rank == root % ranks) {
         r.root = root / ranks;
         status = ct_levels_across(self, "broadcast", &r, err);
@@ -148,7 +158,7 @@ levels_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
 {
     ct_levels *self = (ct_levels *)comm;
     const ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
-    ct_status status = ct_request_check(&r, comm->world_size, err);
+    const ct_status status = check(self, &r, err);
     if (status != CT_OK) {
         return status;
     }
@@ -163,7 +173,10 @@ levels_barrier(ct_comm *comm, ct_error *err)
 {
     ct_levels *self = (ct_levels *)comm;
     const ct_request r = {.what = CT_BARRIER};
-    ct_status status = ct_levels_within(self, "barrier", &r, err);
+    ct_status status = ct_levels_compare(self, &r, err);
+    if (status == CT_OK) {
+        status = ct_levels_within(self, "barrier", &r, err);
+    }
     if (status == CT_OK) {
         status = ct_levels_across(self, "barrier", &r, err);
     }
@@ -240,7 +253,7 @@ check_ranks(const ct_comm *inner, const ct_comm *outer, const ct_comm *whole,
 
 ct_status
 ct_comm_levels_new_steal(ct_comm **comm, ct_comm *inner, ct_comm *outer, ct_comm *whole,
-                         ct_error *err)
+                         bool compares, ct_error *err)
 {
     ct_levels *self = ct_calloc(1, sizeof *self);
     ct_status status = self == NULL ? ct_fail(err, CT_ENOMEM, "no memory for a group")
@@ -252,8 +265,12 @@ ct_comm_levels_new_steal(ct_comm **comm, ct_comm *inner, ct_comm *outer, ct_comm
         ct_free(self);
         return status;
     }
+    const int ranks = inner->world_size, of = whole->world_size;
+    inner->names = (ct_rank_names){outer->rank * ranks, 1, of};
+    outer->names = (ct_rank_names){inner->rank, ranks, of};
     *self = (ct_levels){
-        .base = ct_comm_made(&levels_ops, whole->rank, whole->world_size),
+        .base = ct_comm_made(&levels_ops, whole->rank, of),
+        .compares = compares,
         .inner = inner,
         .outer = outer,
         .whole = whole,

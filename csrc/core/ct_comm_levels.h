@@ -13,11 +13,12 @@
 /* `inner` is this machine's group, `outer` the group of the ranks that have this rank's
  * place on their machines, in the machines' order; `whole` is all ranks', by any
  * backend: it splits the group, and makes the same choice of machines on all ranks.
+ * With `compares` all ranks' requests are compared over it before each collective.
  *
  * Takes all three over, on failure too: CT_EINVAL when their ranks do not fit together,
  * CT_ENOMEM. Released with ops->free. */
 CT_NODISCARD ct_status ct_comm_levels_new_steal(ct_comm **comm, ct_comm *inner,
                                                 ct_comm *outer, ct_comm *whole,
-                                                ct_error *err);
+                                                bool compares, ct_error *err);
 
 #endif

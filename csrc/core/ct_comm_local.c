@@ -178,7 +178,8 @@ collective(ct_comm *comm, const ct_request *wanted, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
-    status = ct_requests_compare(request_of, self->group, comm->world_size, err);
+    status = ct_requests_compare(request_of, self->group, comm->world_size,
+                                 &comm->names, err);
     if (status == CT_OK) {
         status = ct_request_check(wanted, comm->world_size, err);
     }
@@ -338,6 +339,7 @@ local_group(ct_comm *comm, const ct_members *m, ct_comm **made, ct_error *err)
 
 static const ct_comm_ops local_ops = {
     .name = "local",
+    .compares = true,
     .all_reduce = local_all_reduce,
     .all_gather = local_all_gather,
     .reduce_scatter = local_reduce_scatter,

@@ -199,6 +199,7 @@ shm_free(ct_comm *comm)
 
 static const ct_comm_ops shm_ops = {
     .name = "shm",
+    .compares = true,
     .all_reduce = shm_all_reduce,
     .all_gather = shm_all_gather,
     .reduce_scatter = shm_reduce_scatter,
@@ -264,8 +265,9 @@ join(member *self, ct_error *err)
         ct_segment_join(&self->segment, self->key, rank, world_size,
                         ct_exchange_bytes(world_size), self->timeout_seconds, err);
     if (status == CT_OK) {
-        status = ct_exchange_init(&self->queue.exchange, &self->segment, rank,
-                                  world_size, self->timeout_seconds, err);
+        status =
+            ct_exchange_init(&self->queue.exchange, &self->segment, rank, world_size,
+                             &self->base.names, self->timeout_seconds, err);
     }
     return status == CT_OK ? shm_barrier(&self->base, err) : status;
 }

@@ -10,6 +10,7 @@
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -53,7 +54,8 @@ struct ct_crew {
     board *board;
     ct_owner owner; /* whose place it is: a forked child must not give it up */
     int rank, world_size;
-    int spins; /* looks at a counter before yielding the core */
+    const ct_rank_names *names; /* of the ranks in messages; the caller's */
+    int spins;                  /* looks at a counter before yielding the core */
     double timeout_seconds;
 };
 
@@ -66,7 +68,7 @@ ct_crew_bytes(int world_size)
 
 ct_status
 ct_crew_join(ct_crew **crew, const ct_segment *segment, int rank, int world_size,
-             double timeout_seconds, ct_error *err)
+             const ct_rank_names *names, double timeout_seconds, ct_error *err)
 {
     ct_crew *c = ct_alloc(sizeof *c);
     if (c == NULL) {
@@ -83,6 +85,7 @@ ct_crew_join(ct_crew **crew, const ct_segment *segment, int rank, int world_size
         .owner = ct_owner_here(),
         .rank = rank,
         .world_size = world_size,
+        .names = names,
         .spins = MOST_SPINS,
         .timeout_seconds = timeout_seconds,
     };
@@ -151,29 +154,25 @@ break_crew(ct_crew *c, reason why, int culprit)
 static ct_status
 fail_broken(const ct_crew *c, const char *what, ct_error *err)
 {
+    static const char *const reasons[] = {
+        [LATE] = "did not come within",
+        [DEAD] = "died",
+        [GONE] = "has left the group",
+        [INTERRUPTED] = "was interrupted",
+    };
     const uint32_t fault = atomic_load(&c->board->fault);
+    const reason why = (reason)(fault >> REASON_SHIFT);
     const int culprit = (int)(fault & ((1u << REASON_SHIFT) - 1));
     const int process = atomic_load(&c->board->places[culprit].process);
-    switch ((reason)(fault >> REASON_SHIFT)) {
-    case DEAD:
-        return ct_fail(err, CT_ECOMM, "%s on rank %d of %d: rank %d (process %d) died",
-                       what, c->rank, c->world_size, culprit, process);
-    case GONE:
-        return ct_fail(err, CT_ECOMM,
-                       "%s on rank %d of %d: rank %d (process %d) has left the group",
-                       what, c->rank, c->world_size, culprit, process);
-    case INTERRUPTED:
-        return ct_fail(err, CT_ECOMM,
-                       "%s on rank %d of %d: rank %d (process %d) was interrupted",
-                       what, c->rank, c->world_size, culprit, process);
-    case LATE:
-        break;
+    char seconds[96] = "";
+    if (why == LATE) {
+        (void)snprintf(seconds, sizeof seconds, " %g seconds%s", c->timeout_seconds,
+                       culprit == c->rank ? ": the others have given this rank up"
+                                          : "");
     }
-    return ct_fail(err, CT_ECOMM,
-                   "%s on rank %d of %d: rank %d (process %d) did not come within %g "
-                   "seconds%s",
-                   what, c->rank, c->world_size, culprit, process, c->timeout_seconds,
-                   culprit == c->rank ? ": the others have given this rank up" : "");
+    return ct_fail(err, CT_ECOMM, "%s on rank %d of %d: rank %d (process %d) %s%s",
+                   what, ct_rank_called(c->names, c->rank), c->names->of,
+                   ct_rank_called(c->names, culprit), process, reasons[why], seconds);
 }
 
 ct_status

@@ -8,6 +8,7 @@
 #ifndef CT_CREW_H
 #define CT_CREW_H
 
+#include "core/ct_rank_names.h"
 #include "core/ct_segment.h"
 
 #include <stdint.h>
@@ -23,10 +24,10 @@ typedef enum ct_crew_count {
 size_t ct_crew_bytes(int world_size);
 
 /* Takes place `rank` in the segment, which stays the caller's and must outlive the
- * crew. CT_ENOMEM or CT_EIO. */
+ * crew; so do the names of the ranks in messages. CT_ENOMEM or CT_EIO. */
 CT_NODISCARD ct_status ct_crew_join(ct_crew **crew, const ct_segment *segment, int rank,
-                                    int world_size, double timeout_seconds,
-                                    ct_error *err);
+                                    int world_size, const ct_rank_names *names,
+                                    double timeout_seconds, ct_error *err);
 
 /* CT_ECOMM when the crew is broken, whatever the counters say. */
 CT_NODISCARD ct_status ct_crew_check(const ct_crew *crew, const char *what,

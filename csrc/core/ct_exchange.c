@@ -143,7 +143,8 @@ meet(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
     if (status != CT_OK || !*moved) {
         return status;
     }
-    status = ct_requests_compare(noted_request, self, self->world_size, err);
+    status =
+        ct_requests_compare(noted_request, self, self->world_size, self->names, err);
     if (status == CT_OK) {
         status = ct_request_check(t->request, self->world_size, err);
     }
@@ -266,9 +267,10 @@ ct_exchange_bytes(int world_size)
 
 ct_status
 ct_exchange_init(ct_exchange *self, const ct_segment *segment, int rank, int world_size,
-                 double timeout_seconds, ct_error *err)
+                 const ct_rank_names *names, double timeout_seconds, ct_error *err)
 {
-    ct_exchange made = {.segment = segment, .rank = rank, .world_size = world_size};
+    ct_exchange made = {
+        .segment = segment, .rank = rank, .world_size = world_size, .names = names};
     made.rows = (const void **)ct_calloc((size_t)world_size, sizeof *made.rows);
     made.direct = (char **)ct_calloc((size_t)world_size, sizeof *made.direct);
     ct_status status = CT_OK;
@@ -277,8 +279,8 @@ ct_exchange_init(ct_exchange *self, const ct_segment *segment, int rank, int wor
             ct_fail(err, CT_ENOMEM, "no memory for a group of %d ranks", world_size);
     }
     if (status == CT_OK) {
-        status =
-            ct_crew_join(&made.crew, segment, rank, world_size, timeout_seconds, err);
+        status = ct_crew_join(&made.crew, segment, rank, world_size, names,
+                              timeout_seconds, err);
     }
     if (status != CT_OK) {
         ct_exchange_fini(&made);

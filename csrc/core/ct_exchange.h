@@ -17,10 +17,11 @@ typedef struct ct_exchange {
     const ct_segment *segment; /* the caller's; begins with the crew */
     ct_crew *crew;
     int rank, world_size;
-    uint32_t done;     /* pieces of all transfers before */
-    const void **rows; /* of a reduction, by rank */
-    char **direct;     /* by rank: what it gives, if it lies in lanes */
-    ct_lanes lanes;    /* the owner adds them, between transfers */
+    const ct_rank_names *names; /* the caller's */
+    uint32_t done;              /* pieces of all transfers before */
+    const void **rows;          /* of a reduction, by rank */
+    char **direct;              /* by rank: what it gives, if it lies in lanes */
+    ct_lanes lanes;             /* the owner adds them, between transfers */
 } ct_exchange;
 
 /* What becomes of the parts that a rank is given. */
@@ -60,11 +61,12 @@ typedef struct ct_transfer {
 /* What the exchange takes of a segment, from its start. */
 size_t ct_exchange_bytes(int world_size);
 
-/* Joins the crew. On failure there is nothing to release. */
+/* Joins the crew; the names have to outlive it. On failure there is nothing to release.
+ */
 CT_NODISCARD ct_status ct_exchange_init(ct_exchange *exchange,
                                         const ct_segment *segment, int rank,
-                                        int world_size, double timeout_seconds,
-                                        ct_error *err);
+                                        int world_size, const ct_rank_names *names,
+                                        double timeout_seconds, ct_error *err);
 
 /* Moves the data; every rank calls it with a like request. With `waits` it has ended
  * when this returns; without it goes as far as others let it, and to go on it is called

@@ -4,6 +4,7 @@
 #include "core/ct_fsdp_codes.h"
 #include "core/ct_fsdp_offload.h"
 #include "core/ct_fsdp_prefetch.h"
+#include "core/ct_history.h"
 
 #include <math.h>
 
@@ -159,11 +160,11 @@ gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err
     unit->full->stream = unit->stream;
     ct_status status =
         ct_mapping_obtain(unit->full, unit->full->bytes, &unit->ledger->spares, err);
-    comm->label = &unit->label;
+    ct_comm_label(comm, &unit->label, CT_ALL_GATHER);
     for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
         status = gather_group(unit, comm, &unit->groups[i], &shards[i], err);
     }
-    comm->label = NULL;
+    ct_comm_unlabel(comm);
     unit->label.call += status == CT_OK;
     return status;
 }
@@ -290,11 +291,11 @@ sum_over_ranks(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
     }
     ct_status status = ct_comm_follow(comm, unit->stream, err);
     if (status == CT_OK) {
-        comm->label = &unit->label;
+        ct_comm_label(comm, &unit->label, CT_REDUCE_SCATTER);
         status = unit->config.reduce_bits != 0
                      ? reduce_as_codes(unit, comm, g, part, op, err)
                      : comm->ops->reduce_scatter(comm, part, &whole, op, err);
-        comm->label = NULL;
+        ct_comm_unlabel(comm);
         unit->label.call += status == CT_OK;
     }
     ct_comm *replicas = unit->replicas;

@@ -21,6 +21,13 @@ ct_levels_say(const ct_levels *self, const char *what, const char *where,
                    self->base.world_size, where, text);
 }
 
+ct_status
+ct_levels_compare(const ct_levels *self, const ct_request *r, ct_error *err)
+{
+    const ct_request own = ct_request_labelled(&self->base, r);
+    return self->compares ? ct_requests_exchange(self->whole, &own, err) : CT_OK;
+}
+
 static ct_status
 run_labelled(const ct_levels *self, ct_comm *level, const ct_request *r, ct_error *err)
 {

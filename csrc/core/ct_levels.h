@@ -7,6 +7,7 @@
 typedef struct ct_levels {
     ct_comm base; /* first: a ct_comm * of ours is a ct_levels * */
     ct_comm *inner, *outer, *whole;
+    bool compares; /* all ranks' requests, over `whole`, before each collective */
     void *scratch;
     size_t room;
     ct_work *first, *last; /* all_reduces under way, in the order of their starts */
@@ -17,6 +18,10 @@ typedef struct ct_levels {
  */
 ct_status ct_levels_say(const ct_levels *self, const char *what, const char *where,
                         ct_status status, ct_error *err);
+
+/* CT_EINVAL on all ranks unless they ask for the same, where that is compared. */
+CT_NODISCARD ct_status ct_levels_compare(const ct_levels *self, const ct_request *r,
+                                         ct_error *err);
 
 /* Runs a step of the collective `what` on one of the levels. */
 CT_NODISCARD ct_status ct_levels_within(ct_levels *self, const char *what,

@@ -217,6 +217,10 @@ ct_levels_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_err
     if (!goes_by_shares(request)) {
         return ct_comm_run(comm, request, err);
     }
+    status = ct_levels_compare((ct_levels *)comm, request, err);
+    if (status != CT_OK) {
+        return status;
+    }
     *work = begin((ct_levels *)comm, request, &status, err);
     return status;
 }
@@ -232,7 +236,10 @@ ct_levels_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_err
 {
     const ct_request r = {.what = CT_ALL_REDUCE, .op = op, .in = *span};
     ct_levels *self = (ct_levels *)comm;
-    ct_status status = CT_OK;
+    ct_status status = ct_levels_compare(self, &r, err);
+    if (status != CT_OK) {
+        return status;
+    }
     if (!goes_by_shares(&r)) {
         return ct_levels_reduce_gathered(self, span, op, err);
     }

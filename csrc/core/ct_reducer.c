@@ -1,6 +1,7 @@
 #include "core/ct_reducer.h"
 
 #include "core/ct_alloc.h"
+#include "core/ct_history.h"
 
 #include <math.h>
 #include <string.h>
@@ -201,10 +202,10 @@ start(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
         ct_label_set(&r->label, "gradients of replicated parameters",
                      r->plan.n_buckets);
     }
-    comm->label = &r->label;
+    ct_comm_label(comm, &r->label, CT_ALL_REDUCE);
     ct_status status =
         r->codec->ops->start(r->codec, comm, &parcel, &r->buckets[b].work, err);
-    comm->label = NULL;
+    ct_comm_unlabel(comm);
     r->label.call += status == CT_OK;
     if (status != CT_OK) {
         return status;

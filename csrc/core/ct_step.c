@@ -1,5 +1,7 @@
 #include "core/ct_step.h"
 
+#include "core/ct_history.h"
+
 #include <math.h>
 
 static ct_status
@@ -23,8 +25,8 @@ agree(const ct_step_config *config, ct_grads *grads, bool *finite, ct_error *err
         from = ct_clip_by_group(&config->clip, grads) ? grads->sums : bad - 1;
     }
     *bad = *finite ? 0.0 : 1.0;
-    const ct_span span = {from, (size_t)(bad - from) + 1, CT_F64};
-    ct_status status = config->comm->ops->all_reduce(config->comm, &span, op, err);
+    ct_status status =
+        ct_comm_reduce_numbers(config->comm, from, (size_t)(bad - from) + 1, op, err);
     if (status == CT_OK) {
         *finite = *bad == 0.0;
     }

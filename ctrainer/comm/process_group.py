@@ -6,11 +6,13 @@ import atexit
 import threading
 import time
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from ctrainer import _C
+from ctrainer.comm.run import is_open
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -54,13 +56,47 @@ def communicator(group: Any = None) -> _C.Communicator:
 
     Raises ValueError where torch.distributed is not initialised.
     """
+    _check_initialized()
+    return _C.Communicator(ProcessGroupBackend(group))
+
+
+class _Shared(_C.Communicator):
+    """One that can be found again for as long as somebody has it."""
+
+
+_shared: WeakValueDictionary[Any, _Shared] = WeakValueDictionary()
+
+
+def shared_communicator(group: Any = None) -> _C.Communicator:
+    """The Communicator over a process group that all parts of a run have: it compares
+    what they do. Raises as communicator() does."""
+    _check_initialized()
+    key = dist.group.WORLD if group is None else group
+    found = _shared.get(key)
+    if found is None or not is_open(found):
+        found = _shared[key] = _Shared(ProcessGroupBackend(key))
+    return found
+
+
+def rank() -> int:
+    """This process's rank in the default group; raises as communicator() does."""
+    _check_initialized()
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    """The processes of the default group; raises as communicator() does."""
+    _check_initialized()
+    return dist.get_world_size()
+
+
+def _check_initialized() -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "torch.distributed is not initialised: call "
             "torch.distributed.init_process_group(), or "
             "ctrainer.fairseq.distributed.distributed_init(), before a group is used"
         )
-    return _C.Communicator(ProcessGroupBackend(group))
 
 
 class ProcessGroupBackend:

@@ -30,7 +30,7 @@ def world(timeout_seconds: float | None = None) -> _C.Communicator:
 
     Raises what from_environment() raises.
     """
-    if _joined and _is_open(_joined[0]):
+    if _joined and is_open(_joined[0]):
         return _joined[0]
     group = _C.Communicator() if _is_child else _join(timeout_seconds)
     _joined[:] = [group]
@@ -51,7 +51,7 @@ def leave() -> None:
     others wait in then fail, and the next world() joins anew."""
     while _joined:
         group = _joined.pop()
-        if _is_open(group) and group.world_size > 1:
+        if is_open(group) and group.world_size > 1:
             group.close()
 
 
@@ -61,7 +61,8 @@ def _join(timeout_seconds: float | None) -> _C.Communicator:
     )
 
 
-def _is_open(group: _C.Communicator) -> bool:
+def is_open(group: _C.Communicator) -> bool:
+    """Whether nobody has closed it."""
     try:
         return group.world_size > 0
     except ValueError:  # closed
@@ -70,7 +71,7 @@ def _is_open(group: _C.Communicator) -> bool:
 
 def _after_fork() -> None:
     keep_torch_groups()
-    was_rank = any(_is_open(group) and group.world_size > 1 for group in _joined)
+    was_rank = any(is_open(group) and group.world_size > 1 for group in _joined)
     _joined.clear()
     if was_rank or _is_child or environment.has_joined():
         _is_child[:] = [os.getpid()]

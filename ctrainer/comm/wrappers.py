@@ -24,7 +24,9 @@ from ctrainer.adapters import parallel
 from ctrainer.bmuf import BMUF
 from ctrainer.comm import run
 from ctrainer.comm.data_parallel import DataParallel, ModuleShown, synchronize
-from ctrainer.comm.process_group import communicator
+from ctrainer.comm.process_group import shared_communicator
+
+_HOST = torch.device("cpu")
 
 # SlowMo's momentum, by default, of so many workers at most
 _SLOW_MOMENTUM = ((16, 0.0), (32, 0.2), (64, 0.5), (math.inf, 0.6))
@@ -86,7 +88,7 @@ def _parallel(
         return _on_gpu(module, group, device, hook, {**settings, _BUFFERS: buffers})
     return Distributed(
         module,
-        _ranks(group),
+        ranks(group, device),
         broadcast_buffers=buffers,
         comm_hook="no" if hook == "none" else hook,
         **settings,
@@ -104,12 +106,16 @@ def _on_gpu(
     return made
 
 
-def _ranks(group: Any) -> _C.Communicator:
-    """The group of the run, in shared memory, where it is this process group on one
-    machine; else the process group."""
-    here = run.place()
-    same = (here.rank, here.world_size) == (dist.get_rank(group), _size(group))
-    return run.world() if same and here.on_one_machine else communicator(group)
+def ranks(group: Any, device: Any) -> _C.Communicator:
+    """What the processes of a group exchange everything over: in host memory the group
+    of the run, in shared memory, where it is this process group on one machine; else
+    the process group. The first call is a collective."""
+    if group is not None and device.type != "cuda":
+        here = run.place()
+        same = (here.rank, here.world_size) == (dist.get_rank(group), _size(group))
+        if same and here.on_one_machine:
+            return run.world()
+    return shared_communicator(group)
 
 
 def _size(group: Any) -> int:
@@ -149,7 +155,7 @@ class LegacyDistributed(_Transparent):
         on_gpu = any(p.is_cuda for p in module.parameters())
         if on_gpu:
             _broadcast(module, group)
-        self._reducer = None if on_gpu else _reducer(module, _ranks(group))
+        self._reducer = None if on_gpu else _reducer(module, ranks(group, _HOST))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -207,7 +213,8 @@ class LocalDistributed(_Transparent):
     ) -> None:
         super().__init__()
         self.module = module
-        self._group, self._frequency = communicator(group), frequency
+        self._group = ranks(group, next(module.parameters()).device)
+        self._frequency = frequency
         self._momentum = momentum
         self._averages: BMUF | None = None
         self._slow: BMUF | None = None

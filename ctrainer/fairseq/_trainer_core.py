@@ -57,7 +57,9 @@ class Core(_C.FairseqTrainer):
         where = "distributed_training"
         if setting(self.cfg, where, "distributed_world_size", 1) == 1:
             return 1
-        return self._communicator.world_size
+        from ctrainer.comm import process_group
+
+        return process_group.world_size()
 
     @property
     def data_parallel_process_group(self) -> Any:
@@ -71,7 +73,11 @@ class Core(_C.FairseqTrainer):
     @property
     def data_parallel_rank(self) -> int:
         """The place of this process in the group, from 0."""
-        return self._communicator.rank if self.data_parallel_world_size > 1 else 0
+        if self.data_parallel_world_size == 1:
+            return 0
+        from ctrainer.comm import process_group
+
+        return process_group.rank()
 
     @property
     def is_data_parallel_master(self) -> bool:
@@ -80,10 +86,12 @@ class Core(_C.FairseqTrainer):
 
     @property
     def _communicator(self) -> _C.Communicator:
+        """Of all that the processes exchange, gradients too: in one group those that
+        are in different steps are told so, over two they would wait for each other."""
         if self._group is None:
-            from ctrainer.comm.process_group import communicator
+            from ctrainer.comm import wrappers
 
-            self._group = communicator()
+            self._group = wrappers.ranks(self.data_parallel_process_group, self.device)
         return self._group
 
     @property

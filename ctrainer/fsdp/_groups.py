@@ -108,7 +108,7 @@ def _adopted(group: Any) -> _C.Communicator:
         return group
     from ctrainer.comm import process_group
 
-    return process_group.communicator(group)
+    return process_group.shared_communicator(group)
 
 
 def _of_lists(groups: Any) -> _C.Communicator:

@@ -122,7 +122,7 @@ levels_of(ct_comm *comm)
     CHECK(ct_comm_split(comm, machine, 0, &inner, NULL) == CT_OK);
     CHECK(ct_comm_split(comm, place, 0, &outer, NULL) == CT_OK);
     CHECK(ct_comm_split(comm, 0, 0, &whole, NULL) == CT_OK);
-    CHECK(ct_comm_levels_new_steal(&levels, inner, outer, whole, NULL) == CT_OK);
+    CHECK(ct_comm_levels_new_steal(&levels, inner, outer, whole, false, NULL) == CT_OK);
     CHECK(levels->rank == comm->rank && levels->world_size == RANKS);
     return levels;
 }
@@ -292,7 +292,8 @@ refuse(ct_comm *comm, void *arg)
     CHECK(strstr(err.message, "root must be in [0, 6), got 6") != NULL);
     CHECK(ct_comm_split(levels, comm->rank % 2, 0, &pair, NULL) == CT_OK);
     CHECK(pair->world_size == 3 && pair->rank == comm->rank / 2);
-    CHECK(ct_comm_levels_new_steal(&levels, one, other, levels, &err) == CT_EINVAL);
+    CHECK(ct_comm_levels_new_steal(&levels, one, other, levels, false, &err) ==
+          CT_EINVAL);
     CHECK(strstr(err.message, "cannot be rank 0 of the 1 of machine 0 of 1") != NULL);
     pair->ops->free(pair);
 }

@@ -201,6 +201,7 @@ AREAS = {
                 "core/test_comm_shm.c core/test_comm_shm_memory.c "
                 "core/test_comm_shm_faults.c",
             core("comm_levels", "levels_reduce"): "core/test_comm_levels.c",
+            core("history"): "core/test_history.c python/test_ranks_differ.py",
             core("pool"): "core/test_pool.c",
             core("reducer", "bucket"): "core/test_reducer.c",
             core("shard"): "core/test_shard.c python/test_batch_shard.py",

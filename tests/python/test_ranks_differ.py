@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import desync_scenarios
 import pytest
 import ranks
 from draws import draws
+from engine_of_threads import Engine
 from rank_threads import on_ranks
+
+from ctrainer import _C
 
 
 @pytest.mark.parametrize("kind", desync_scenarios.KINDS, ids=lambda f: f.__name__)
@@ -32,32 +36,109 @@ def test_equal_ranks_are_told_nothing(seed: int) -> None:
     assert on_ranks(world, train) == [None] * world
 
 
+@pytest.mark.parametrize(
+    "kind", desync_scenarios.UNSEEN_BY_ENGINES, ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("seed", range(draws(4, 100)))
+def test_ranks_over_an_engine_are_told_at_the_next_norm(kind, seed: int) -> None:
+    """Nothing is asked for: a hash goes with the norm of the gradients."""
+    draw = random.Random(f"{kind.__name__} {seed}")
+    world = draw.choice([2, 3, 4])
+    wrong = draw.randrange(world)
+
+    def train(group):
+        over = _C.Communicator(Engine(group))
+        told = desync_scenarios.run(over, kind, wrong, seed)
+        return told, desync_scenarios.run(over, desync_scenarios.same, -1, seed)
+
+    told = on_ranks(world, train)
+    desync_scenarios.check([first for first, _ in told], kind, wrong)
+    assert [then for _, then in told] == [None] * world
+
+
+# Engines of torch, and machines of two ranks each, all of this one machine.
 OVER_PROCESSES = """
 import desync_scenarios as scenarios
-found = []
-for number, kind in enumerate([*scenarios.KINDS, scenarios.same]):
-    wrong = number % world
-    if scenarios.KINDS.get(kind) != "left":  # nothing would work behind that
-        found.append([wrong, scenarios.run(group, kind, wrong, number)])
+from ctrainer.comm.machines import over_machines
+from ctrainer.comm.process_group import communicator
+
+def train(group, kinds, wrong=None):
+    told = []
+    for seed, kind in enumerate([*kinds, scenarios.same]):
+        wrong_one = seed % world if wrong is None else wrong
+        told.append(scenarios.run(group, kind, wrong_one, seed))
+    return told
+
+machine, all_kinds = str(rank // 2), [k for k, why in scenarios.KINDS.items()
+                                      if why != "left"]  # nothing works behind that
+found = {"engine": train(communicator(), scenarios.UNSEEN_BY_ENGINES)}
+two = over_machines(communicator(), 60.0, machine)
+found["machine"] = train(two, scenarios.UNSEEN_BY_ENGINES, rank if rank > 1 else -1)
+os.environ["CTRAINER_CHECK_COLLECTIVES"] = "yes"
+found["engine compared"] = train(communicator(), all_kinds)
+compared = over_machines(communicator(), 60.0, machine)
+found["levels compared"] = train(compared, all_kinds)
+found["alone"] = scenarios.run(two, scenarios.other_unit, 3, 1)
 tell(found)
+os._exit(0)  # the second machine's ranks, which leave the others waiting, among them
 """
 
 
-def test_ranks_over_torchs_groups_are_told_where_collectives_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_of_processes_are_told_by_their_numbers_in_the_run(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("CTRAINER_CHECK_COLLECTIVES", "1")
-    join = (
-        "from ctrainer.comm.process_group import communicator\ngroup = communicator()\n"
-    )
-    body = ranks.GLOO + join + OVER_PROCESSES
-    every = ranks.told(ranks.run_ranks(tmp_path, body, 3))
+    every = ranks.told(ranks.run_ranks(tmp_path, ranks.GLOO + OVER_PROCESSES, 4))
+    unseen = desync_scenarios.UNSEEN_BY_ENGINES
     kinds = [k for k, why in desync_scenarios.KINDS.items() if why != "left"]
-    assert len(every[0]) == len(kinds) + 1
-    for number, kind in enumerate(kinds):
-        told = [rank[number][1] for rank in every]
-        desync_scenarios.check(told, kind, every[0][number][0])
-    assert [rank[-1][1] for rank in every] == [None] * 3
+    for way, expected in [
+        ("engine", unseen), ("engine compared", kinds), ("levels compared", kinds)
+    ]:  # fmt: skip
+        assert [rank[way][-1] for rank in every] == [None] * 4
+        for number, kind in enumerate(expected):
+            told = [rank[way][number] for rank in every]
+            desync_scenarios.check(told, kind, number % 4)
+    for rank in every:  # of two machines that agree each
+        assert rank["machine"][-1] is None
+        for text in rank["machine"][:-1]:
+            assert "rank 0 gathers" in text, text
+            assert "rank 2 gathers" in text, text
+    # of one machine, whose ranks tell at once
+    assert all(rank["alone"] for rank in every)
+    for rank in every[2:]:
+        assert "rank 2 gathers" in rank["alone"], rank["alone"]
+        assert "rank 3 gathers" in rank["alone"], rank["alone"]
+
+
+class Backend:
+    rank, world_size = 0, 2
+
+
+def test_a_word_that_is_neither_yes_nor_no_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CTRAINER_CHECK_COLLECTIVES", "ture")
+    told = (
+        "CTRAINER_CHECK_COLLECTIVES is 'ture'; expected 1, true, yes or on to compare "
+        "what ranks call, 0, false, no or off"
+    )
+    with pytest.raises(ValueError, match=told):
+        _C.Communicator(Backend())
+    with ThreadPoolExecutor(2) as pool:  # both have to come
+        made = [
+            pool.submit(_C.shared_memory_communicator, "a wrong word", rank, 2, 30.0)
+            for rank in range(2)
+        ]
+    for rank in made:
+        with pytest.raises(ValueError, match=told):
+            rank.result()
+
+
+@pytest.mark.parametrize("word", ["", "0", "No", "FALSE", "off", "1", "true", "YES"])
+def test_words_for_yes_and_no_are_taken(
+    monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.setenv("CTRAINER_CHECK_COLLECTIVES", word)
+    assert _C.Communicator(Backend()).world_size == 2
 
 
 LENGTHS = """
