@@ -144,7 +144,7 @@ _PLACE = fields(
         "length": none_or(whole()),
         "rows": whole(1, 1 << 48),
         "last": none_or(whole()),
-        "drawing": FLAG,
+        "drawing": none_or(whole(-1, 1 << 24)),
         "workers": whole(),
         "ranks": whole(1),
         "past": whole(),

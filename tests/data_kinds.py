@@ -26,9 +26,20 @@ def row(i: int) -> dict[str, torch.Tensor]:
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A collator that draws, as those of masked language models do."""
-    batch = {name: torch.stack([r[name] for r in rows]) for name in ("x", "labels")}
+    batch = stack(rows)
     batch["x"] = batch["x"] * (torch.rand(batch["x"].shape) > 0.1)
     return batch
+
+
+def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([r[name] for r in rows]) for name in ("x", "labels")}
+
+
+def rare_row(i: int) -> dict[str, torch.Tensor]:
+    """Most draw nothing."""
+    x = torch.sin(torch.arange(WIDTH) * (i + 1.0))
+    x = x + drawn() if i % 9 == 0 else x
+    return {"x": x, "labels": x.sum()}
 
 
 class Mapped(Dataset[Any]):
@@ -62,6 +73,16 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for i in self.order():
             yield row(i)
+
+
+class RareMapped(Mapped):
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return rare_row(i)
+
+
+class RareStream(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        return map(rare_row, self.order())
 
 
 class Sized(Stream):
@@ -149,6 +170,8 @@ DATA: dict[str, Callable[[], Any]] = {
     "stream of an iterator": TokenStream,
     "stream with a state": Stateful,
     "sized stream": Sized,
+    "map-style, rarely drawn": RareMapped,
+    "stream, rarely drawn": RareStream,
     "datasets": hf_stream,
     "datasets, drawn": hf_drawn,
     "datasets, shuffled": hf_shuffled,

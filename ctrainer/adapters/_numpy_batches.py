@@ -13,6 +13,8 @@ from ctrainer._rank_options import Dealing
 from ctrainer.adapters import reading
 from ctrainer.adapters.generators import place_word
 
+_AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
+
 
 class SequentialSampler:
     """0, 1, ..., n - 1."""
@@ -41,7 +43,9 @@ class SeededSampler(SequentialSampler):
     def __iter__(self) -> Iterator[int]:
         order = np.random.default_rng([self.seed, self.epoch])
         self.epoch += 1
-        yield from order.permutation(len(self.dataset)).tolist()
+        permuted = order.permutation(len(self.dataset))
+        for at in range(0, len(permuted), _AT_ONCE):
+            yield from permuted[at : at + _AT_ONCE].tolist()
 
 
 class LengthGroupedSampler(SequentialSampler):
@@ -170,11 +174,13 @@ class LoaderReader(reading.Reader):
     loader: DataLoader
 
     def start(self, epoch: int, skip: int, state: Mapping[str, Any] | None) -> Self:
-        self.epoch, self.place, self._last = epoch, 0, None
+        self._at_begin(epoch)
         state = state or {}
         self.check(state, skip)
         indexed = self.loader.sampler is not None
         self.place = skip if indexed else 0
+        if indexed:
+            self._know_draws(state)
         begin = None if self._draws is None else self._begin_batch
         self._batches = self.loader.batches(self.place, begin)
         if skip and not indexed:
@@ -184,6 +190,8 @@ class LoaderReader(reading.Reader):
     def _begin_batch(self, place: int) -> None:
         assert self._draws is not None
         assert self.seed is not None
+        if not self._draws.due(place):
+            return
         if self.loader.sampler is not None:
             place = place * self.world_size + self.rank
         self._draws.begin(place_word(self.seed, self.epoch, place))

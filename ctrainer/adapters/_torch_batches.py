@@ -20,7 +20,15 @@ from ctrainer._rank_options import config_of
 _AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
 
 
-class SeededSampler(Sampler[int]):
+class Seekable:
+    """An order that goes to a place without making what lies before it."""
+
+    def after(self, n: int, keep: int = 0) -> Iterator[Any]:
+        """The order without what lies from number `keep` up to number n."""
+        raise NotImplementedError
+
+
+class SeededSampler(Sampler[int], Seekable):
     """A permutation of the data set, new for each epoch: that of a generator seeded
     with the run's seed plus the epoch. Source: accelerate's SeedableRandomSampler,
     whose order it has."""
@@ -41,20 +49,15 @@ class SeededSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return self.after(0)
 
-    def after(self, skip: int) -> Iterator[int]:
-        """The order without its first `skip` indices."""
+    def after(self, n: int, keep: int = 0) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         self.epoch += 1
-        n = len(self.data_source)
-        taken = 0
-        while taken < self.num_samples:
-            order = torch.randperm(n, generator=generator)[: self.num_samples - taken]
-            for at in range(max(skip - taken, 0), len(order), _AT_ONCE):
-                yield from order[at : at + _AT_ONCE].tolist()
-            taken += len(order)
+        rows = len(self.data_source)
+        sizes = _permutations(rows, self.num_samples)
+        yield from _permuted(rows, sizes, generator, n, keep)
 
 
-class DrawnSampler(Sampler[int]):
+class DrawnSampler(Sampler[int], Seekable):
     """A RandomSampler's order by a generator of its own, whose seed is drawn from
     torch's when the sampler is made; ranks take over the first one's.
 
@@ -75,15 +78,56 @@ class DrawnSampler(Sampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
+        return self.after(0)
+
+    def after(self, n: int, keep: int = 0) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed)
-        sampler = RandomSampler(
-            self.data_source, num_samples=self.num_samples, generator=generator
-        )
-        for _ in range(self.epoch):
-            for _ in sampler:
-                pass
+        rows = len(self.data_source)
+        sizes = _permutations(rows, self.num_samples)
+        for _ in range(self.epoch * len(sizes)):
+            torch.randperm(rows, generator=generator)
         self.epoch += 1
-        return iter(sampler)
+        yield from _permuted(rows, sizes, generator, n, keep)
+
+
+def _permutations(rows: int, num_samples: int) -> list[int]:
+    """How many indices a RandomSampler takes of each permutation of the rows; of the
+    last perhaps none, and it draws it all the same."""
+    whole, rest = divmod(num_samples, rows)
+    return [rows] * whole + [rest]
+
+
+def _permuted(
+    rows: int, sizes: list[int], generator: torch.Generator, n: int, keep: int
+) -> Iterator[int]:
+    """The order of a RandomSampler without replacement, as Seekable.after(). Only some
+    of its indices are Python's numbers at a time: all of 10**8 take 4 GB, and longer
+    than to draw them.
+
+    Source: torch 2.13, RandomSampler.
+    """
+    first = 0  # the permutation's place in the order
+    for size in filter(None, sizes):
+        order = torch.randperm(rows, generator=generator)[:size]
+        for begin, end in ((0, keep), (n, first + size)):
+            part = order[max(begin - first, 0) : max(end - first, 0)]
+            for at in range(0, len(part), _AT_ONCE):
+                yield from part[at : at + _AT_ONCE].tolist()
+        first += size
+
+
+def _randomly(sampler: RandomSampler, n: int, keep: int) -> Iterator[int]:
+    """What a RandomSampler without replacement gives, and draws."""
+    generator: torch.Generator | None = sampler.generator
+    rows = len(sampler.data_source)
+    sizes = _permutations(rows, sampler.num_samples)
+    if generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+    yield from _permuted(rows, sizes, generator, n, keep)
+    if not sizes[-1] and sampler.generator is not None:
+        torch.randperm(rows, generator=generator)
 
 
 def seeded(sampler: Any, args: Any, dealt: bool) -> Any:
@@ -201,20 +245,24 @@ def set_epoch(loader: Any, epoch: int) -> None:
             tell(epoch)
 
 
-def after(batch_sampler: Any, n: int) -> Iterator[Any]:
-    """Its batches of indices, or indices, after the first n, of which none is made
-    where the sampler knows how; else they are passed over, and no row is read."""
-    if n == 0:
-        return iter(batch_sampler)
-    skip = getattr(batch_sampler, "after", None)
-    if callable(skip):
-        return iter(skip(n))
-    if type(batch_sampler) is SequentialSampler:
-        return iter(range(n, len(batch_sampler)))
-    if type(batch_sampler) is BatchSampler:
-        size = batch_sampler.batch_size
-        rest = after(batch_sampler.sampler, n * size)
-        return iter(BatchSampler(rest, size, batch_sampler.drop_last))
-    found: Iterator[Any] = iter(batch_sampler)
-    next(itertools.islice(found, n, n), None)
-    return found
+def after(sampler: Any, n: int, keep: int = 0) -> Iterator[Any]:
+    """Its batches of indices, or indices, without those from number `keep` up to number
+    n. They are not made where the sampler is known to do without; else they are passed
+    over, and no row is read."""
+    kind = type(sampler)
+    if isinstance(sampler, Seekable):
+        return sampler.after(n, keep)
+    if kind is SequentialSampler:
+        return itertools.chain(range(keep), range(n, len(sampler)))
+    if kind is RandomSampler and not sampler.replacement:
+        return _randomly(sampler, n, keep)
+    if kind is BatchSampler:
+        size = sampler.batch_size
+        rest = after(sampler.sampler, n * size, keep * size)
+        return iter(BatchSampler(rest, size, sampler.drop_last))
+    return _without(iter(sampler), n, keep)
+
+
+def _without(found: Iterator[Any], n: int, keep: int) -> Iterator[Any]:
+    yield from itertools.islice(found, keep)
+    yield from itertools.islice(found, n - keep, None)

@@ -20,11 +20,16 @@ from torch.utils.data import (
 
 from ctrainer import _C
 from ctrainer._rank_options import Dealing
-from ctrainer.adapters._torch_batches import DrawnSampler, SeededSampler, after
+from ctrainer.adapters._torch_batches import (
+    DrawnSampler,
+    SeededSampler,
+    Seekable,
+    after,
+)
 from ctrainer.adapters._torch_rank_eval import HandedOut, hand_out, receive
 
 
-class RankBatches(BatchSampler):
+class RankBatches(BatchSampler, Seekable):
     """This rank's batches of a batch sampler that all ranks have alike."""
 
     def __init__(self, batch_sampler: Any, dealing: Dealing) -> None:
@@ -40,21 +45,18 @@ class RankBatches(BatchSampler):
         }
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._shard(self.batch_sampler)
+        return self.after(0)
 
-    def after(self, n: int) -> Iterator[list[int]]:
-        """The batches without the first n; the first rounds are dealt out all the same,
-        since the last one is filled up from them."""
-        sampler, deal = self.sampler, self.dealing
-        if n <= 1 or not isinstance(sampler, SeededSampler | SequentialSampler):
-            return itertools.islice(iter(self), n, None)
-        whole = 1 if deal.split_batches else deal.world_size
-        epoch = getattr(sampler, "epoch", 0)
-        beginning = list(itertools.islice(iter(self.batch_sampler), whole))
-        if isinstance(sampler, SeededSampler):
-            sampler.set_epoch(epoch)  # which reading it has moved
-        rest = after(self.batch_sampler, n * whole)
-        return itertools.islice(self._shard(itertools.chain(beginning, rest)), 1, None)
+    def after(self, n: int, keep: int = 0) -> Iterator[list[int]]:
+        """The first round is dealt out all the same, since the last one is filled up
+        from it."""
+        if n <= 1:
+            every = self._shard(after(self.batch_sampler, 0))
+            return itertools.islice(every, n - keep, None)
+        whole = 1 if self.dealing.split_batches else self.dealing.world_size
+        batches = after(self.batch_sampler, n * whole, max(keep, 1) * whole)
+        found = self._shard(batches)
+        return found if keep else itertools.islice(found, 1, None)
 
     def _shard(self, batches: Iterable[Any]) -> _C.BatchShard:
         where = self.dealing

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from ctrainer.adapters import _torch_batches as batches_of
 from ctrainer.adapters import reading
 from ctrainer.adapters._torch_ranks import DispatchedLoader, RankStream
-from ctrainer.adapters.generators import PlaceDraws, place_word, seed_generators
+from ctrainer.adapters.generators import ALL, PlaceDraws, place_word, seed_generators
 from ctrainer.checkpoint import from_json, to_json
 
 logger = logging.getLogger("ctrainer.trainer")
@@ -184,7 +184,7 @@ class LoaderReader(reading.Reader):
         return Draws()
 
     def start(self, epoch: int, skip: int, state: Mapping[str, Any] | None) -> Self:
-        self.epoch, self.place, self._last = epoch, 0, None
+        self._at_begin(epoch)
         self._begin(dict(state or {}), skip)
         return self
 
@@ -230,7 +230,7 @@ class LoaderReader(reading.Reader):
             self._draws.end()
 
     def state(self) -> dict[str, Any]:
-        state = {"kind": self.kind, "epoch": self.epoch, "place": self.place}
+        state = self._where()
         if self._generators:
             state["generators"] = self._generators
         return state
@@ -241,23 +241,16 @@ class LoaderReader(reading.Reader):
 
 class IndexedReader(LoaderReader):
     """Of a data set with an index: what was seen is passed over in the order alone, and
-    its last indices tell whether the order is the same.
-
-    Without workers to put generators aside and back takes longer than to read a small
-    batch: a data set that draws nothing for an epoch's first batch is taken to draw
-    nothing in that epoch.
-    """
+    its last indices tell whether the order is the same."""
 
     kind = "indexed"
-    _drawing = True  # does this epoch draw?
-    _seeded: Any = None  # the generators when the epoch's first batch began
 
     def _begin(self, state: dict[str, Any], skip: int) -> None:
         super()._begin(state, skip)
         self._sent: collections.deque[Any] = collections.deque()
         self._seen: Any = None
         self._source: Iterator[Any] | None = None
-        self._drawing = bool(state.get("drawing", True))
+        self._know_draws(state)
         self.place = skip
         self._batches = self._iterate()
         if skip and self._source is None:
@@ -279,7 +272,7 @@ class IndexedReader(LoaderReader):
     def _seek(self, inner: Any) -> Iterator[Any]:
         """The order from the place on; notes the indices before it."""
         if not self.place:
-            return iter(inner)
+            return batches_of.after(inner, 0)
         source = batches_of.after(inner, self.place - 1)
         self._seen = next(source, None)
         return source
@@ -298,16 +291,9 @@ class IndexedReader(LoaderReader):
                 word = None if self._draws is None else self.word(at)
                 yield _Sent(_arrive, word, epoch, indices)
                 continue
-            if self._drawing and self._draws is not None:
+            if self._draws is not None and self._draws.due(at):
                 self._draws.begin(self.word(at))
-                self._seeded = None if at else self._draws.now()
             yield indices
-
-    def _put_back(self) -> None:
-        if self._seeded is not None and self._draws is not None:
-            self._drawing = self._seeded != self._draws.now()
-            self._seeded = None
-        super()._put_back()
 
     def __next__(self) -> Any:
         batch = super().__next__()
@@ -315,8 +301,7 @@ class IndexedReader(LoaderReader):
         return batch
 
     def state(self) -> dict[str, Any]:
-        last = _order_digest(self._seen)
-        return {**super().state(), "last": last, "drawing": self._drawing}
+        return {**super().state(), "last": _order_digest(self._seen)}
 
 
 def _order_digest(indices: Any) -> int:
@@ -348,6 +333,9 @@ class StreamReader(LoaderReader):
         begin: Any = type(loader.dataset).__iter__
         tells = callable(getattr(loader.dataset, "set_epoch", None))
         self._begins_early = tells and not inspect.isgeneratorfunction(begin)
+
+    def _know_draws(self, state: Mapping[str, Any]) -> None:
+        super()._know_draws({"drawing": ALL})  # what is read past draws once more
 
     def check(self, state: Mapping[str, Any], skip: int) -> None:
         super().check(state, skip)
@@ -451,10 +439,10 @@ class StreamReader(LoaderReader):
             "workers": self._workers, "ranks": self.world_size,
         }  # fmt: skip
         if self._stateful:
-            state.update(self._where())
+            state.update(self._states_of_workers())
         return state
 
-    def _where(self) -> dict[str, Any]:
+    def _states_of_workers(self) -> dict[str, Any]:
         """States of the workers at the end of their last whole round before the last
         batch, and how many batches were given since."""
         last = max(self._fetched)

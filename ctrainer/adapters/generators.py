@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _random
 import ctypes
 import hashlib
+import pickle
 import random
 import struct
 from collections.abc import Mapping
@@ -61,6 +63,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 # ---- draws by place ----------------------------------------------------------------
 
+ALL = -1  # batches of an epoch
+_NEXT = 8  # batches that are asked after one that has drawn
+
 
 def place_word(*numbers: int) -> int:
     """63 bits that follow from the numbers: a seed, an epoch, a place in it."""
@@ -74,68 +79,139 @@ def seed_generators(word: int) -> None:
     np.random.seed(word & 0xFFFFFFFF)
 
 
+class _Words:
+    """The 624 words and the position of an MT19937, copied from their address and back:
+    to make Python's numbers of them takes longer than to read a small batch."""
+
+    BYTES = 4 * 625
+
+    def __init__(self, address: int) -> None:
+        self._copy = (ctypes.c_char * self.BYTES)()
+        self._address = address
+
+    def take(self) -> None:
+        ctypes.memmove(self._copy, self._address, self.BYTES)
+
+    def put(self) -> None:
+        ctypes.memmove(self._address, self._copy, self.BYTES)
+
+    def now(self) -> bytes:
+        return ctypes.string_at(self._address, self.BYTES)
+
+
+def _words_at(address: int, expected: bytes) -> _Words | None:
+    """None where the generator's own account of them is not what lies there."""
+    found = ctypes.string_at(address, _Words.BYTES)
+    return _Words(address) if found == expected else None
+
+
+class _PythonState:
+    """Python's global state, put aside and back: the words, which are all that C's
+    object has, and a second normal number in store, which is an attribute."""
+
+    def __init__(self) -> None:
+        self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+        self._words = self._find()
+        self._rest: Any = None
+
+    def _find(self) -> _Words | None:
+        begin, end = object.__basicsize__, _random.Random.__basicsize__
+        if end - begin < _Words.BYTES:
+            return None
+        *words, position = self._generator.getstate()[1]
+        expected = struct.pack("=i624I", position, *words)
+        return _words_at(id(self._generator) + begin, expected)
+
+    def take(self) -> None:
+        if self._words is None:
+            self._rest = self._generator.getstate()
+            return
+        self._words.take()
+        self._rest = self._generator.gauss_next
+
+    def put(self) -> None:
+        if self._words is None:
+            self._generator.setstate(self._rest)
+            return
+        self._words.put()
+        self._generator.gauss_next = self._rest
+
+    def now(self) -> Any:
+        """What every draw after a seed changes."""
+        return self._generator.getstate() if self._words is None else self._words.now()
+
+
 class _NumpyState:
     """NumPy's global state, put aside and back.
 
-    get_state() and set_state() convert 624 numbers, which takes 90 microseconds: here
-    the words of an MT19937 are copied, at the address that NumPy gives for it, and the
-    rest, a second normal number in store, is left alone unless it has changed.
+    Words are copied at the address that NumPy gives for them. The rest, a second normal
+    number in store, is left alone unless it has changed.
     """
-
-    _BYTES = 4 * 625  # MT19937: 624 words and the position among them
-    _Words = ctypes.c_char * _BYTES
 
     def __init__(self) -> None:
         self.bits = _numpy.get_bit_generator()
-        self._words = self._Words()
         self._rest = _C.ObjectWatch([_numpy.get_state.__self__])
-        self._address = self._find()
+        self._words = self._find()
         self._whole: Any = None
         self._store = (0, 0.0)
         self._known = False
 
-    def _find(self) -> int | None:
-        """Where the words lie; None where NumPy keeps them in another way."""
+    def _find(self) -> _Words | None:
         if type(self.bits) is not np.random.MT19937:
             return None
-        address = int(self.bits.ctypes.state_address)
         state = self.bits.state["state"]
-        found = ctypes.string_at(address, self._BYTES)
-        expected = state["key"].astype(np.uint32).tobytes()
-        alike = found == expected + struct.pack("=i", state["pos"])
-        return address if alike else None
+        words = state["key"].astype(np.uint32).tobytes()
+        expected = words + struct.pack("=i", state["pos"])
+        return _words_at(int(self.bits.ctypes.state_address), expected)
 
     def take(self) -> None:
-        if self._address is None:
+        if self._words is None:
             self._whole = _numpy.get_state(legacy=False)
             return
         if self._rest.changed() or not self._known:
             state = _numpy.get_state(legacy=False)
             self._store = state["has_gauss"], state["gauss"]
             self._known = True
-        ctypes.memmove(self._words, self._address, self._BYTES)
+        self._words.take()
 
     def put(self) -> None:
-        if self._address is None:
+        if self._words is None:
             np.random.set_state(self._whole)
             return
-        ctypes.memmove(self._address, self._words, self._BYTES)
+        self._words.put()
         if self._rest.changed():
             state = _numpy.get_state(legacy=False)
             state["has_gauss"], state["gauss"] = self._store
             np.random.set_state(state)
             self._rest.changed()
 
+    def now(self) -> Any:
+        """What every draw after a seed changes."""
+        if self._words is None:
+            return pickle.dumps(self.bits.state)
+        return self._words.now()
+
 
 class PlaceDraws:
     """Lets a batch draw its random numbers by its place, in the training process: the
     global generators are seeded for it, and go on afterwards as if it had drawn none.
+
+    That takes longer than to read a small batch, so the first batch tells whether its
+    epoch draws. Where it draws nothing, batches 1, 2, 4, 8 and so on are asked again,
+    and the next ones after any that has drawn; the others draw as it comes. Places
+    alone decide, and what was drawn there, so a resumed run asks the same ones.
     """
 
     def __init__(self) -> None:
-        self._python: Any = None
+        self._python = _PythonState()
         self._numpy = _NumpyState()
+        self._seeded: Any = None  # the states when a batch began that is asked
+        self.left: int | None = None  # batches to be seeded, ALL or not known yet
         self.open = False
+
+    def due(self, place: int) -> bool:
+        """Is the batch to be begun with its seed?"""
+        return self.left != 0 or not place & (place - 1)
 
     def begin(self, word: int) -> None:
         """Put the states aside, unless that is done, and seed."""
@@ -143,20 +219,28 @@ class PlaceDraws:
             self.take()
             self.open = True
         self.seed(word)
+        self._seeded = None if self.left == ALL else self.now()
 
     def end(self) -> None:
         """Put the states back, if they were put aside."""
-        if self.open:
-            self.open = False
+        if not self.open:
+            return
+        self.open = False
+        try:
+            if self._seeded is not None:
+                self._tell(self._seeded != self.now())
+        finally:
             self.put()
 
+    def _tell(self, has_drawn: bool) -> None:
+        if has_drawn:
+            self.left = ALL if self.left is None else _NEXT
+        else:
+            self.left = max((self.left or 0) - 1, 0)
+
     def now(self) -> tuple[Any, ...]:
-        """The states as they are, to be compared."""
-        told = _numpy.get_state(legacy=False)
-        inner = dict(told["state"])
-        words = inner.pop("key", np.empty(0)).tobytes()
-        store = told.get("has_gauss"), told.get("gauss")
-        return random.getstate(), repr(inner), words, store
+        """The states, to see whether anything was drawn since they were seeded."""
+        return self._python.now(), self._numpy.now()
 
     def seed(self, word: int) -> None:
         seed_generators(word)
@@ -164,9 +248,9 @@ class PlaceDraws:
     def take(self) -> None:
         if _numpy.get_bit_generator() is not self._numpy.bits:
             self._numpy = _NumpyState()
-        self._python = random.getstate()
+        self._python.take()
         self._numpy.take()
 
     def put(self) -> None:
-        random.setstate(self._python)
+        self._python.put()
         self._numpy.put()

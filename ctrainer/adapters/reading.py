@@ -9,19 +9,19 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
 
+from ctrainer import _C
 from ctrainer.adapters.generators import PlaceDraws, place_word
 from ctrainer.checkpoint import to_json
 
 logger = logging.getLogger("ctrainer.trainer")
 
 SECONDS_BETWEEN_LINES = 5.0
-_LEAVES, _BYTES = 8, 1 << 14  # how much of a batch its digest looks at
+_BYTES = 1 << 14  # how much of a part of a batch its digest looks at
 ADVICE = "ignore_data_skip=True begins the epoch's data anew instead"
 
 
@@ -63,7 +63,7 @@ class Reader:
     def __next__(self) -> Any:
         # With its first batch an epoch may begin to draw its order: as it comes.
         draws = self._draws if self.place else None
-        if draws is None:
+        if draws is None or not draws.due(self.place):
             batch = next(self._batches)
         else:
             try:
@@ -86,18 +86,28 @@ class Reader:
 
         Raises ValueError where the batches are not those that the state knows.
         """
-        self.epoch, self.place, self._last = epoch, 0, None
+        self._at_begin(epoch)
         state = state or {}
         self.check(state, skip)
         own = state.get("loader")
         if skip and own is not None and has_state(self.loader):
             self.loader.load_state_dict(own)
             self._batches, self.place = iter(self.loader), skip
+            self._know_draws(state)
             return self
         self._batches = iter(self.loader)
         if skip:
             self.read_past(skip, state.get("last"))
         return self
+
+    def _at_begin(self, epoch: int) -> None:
+        self.epoch, self.place, self._last = epoch, 0, None
+        self._know_draws({})
+
+    def _know_draws(self, state: Mapping[str, Any]) -> None:
+        """How many of the next batches draw, as a state says."""
+        if self._draws is not None:
+            self._draws.left = state.get("drawing")
 
     def check(self, state: Mapping[str, Any], skip: int) -> None:
         """Raise ValueError for a state of another kind of loader."""
@@ -141,13 +151,17 @@ class Reader:
 
     def state(self) -> dict[str, Any]:
         """Where the run is: numbers, strings, arrays, and lists and dicts of them."""
-        state = {
-            "kind": self.kind, "epoch": self.epoch, "place": self.place,
-            "last": self._last,
-        }  # fmt: skip
+        state = {**self._where(), "last": self._last}
         if has_state(self.loader):
             state["loader"] = self.storable(self.loader.state_dict())
         return state
+
+    def _where(self) -> dict[str, Any]:
+        drawing = None if self._draws is None else self._draws.left
+        return {
+            "kind": self.kind, "epoch": self.epoch, "place": self.place,
+            "drawing": drawing,
+        }  # fmt: skip
 
     def storable(self, state: Any) -> Any:
         """`state` if a checkpoint can hold it, else None after a warning: what was seen
@@ -183,31 +197,23 @@ def has_state(part: Any) -> bool:
 
 
 def batch_digest(batch: Any) -> int:
-    """A checksum of a batch's first arrays."""
-    found: list[Any] = []
-    _collect(batch, found)
-    return zlib.crc32(b"".join(map(_head, found)))
+    """A checksum of a batch's first parts."""
+    return _C.batch_digest(batch, _described)
 
 
-def _collect(batch: Any, found: list[Any]) -> None:
-    if len(found) >= _LEAVES:
-        return
-    if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif hasattr(batch, "shape") or isinstance(batch, int | float | str):
-        found.append(batch)
-        return
-    elif not isinstance(batch, list | tuple):
-        return
-    for part in batch:
-        _collect(part, found)
+def _described(part: Any) -> list[Any] | bytes | None:
+    """What a part is that no plain memory holds: parts of its own, or bytes."""
+    if isinstance(part, Mapping):
+        return list(part.values())
+    try:
+        return _head(part) if hasattr(part, "shape") else None
+    except Exception:  # whatever an object of another library does not know
+        return type(part).__name__.encode()
 
 
 def _head(leaf: Any) -> bytes:
-    """The numbers of an array in host memory, of a large one the first row's first, and
-    the shape of any."""
-    if not hasattr(leaf, "shape"):
-        return repr(leaf).encode()
+    """The shape of an array, and the numbers of one in host memory; of a large one the
+    first row's first."""
     shape = repr(tuple(leaf.shape)).encode()
     if getattr(getattr(leaf, "device", None), "type", "cpu") != "cpu":
         return shape

@@ -3,6 +3,7 @@ interrupted: bit for bit, for every kind of data and any number of workers."""
 
 from __future__ import annotations
 
+import pickle
 import random
 import signal
 import subprocess
@@ -27,13 +28,14 @@ from data_kinds import (
     collate,
     loader_of,
     row,
+    stack,
 )
 from draws import EXHAUSTIVE, draws
 from tiny import Net, arguments
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import ctrainer
-from ctrainer.adapters import reading
+from ctrainer.adapters import generators, reading
 from ctrainer.adapters import torch as torch_adapter
 
 WORKERS = [(0, False), (2, False), (2, True)]
@@ -62,7 +64,8 @@ def make(
         remove_unused_columns=False, dataloader_num_workers=workers,
         dataloader_persistent_workers=persistent, **given,
     )  # fmt: skip
-    trainer = Given(Net(dropout=0.2), args, collate, dataset)
+    collator = stack if "rarely" in kind else collate
+    trainer = Given(Net(dropout=0.2), args, collator, dataset)
     trainer.remove_callback(ctrainer.PrinterCallback)
     if name:
         trainer.own_loader = loader_of(name, dataset, workers, persistent)
@@ -76,6 +79,11 @@ def losses(trainer: Any) -> list[float]:
 def weights(trainer: Any) -> bytes:
     parameters = trainer.model.state_dict().values()
     return b"".join(p.numpy().tobytes() for p in parameters)
+
+
+def generator_states() -> tuple[Any, ...]:
+    numpy = pickle.dumps(np.random.get_state(legacy=False))
+    return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
 
 
 def check(folder: Path, steps: Any, **given: Any) -> Any:
@@ -251,15 +259,65 @@ def test_reading_past_tells_how_far_it_is(
     assert "read past 2 of 3 batches that the run has seen" in caplog.text
 
 
+ALL = set(range(1, 100))
+DRAWS = [
+    (set(), set()),
+    ({0} | ALL, ALL),
+    (ALL, ALL),
+    ({*range(5, 40)}, {*range(8, 40)}),
+    ({64, 70, 80}, {64, 70}),
+    ({0, 1, 50}, {1, 50}),
+    ({3, 5, 33}, set()),
+]
+
+
+@pytest.mark.parametrize(("drawing", "by_place"), DRAWS)
+def test_batches_of_an_epoch_that_draws_are_drawn_by_their_place(
+    drawing: set[int], by_place: set[int]
+) -> None:
+    """Of a loader of which nothing is known; its first batch draws as it comes."""
+    kinds = [lambda: float(torch.rand(())), np.random.rand, random.random]
+
+    def batches() -> Iterator[float]:
+        for at in range(100):
+            yield kinds[at % 3]() if at in drawing else 0.0
+
+    found = []
+    for seed in (1, 2):
+        ctrainer.set_seed(seed)
+        state = generator_states()
+        read = torch_adapter.reader(batches(), 3)
+        found.append(list(read.start(0, 0, None)))
+        assert (generator_states() == state) == (drawing == by_place)
+    same = {at for at in drawing if found[0][at] == found[1][at]}
+    assert same == by_place
+
+
+@pytest.mark.parametrize("numpy", [True, False])
+def test_generators_that_keep_their_state_elsewhere_are_put_back(numpy: bool) -> None:
+    if numpy:
+        np.random.set_bit_generator(np.random.Philox(3))
+    else:
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(generators, "_words_at", lambda address, expected: None)
+    try:
+        test_a_batch_leaves_the_runs_generators_alone()
+    finally:
+        if numpy:
+            np.random.set_bit_generator(np.random.MT19937(3))
+        else:
+            monkey.undo()
+
+
 def test_a_batch_leaves_the_runs_generators_alone() -> None:
     read = torch_adapter.reader(DataLoader(Mapped(), BATCH, collate_fn=collate), 3)
     read.start(0, 0, None)
     for before in ((), (np.random.randn,), (random.random, np.random.rand)):
         for draw in before:
             draw()
-        state = repr(torch_adapter.rng_state())
+        state = generator_states()
         next(read)
-        assert repr(torch_adapter.rng_state()) == state
+        assert generator_states() == state
 
 
 def test_a_broken_row_gives_the_generators_back() -> None:
@@ -268,10 +326,10 @@ def test_a_broken_row_gives_the_generators_back() -> None:
             raise KeyError(row(i))
 
     read = torch_adapter.reader(DataLoader(Broken(), BATCH), 3).start(0, 0, None)
-    state = repr(torch_adapter.rng_state())
+    state = generator_states()
     with pytest.raises(KeyError):
         next(read)
-    assert repr(torch_adapter.rng_state()) == state
+    assert generator_states() == state
 
 
 def test_the_place_in_a_large_data_set_is_found_without_its_rows() -> None:
