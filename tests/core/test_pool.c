@@ -114,6 +114,45 @@ test_callers_on_several_threads_do_not_disturb_each_other(void)
     }
 }
 
+static atomic_bool running, changed;
+
+/* Gives the change a fifth of a second to come too early. */
+static void
+hold(void *arg, size_t batch)
+{
+    if (batch == 0) {
+        atomic_store(&running, true);
+        for (int i = 0; i < 200 && !atomic_load(&changed); i++) {
+            (void)usleep(1000);
+        }
+        *(bool *)arg = atomic_load(&changed);
+    }
+}
+
+static void *
+change_threads(void *arg)
+{
+    (void)arg;
+    while (!atomic_load(&running)) {
+        (void)usleep(100);
+    }
+    CHECK(ct_pool_set_threads(4, NULL) == CT_OK);
+    atomic_store(&changed, true);
+    return NULL;
+}
+
+static void
+test_the_number_of_threads_changes_between_jobs(void)
+{
+    pthread_t changer;
+    bool too_early = true;
+    CHECK(ct_pool_set_threads(3, NULL) == CT_OK);
+    CHECK(pthread_create(&changer, NULL, change_threads, NULL) == 0);
+    ct_pool_run(hold, &too_early, 4);
+    CHECK(!too_early && pthread_join(changer, NULL) == 0);
+    CHECK(atomic_load(&changed) && ct_pool_threads() == 4);
+}
+
 static void
 run_nested(void *arg, size_t batch)
 {
@@ -290,6 +329,7 @@ main(void)
     test_each_batch_runs_once_for_any_number_of_threads();
     test_many_small_jobs_in_a_row_see_their_own_results();
     test_callers_on_several_threads_do_not_disturb_each_other();
+    test_the_number_of_threads_changes_between_jobs();
     test_a_job_inside_a_batch_runs_on_that_thread();
     if (TSAN) {
         printf("skipped: TSan allows no threads in the child of a fork\n");

@@ -24,7 +24,7 @@ PYTHON_INCLUDE = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("i
 PLUGIN_CORE := alloc comm deadline dtype factored interrupt owner status update
 EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -fPIC -pthread $(SAN)
 
-.PHONY: cuda cuda-emul cuda-emul-build cuda-emul-python cuda-emul-plain cuda-check
+.PHONY: cuda cuda-emul cuda-emul-build cuda-emul-libraries cuda-emul-python cuda-emul-plain cuda-check
 cuda: cuda-emul
 	command -v $(NVCC) >/dev/null || test -x /usr/local/cuda/bin/nvcc || \
 	  $(PY) -m pip install -q --disable-pip-version-check $(NVCC_WHEELS)
@@ -35,7 +35,8 @@ cuda-emul: cuda-emul-plain
 	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 -g -fsanitize=address,undefined \
 	  -fno-sanitize-recover=all" cuda-emul-plain
 
-cuda-emul-build: $(EMUL_TESTS) $(EMUL_LIBRARIES)
+cuda-emul-build: $(EMUL_TESTS) cuda-emul-libraries
+cuda-emul-libraries: $(EMUL_LIBRARIES)
 
 cuda-emul-python: $(EMUL)/_cuda.so $(EMUL_LIBRARIES)
 

@@ -365,6 +365,12 @@ EQUIVALENT = (
         "where a is SIZE_MAX / b, a * b is above SIZE_MAX / 2: no region holds so much",
     ),
     (
+        "csrc/core/ct_scaler.c",
+        "const int64_t steps = scaler->iter - scaler->last_overflow;",
+        "const int64_t steps = scaler->last_overflow - scaler->iter;",
+        "what is asked is whether an interval divides it, whatever the sign",
+    ),
+    (
         "csrc/core/ct_bmuf_codes.c",
         "for (int rank = 0; status == CT_OK && rank < ranks; rank++) {",
         "for (int rank = 0; status == CT_OK && rank <= ranks; rank++) {",

@@ -135,8 +135,8 @@ class Tree:
         elif test.endswith(".cpp"):
             warned = "EMUL_FLAGS=-O1 -w -ffp-contract=off -fPIC -pthread"
             core = "STRICT=-std=c11 -w"
-            target = f"build/emul/{name}"
-            status, text = self.run(900, "make", "-s", core, warned, target)
+            targets = (f"build/emul/{name}", "cuda-emul-libraries")
+            status, text = self.run(900, "make", "-s", core, warned, *targets)
         else:
             command = (sys.executable, "setup.py", "-q", "build_ext", "--inplace")
             status, text = self.run(900, *command)

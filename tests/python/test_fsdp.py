@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import math
 import re
 import resource
 import signal
@@ -161,6 +162,31 @@ def test_only_a_root_clips_and_accumulates() -> None:
         inner.no_sync(),
     ):
         pass
+
+
+def test_clipping_survives_every_failed_allocation() -> None:
+    testcapi = pytest.importorskip("_testcapi")
+    model = wrap(nn.Linear(3, 2))
+    model(torch.ones(1, 3)).sum().backward()
+    shards, unit = list(model.params_with_grad), model._unit
+    before = [shard.grad.clone() for shard in shards]
+    done = False
+    for start in range(1, 200):
+        testcapi.set_nomemory(start, start + 1)
+        try:
+            norm = unit.clip(shards, 1.0, 2.0, False)
+            done = True
+        except MemoryError:
+            pass
+        finally:
+            testcapi.remove_mem_hooks()
+        if done:
+            break
+        assert all(map(torch.equal, before, (shard.grad for shard in shards)))
+    assert done
+    assert norm == pytest.approx(math.sqrt(8.0))  # 3 inputs and a bias, 2 outputs
+    clipped = torch.cat([shard.grad.flatten() for shard in shards])
+    assert clipped.norm().item() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_shards_have_the_names_and_attributes_of_the_original() -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,3 +139,18 @@ def test_references_of_a_run_are_taken_over() -> None:
     state.init_training_references(Trainer(), 12, 3, {"lr": 0.1})
     assert (state.max_steps, state.num_train_epochs) == (12, 3)
     assert (state.is_world_process_zero, state.trial_params) == (False, {"lr": 0.1})
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("trial", [None, {"lr": 0.1}])
+def test_a_trial_is_named_by_the_trainer(named: bool, trial: Any) -> None:
+    trainer = SimpleNamespace(
+        hp_name=(lambda of: f"rate {of['lr']}") if named else None,
+        _trial=trial,
+        is_local_process_zero=lambda: True,
+        is_world_process_zero=lambda: True,
+    )
+    state = TrainerState()
+    state.init_training_references(trainer, 12, 3, trial)
+    assert state.trial_name == ("rate 0.1" if named and trial else None)
+    assert state.trial_params == trial
