@@ -358,9 +358,9 @@ PyDoc_STRVAR(
     "device, in whose memory all of it is, which the communicators have to take.\n"
     "offload: shards and their gradients are in the host's all the same.\n\n"
     "Its hooks: _grad_enabled(), _graph_task(), _current_node(), _next_sequence_nr(),\n"
-    "_new_gradient(group), _check_order(what), assert_state(states), and _queue(), "
-    "which\n"
-    "returns a weak reference to what ends the backward: dead when that has ended.");
+    "_new_gradient(group), _check_order(what), _settle_trained(),\n"
+    "assert_state(states), and _queue(), which returns a weak reference to what ends\n"
+    "the backward: dead when that has ended.");
 
 static PyType_Slot FSDPUnit_slots[] = {
     {Py_tp_doc,      (void *)FSDPUnit_doc},

@@ -21,6 +21,7 @@ typedef struct fsdp_leaf {
     size_t group, at, n;
     bool filled; /* there is a gradient, which the next one is added to */
     bool seen;   /* it has arrived since the unit was last complete */
+    bool frozen; /* since the module was wrapped: none arrives */
 } fsdp_leaf;
 
 /* Units in the order in which a pass came to them: lists, NULL before the first one. */
@@ -48,7 +49,7 @@ typedef struct FSDPUnit {
     PyObject *ending; /* of a root: a weak reference, alive while a backward may end */
     size_t resident;  /* of a root: what the process had when the backward began */
     fsdp_leaf *leaves;
-    size_t n_leaves, leaves_room, n_seen;
+    size_t n_leaves, leaves_room, n_seen, n_frozen;
     /* In a backward the least of autograd's sequence numbers at which a forward began
      * whose outputs' gradients have come, or FSDP_NO_SEQUENCE. */
     uint64_t first_node;

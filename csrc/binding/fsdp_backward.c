@@ -105,7 +105,7 @@ fsdp_current_task(FSDPUnit *self, long *task)
 static bool
 may_go(const FSDPUnit *self)
 {
-    return (self->complete || self->n_leaves == 0) &&
+    return (self->complete || self->n_leaves == self->n_frozen) &&
            (self->require_sync || self->reshard_after_forward);
 }
 
@@ -357,8 +357,8 @@ FSDPUnit_take_grad(PyObject *op, PyObject *const *args, Py_ssize_t n)
     }
     self->n_seen += !leaf->seen;
     leaf->seen = true;
-    return self->n_seen == self->n_leaves && complete(self) < 0 ? NULL
-                                                                : Py_NewRef(Py_None);
+    const bool all = self->n_seen + self->n_frozen == self->n_leaves;
+    return all && complete(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---- the end -----------------------------------------------------------------------

@@ -211,6 +211,53 @@ take_turn(FSDPUnit *self, FSDPUnit *root, int in_backward)
     return ahead ? fsdp_prefetch(self, order) : 0;
 }
 
+/* ---- what is trained ---------------------------------------------------------------
+ */
+
+static int
+take_frozen(FSDPUnit *self, PyObject *frozen)
+{
+    if (!PyTuple_Check(frozen) || (size_t)PyTuple_GET_SIZE(frozen) != self->n_leaves) {
+        PyErr_Format(PyExc_TypeError, "_settle_trained() returns a tuple of %zu",
+                     self->n_leaves);
+        return -1;
+    }
+    self->n_frozen = 0;
+    for (size_t i = 0; i < self->n_leaves; i++) {
+        self->leaves[i].frozen = PyTuple_GET_ITEM(frozen, (Py_ssize_t)i) == Py_True;
+        self->n_frozen += self->leaves[i].frozen;
+    }
+    return 0;
+}
+
+/* Whether a parameter requires a gradient may change between forwards, of what
+ * optimizers have of it or of what the forward computes with. Two tensors a parameter,
+ * those that are trained first. */
+static int
+note_frozen(FSDPUnit *self, PyObject *tensors)
+{
+    PyObject *name = fsdp_state_borrow(self)->str_requires_grad;
+    bool known = true;
+    for (Py_ssize_t i = 0; known && i < PyTuple_GET_SIZE(tensors); i++) {
+        const size_t leaf = (size_t)i / 2;
+        const bool trains = leaf < self->n_leaves && !self->leaves[leaf].frozen;
+        PyObject *wanted = PyObject_GetAttr(PyTuple_GET_ITEM(tensors, i), name);
+        if (wanted == NULL) {
+            return -1;
+        }
+        known = (wanted == Py_True) == trains;
+        Py_DECREF(wanted);
+    }
+    if (known) {
+        return 0;
+    }
+    PyObject *frozen = ctpy_call_hook(
+        (PyObject *)self, fsdp_state_borrow(self)->str__settle_trained, NULL, 0);
+    const int result = frozen == NULL ? -1 : take_frozen(self, frozen);
+    Py_XDECREF(frozen);
+    return result;
+}
+
 /* In which thread autograd numbers the nodes of the forwards below a root. */
 static void
 note_thread(FSDPUnit *root)
@@ -256,8 +303,11 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
 }
 
 const char FSDPUnit_forward_doc[] =
-    "forward($self, fn, args, kwargs, /)\n--\n\n"
+    "forward($self, fn, args, kwargs, tensors=(), /)\n--\n\n"
     "Return fn(*args, **kwargs), run with the unit's parameters gathered.\n\n"
+    "tensors: for each parameter that add_parameter() has named, and then for frozen\n"
+    "ones, what optimizers have of it and itself. Where requires_grad of one of them\n"
+    "has changed, _settle_trained() says which of the named ones are frozen now.\n\n"
     "They are released afterwards if reshard_after_forward, and gathered again when\n"
     "the gradient of an output arrives. Collective. An exception leaves the unit as\n"
     "it was before.";
@@ -266,15 +316,17 @@ PyObject *
 FSDPUnit_forward(PyObject *op, PyObject *args)
 {
     FSDPUnit *self = (FSDPUnit *)op;
-    PyObject *fn, *inputs, *kwargs;
-    if (!PyArg_ParseTuple(args, "OO!O!:forward", &fn, &PyTuple_Type, &inputs,
-                          &PyDict_Type, &kwargs)) {
+    PyObject *fn, *inputs, *kwargs, *tensors = NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!|O!:forward", &fn, &PyTuple_Type, &inputs,
+                          &PyDict_Type, &kwargs, &PyTuple_Type, &tensors)) {
         return NULL;
     }
     PyObject *root = Py_NewRef((PyObject *)fsdp_root_borrow(self));
     const int in_backward = fsdp_in_backward((FSDPUnit *)root);
     PyObject *out = NULL;
-    if (in_backward >= 0) {
+    const bool settled =
+        in_backward != 0 || tensors == NULL || note_frozen(self, tensors) == 0;
+    if (in_backward >= 0 && settled) {
         if (!in_backward && root == op) {
             release_old(self);
             self->last_before = self->last_inner;

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ctrainer.fsdp import _views
+from ctrainer.fsdp import _frozen, _views
 
 M = TypeVar("M")
 
@@ -62,6 +62,7 @@ def _settle(made: Any, source: Any) -> None:
     made._share_out()
     if views is not None:
         _views.adopt(made, views)
+        made._watched = _frozen.watched(made)
     made._unit.divide_factors = source._unit.divide_factors
     made._unit.require_sync = source._unit.require_sync
     if made._unit.residual is not None:

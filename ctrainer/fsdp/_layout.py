@@ -41,6 +41,7 @@ class Entry:
     param: Any  # an nn.Parameter
     places: list[Place]
     at: int = 0
+    trains: bool = True  # or is frozen since it was wrapped, in a group that trains
 
     @property
     def numel(self) -> int:
@@ -215,4 +216,6 @@ def replace_parameters(unit: Unit, groups: list[Group], dtype: torch.dtype) -> N
             if group.requires_grad:
                 index = unit.add_parameter(number, entry.at, entry.numel)
                 hook = functools.partial(unit.take_grad, index)
+                param.requires_grad_(True)  # a copy's may be frozen meanwhile
                 param.register_post_accumulate_grad_hook(hook)
+                param.requires_grad_(entry.trains)

@@ -14,6 +14,7 @@ from ctrainer import _C
 from ctrainer.fsdp import (
     _copies,
     _device,
+    _frozen,
     _groups,
     _layout,
     _metadata,
@@ -252,6 +253,7 @@ class ShardedModule(nn.Module):
         _layout.replace_parameters(self._unit, self._groups, self.compute_dtype)
         if self.use_orig_params:
             _views.make(self)
+        self._watched: tuple[Any, ...] = _frozen.watched(self)
 
     def _inner_like(self, module: nn.Module, **more: Any) -> ShardedModule:
         """A child that auto_wrap_policy chooses, with the options of this one."""
@@ -395,4 +397,5 @@ def _after_load(module: Any, incompatible: object) -> None:
     module.sharded_params = module._unit.shards = shards
     if module.use_orig_params:
         _views.after_load(module)
+    module._watched = _frozen.watched(module)
     module._unit.release()

@@ -47,7 +47,8 @@ class Views:
     def grad(self, value: torch.Tensor) -> None:
         row = value.detach().view(-1)
         for view, begin in self.pieces:
-            view.grad = _place(row, view, begin)
+            if view.requires_grad:
+                view.grad = _place(row, view, begin)
 
     def _row(self) -> torch.Tensor:
         """What the views' gradients are parts of; a new one where of none."""

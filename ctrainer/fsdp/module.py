@@ -151,7 +151,7 @@ class FullyShardedDataParallel(ShardedModule):
         if self.compute_dtype != torch.float32:
             args, kwargs = cast_floats(self.compute_dtype, (args, kwargs))
         run = self._dummy_forward if self._debug_dummy_forward_pass else self.module
-        return self._unit.forward(run, args, kwargs)
+        return self._unit.forward(run, args, kwargs, self._watched)
 
     def _dummy_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The sum of the means of all inputs and parameters, of inner units too."""

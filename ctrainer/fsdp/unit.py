@@ -10,6 +10,7 @@ import torch
 from torch.autograd import Variable
 
 from ctrainer import _C
+from ctrainer.fsdp import _frozen
 from ctrainer.fsdp._tensors import new_zeros
 from ctrainer.fsdp.state import TrainingState
 
@@ -38,6 +39,9 @@ class Unit(_C.FSDPUnit):
     def _new_gradient(self, group: int) -> torch.Tensor:
         shard = self.shards[group]
         return new_zeros(shard.shape, shard.device)
+
+    def _settle_trained(self) -> tuple[bool, ...]:
+        return _frozen.settle(self.owner())
 
     def _check_order(self, what: str) -> None:
         """Raise ValueError on all ranks where they do not come to the same unit."""

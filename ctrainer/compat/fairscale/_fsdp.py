@@ -15,7 +15,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ctrainer.compat.fairscale import _optim_state
 from ctrainer.compat.fairscale._groups import communicator_of
 from ctrainer.fsdp import FullyShardedDataParallel as Engine
-from ctrainer.fsdp import _layout, consolidate_sharded_state_dicts
+from ctrainer.fsdp import TrainingState, _layout, consolidate_sharded_state_dicts
+from ctrainer.fsdp._metadata import original_name
 from ctrainer.fsdp._shard_layout import parts_of
 from ctrainer.fsdp._tensors import cast_floats
 
@@ -117,6 +118,9 @@ class FullyShardedDataParallel(Engine):
         )
         _check_devices(self.home.device, compute_device, state_dict_device)
         self.process_group = process_group
+        self.process_group_reduce_scatter = (
+            process_group_reduce_scatter or process_group
+        )
         self.allow_reset_parameters = allow_reset_parameters
         self.mixed_precision = mixed_precision
         self.move_params_to_cpu = offloads
@@ -174,8 +178,21 @@ class FullyShardedDataParallel(Engine):
                 "reset parameters after FSDP wrapping is not allowed: construct with "
                 "allow_reset_parameters=True"
             )
+        if self.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            self.module.reset_parameters()
+            return
         with self.summon_full_params():
             self.module.reset_parameters()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Shards, those that are not flat by the names that their parameters had before
+        wrapping; whole parameters in summon_full_params()."""
+        found = super().named_parameters(prefix, recurse, remove_duplicate)
+        if self.__dict__.get("_locally", True):
+            return found
+        return ((_name_before(name, param), param) for name, param in found)
 
     # ---- forward
 
@@ -276,7 +293,7 @@ class FullyShardedDataParallel(Engine):
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """This rank's shards. Raises ValueError in summon_full_params()."""
         self._assert_idle()
-        with self._as_local():
+        with _as_local(self):
             return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
 
     def load_local_state_dict(
@@ -315,18 +332,15 @@ class FullyShardedDataParallel(Engine):
         buffers = {part.name for part in parts if part.begin is None}
         return OrderedDict((n, v) for n, v in full.items() if n not in buffers)
 
-    @contextlib.contextmanager
-    def _as_local(self) -> Iterator[None]:
-        units = get_fsdp_instances(self)
-        for unit in units:
-            unit._locally = True
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit._locally = False
-
     # ---- the optimizer's state
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
+    ) -> dict[str, Any]:
+        """The engine's, with the names that local_state_dict() has."""
+        with _as_local(model):
+            return Engine.sharded_optim_state_dict(model, optim, group)
 
     def gather_full_optim_state_dict(
         self, optim: torch.optim.Optimizer, **ignored: Any
@@ -351,6 +365,26 @@ class FullyShardedDataParallel(Engine):
         Raises AssertionError where the units are others.
         """
         return _optim_state.shard(self, full_optim_state_dict)
+
+
+@contextlib.contextmanager
+def _as_local(model: nn.Module) -> Iterator[None]:
+    """Within it state_dict() and the names of parameters are those of shards."""
+    units = get_fsdp_instances(model)
+    for unit in units:
+        unit._locally = True
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit._locally = False
+
+
+def _name_before(name: str, param: Any) -> str:
+    own = getattr(param, "_orig_name", "flat_param_")
+    if own.rpartition(".")[2].startswith("flat_param_"):
+        return name
+    return original_name(name.removesuffix(param._name) + own)
 
 
 def _run_in(unit: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
