@@ -55,17 +55,23 @@ typedef struct refusal {
 } refusal;
 
 static const char of_group[] = "it belongs to the ranks of an open group";
+static const char of_run[] = "it is a part of a run that is under way";
 
 static PyObject *
 refuse(PyObject *op, PyObject *Py_UNUSED(protocol))
 {
     ctpy_state *state = ctpy_state_borrow(op);
     const refusal known[] = {
+        {state->BatchShard,       of_run                                           },
         {state->CheckpointWriter, "it writes files from a thread of this process"  },
         {state->FairseqTrainer,   "it holds a run that is under way"               },
         {state->FSDPUnit,         "its memory is a shard of the group's parameters"},
+        {state->GradHook,         of_run                                           },
         {state->MappedMemory,     "it maps memory of this process"                 },
+        {state->MetricLog,        of_run                                           },
+        {state->ObjectWatch,      of_run                                           },
         {state->RowBuffer,        "it may map a file that this process has opened" },
+        {state->Ticker,           of_run                                           },
     };
     const char *why = of_group;
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
@@ -88,10 +94,11 @@ int
 ctpy_refuse_copies(const ctpy_state *state)
 {
     PyTypeObject *const types[] = {
-        state->BMUF,         state->CheckpointWriter, state->CollectiveWork,
-        state->Communicator, state->FSDPUnit,         state->FairseqTrainer,
-        state->GradReducer,  state->GroupMemory,      state->MappedMemory,
-        state->RowBuffer,
+        state->BMUF,           state->BatchShard,   state->CheckpointWriter,
+        state->CollectiveWork, state->Communicator, state->FSDPUnit,
+        state->FairseqTrainer, state->GradHook,     state->GradReducer,
+        state->GroupMemory,    state->MappedMemory, state->MetricLog,
+        state->ObjectWatch,    state->RowBuffer,    state->Ticker,
     };
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
         PyObject *method = PyDescr_NewMethod(types[i], &refusing);

@@ -49,8 +49,8 @@ refuse_name(const ct_schedule_family *family, const char *name, ct_error *err)
 /* ---- misspelt names -------------------------------------------------------------- */
 
 enum {
-    LONGEST = 40
-}; /* letters of an option's name at most */
+    LONGEST = 40 /* letters of an option's name at most */
+};
 
 static int
 differ(char one, char other)

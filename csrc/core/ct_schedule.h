@@ -61,9 +61,7 @@ int ct_schedule_takes(const ct_schedule *schedule, size_t i);
 int ct_schedule_find(const ct_schedule *schedule, const char *name);
 
 /* Give an option a value. CT_EINVAL names it: the kind does not read it, and the
- * message says which option is meant, or the value is out of range; a truth value is no
- * number.
- */
+ * message says which is meant, or the value is out of range or a truth value. */
 CT_NODISCARD ct_status ct_schedule_set(ct_schedule *schedule, const char *name,
                                        double value, ct_error *err);
 CT_NODISCARD ct_status ct_schedule_set_flag(ct_schedule *schedule, const char *name,

@@ -42,6 +42,14 @@ class Optimizer:
         for group in groups:
             self.add_param_group(group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._engine.check_idle("copying")
+        return {name: v for name, v in vars(self).items() if name != "_engine"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._engine = OptimEngine(self._kind)
+
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Add a dict with "params" and options that differ from the defaults."""
         self._engine.check_idle("add_param_group()")

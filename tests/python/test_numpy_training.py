@@ -1,7 +1,10 @@
 """The trainer on a NumPy model: no torch in the process, the same loop."""
 
+import copy
 import importlib.util
 import os
+import pickle
+import random
 import re
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 
 from ctrainer import Trainer, TrainingArguments
+from tests.draws import draws
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_numpy.py"
 
@@ -173,3 +177,56 @@ def test_options_that_need_torch_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"{option}.*needs a torch model"):
         trainer(digits, data, tmp_path, **{option: value})
+
+
+def right(prediction: Any) -> dict[str, float]:
+    return {"right": float((prediction.predictions.argmax(1) == 1).mean())}
+
+
+def copied_options(seed: int) -> dict[str, Any]:
+    draw = random.Random(seed)
+    return {
+        "optim": draw.choice(["adamw_torch", "sgd", "adagrad", "rmsprop"]),
+        "lr_scheduler_type": draw.choice(["linear", "cosine", "constant"]),
+        "gradient_accumulation_steps": draw.choice([1, 2]),
+        "max_grad_norm": draw.choice([0.0, 0.1]),
+        "save_strategy": draw.choice(["no", "steps"]), "save_steps": 2,
+        **draw.choice([{}, {"ema_decay": 0.5}]), "max_steps": 4, "logging_steps": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "cloudpickle"])
+def test_a_copy_trains_to_the_same_bits_before_and_after_training(
+    way: str, digits: ModuleType, data: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, "digits_numpy", digits)  # where pickle looks
+    dumps = (pytest.importorskip("cloudpickle") if way[0] == "c" else pickle).dumps
+    for seed in range(draws(3, 40)):
+        options = copied_options(seed)
+        original = trainer(digits, data, tmp_path / "original", **options)
+        original.compute_metrics = right
+        for _ in range(2):
+            other = (
+                copy.deepcopy(original)
+                if way == "deepcopy"
+                else pickle.loads(dumps(original))
+            )
+            assert other.model is not original.model
+            for made in (other, original):
+                made.train()
+            assert weights(other) == weights(original), options
+            logs = [
+                [log["loss"] for log in made.state.log_history if "loss" in log]
+                for made in (other, original)
+            ]
+            assert logs[0] == logs[1], options
+
+
+def test_a_numpy_trainer_with_an_open_thing_says_what_cannot_be_pickled(
+    digits: ModuleType, data: Any, tmp_path: Path
+) -> None:
+    made = trainer(digits, data, tmp_path)
+    made.model.log = (tmp_path / "log").open("w")
+    with made.model.log, pytest.raises(TypeError, match="TextIOWrapper"):
+        copy.deepcopy(made)
