@@ -58,7 +58,7 @@ BOUNDS: dict[str, dict[str, Numbers]] = {
     },
     "distributed_training": {
         "distributed_world_size": COUNT,
-        "distributed_num_procs": COUNT,
+        "distributed_num_procs": WHOLE,  # 0 where fairseq sees no GPU
         "distributed_rank": WHOLE,
         "distributed_port": ((-1, 0, 8080, 65535), (-2, 65536)),
         "device_id": WHOLE,

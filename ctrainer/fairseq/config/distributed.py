@@ -37,7 +37,7 @@ class DistributedTrainingConfig(FairseqDataclass):
     distributed_world_size: Count = opt(
         _visible_gpus, "Workers on all nodes; by default a worker a visible GPU."
     )
-    distributed_num_procs: Count | None = opt(
+    distributed_num_procs: Natural | None = opt(
         _visible_gpus, "Processes to start here; by default one a visible GPU."
     )
     distributed_rank: Natural | None = opt(0, "Rank of this worker.")
