@@ -80,6 +80,19 @@ struct operands {
     }
 };
 
+/* Of a span without elements they are 0, whatever was there before. */
+static void
+check_empty_sums(const ct_update &update, const double *measured)
+{
+    std::vector<double> sums(CT_MEASURES * update.n_spans);
+    CHECK(cudaMemcpyAsync(sums.data(), measured, sums.size() * sizeof(double),
+                          cudaMemcpyDeviceToHost, NULL) == cudaSuccess);
+    CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+    for (size_t i = 0; i < sums.size(); i++) {
+        CHECK(update.spans[i / CT_MEASURES].n != 0 || sums[i] == 0.0);
+    }
+}
+
 static std::vector<ct_rule_coef>
 measure_on_device(const ct_update &update)
 {
@@ -92,7 +105,10 @@ measure_on_device(const ct_update &update)
     check_ok(ct_device_cuda.scratch_grow(&sums, n_sums * sizeof(double), &err), err);
     ct_rule_coef *to = (ct_rule_coef *)settled.data;
     double *measured = (double *)sums.data;
+    CHECK(cudaMemsetAsync(measured, 0xff, n_sums * sizeof(double), NULL) ==
+          cudaSuccess);
     check_ok(ct_device_cuda.measure(NULL, &scratch, &update, measured, &err), err);
+    check_empty_sums(update, measured);
     check_ok(ct_device_cuda.settle(NULL, &update, measured, to, &err), err);
     CHECK(cudaMemcpyAsync(back.data(), to, bytes, cudaMemcpyDeviceToHost, NULL) ==
           cudaSuccess);

@@ -172,6 +172,64 @@ for name, make, dtype in (
 told["sixteen"] = found
 """
 
+FOREIGN = """
+class Foreign:
+    # fairseq's interface, for a model in 16 bits that is updated in float32
+    def __init__(self, params, as_dict):
+        self.model = params
+        self.masters = [torch.nn.Parameter(p.detach().float()) for p in params]
+        self.fp32_params = dict(enumerate(self.masters)) if as_dict else self.masters
+        self.inner = self.optimizer = torch.optim.SGD(
+            self.masters, lr=0.1, momentum=0.9)
+        self.averaged = 0
+
+    def step(self, closure=None):
+        for master, p in zip(self.masters, self.model):
+            master.grad = p.grad.float()
+        self.inner.step()
+        self._sync_fp32_params_to_fp16()
+
+    def _sync_fp32_params_to_fp16(self):
+        with torch.no_grad():
+            for master, p in zip(self.masters, self.model):
+                p.copy_(master)
+
+    def get_lr(self):
+        return 0.1
+
+    def average_params(self):
+        self.averaged += 1
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict, overrides=None):
+        self.inner.load_state_dict(state_dict)
+
+found = {}
+for as_dict, average, warmup in itertools.product((False, True), (False, True), (0, 2)):
+    cfg = config(warmup_iterations=warmup, global_sync_iter=3, average_sync=average,
+                 block_momentum=0.5)
+    params, plain = (model(torch.bfloat16, rank if warmup else 0) for _ in range(2))
+    foreign = Foreign(params, as_dict)
+    plain = [torch.nn.Parameter(p.detach().float()) for p in plain]
+    bmuf = ctrainer.BMUF(cfg, foreign, group)
+    other = ctrainer.BMUF(cfg, torch.optim.SGD(plain, lr=0.1, momentum=0.9), group)
+    same, met = True, 0
+    for update in range(1, 8):
+        set_grads(params, update)
+        for a, b in zip(plain, params):
+            a.grad = b.grad.float()
+        bmuf.step()
+        other.step()
+        met += update == warmup or (update > warmup and update % 3 == 0)
+        same = (same and bits(foreign.masters) == bits(plain)
+                and bits(params) == bits([m.to(torch.bfloat16) for m in plain])
+                and foreign.averaged == (met if average else 0))
+    found[f"{as_dict} {average} {warmup}"] = same
+told["foreign"] = found
+"""
+
 RESUME = """
 import copy, io
 def run(bmuf, params, updates):
@@ -238,7 +296,7 @@ tell(told)
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of 2 ranks found: importing torch takes longer than all of it."""
-    code = COMMON + ORACLE + SIXTEEN + RESUME + DILOCO + DEATH
+    code = COMMON + ORACLE + SIXTEEN + FOREIGN + RESUME + DILOCO + DEATH
     folder: Path = tmp_path_factory.mktemp("ranks")
     return ranks.told(ranks.run_ranks(folder, code))
 
@@ -263,6 +321,14 @@ def test_16_bit_parameters_are_averaged_with_more_bits(told: Told) -> None:
             ["torch.float32"],
             ["torch.float64"],
         ]
+
+
+def test_float32_copies_of_an_optimizer_of_fairseq_s_are_averaged_and_brought_back(
+    told: Told,
+) -> None:
+    for found in (rank["foreign"] for rank in told):
+        assert len(found) == 2**3
+        assert [name for name, same in found.items() if not same] == []
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(told: Told) -> None:
