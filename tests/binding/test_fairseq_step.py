@@ -219,7 +219,7 @@ def test_updates_keep_no_memory() -> None:
 def test_survives_every_failed_allocation() -> None:
     testcapi = pytest.importorskip("_testcapi")
     done = False
-    for start in range(1, 3000):
+    for start in range(3000):
         trainer = Trainer()
         trainer._save_crash = lambda *args: None  # type: ignore[method-assign]
         testcapi.set_nomemory(start, start + 1)
