@@ -17,6 +17,25 @@ from ctrainer.compat.fairscale import FullyShardedDataParallel, TrainingState
 from ctrainer.fsdp import FullyShardedDataParallel as Engine
 
 
+def scenario_names_and_attributes_are_fairscales(group: Any) -> None:
+    for flat, names in (
+        (False, {name for name, _ in tree().named_parameters()}),
+        (True, {"_fsdp_wrapped_module.flat_param_0",
+                "_fsdp_wrapped_module._fpw_module.2._fsdp_wrapped_module.flat_param_0"}),
+    ):  # fmt: skip
+        model = nested(group, flatten_parameters=flat)
+        assert {name for name, _ in model.named_parameters()} == names
+        assert model.params == model.sharded_params
+        assert model.process_group_reduce_scatter is model.process_group
+    layer = FullyShardedDataParallel(
+        nn.Linear(2, 2), group, allow_reset_parameters=True
+    )
+    before = layer.state_dict()["weight"]
+    with layer.summon_full_params():
+        layer.reset_parameters()
+    assert not torch.equal(layer.state_dict()["weight"], before)
+
+
 def scenario_summoned_parameters_are_listed_by_their_names(group: Any) -> None:
     model, plain = nested(group), tree()
     shards = [name for name, _ in model.named_parameters()]

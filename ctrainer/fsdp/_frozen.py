@@ -21,7 +21,8 @@ def _held(unit: Any) -> Iterator[tuple[Group, Entry, Any]]:
 def watched(unit: Any) -> tuple[Any, ...]:
     """What the engine compares before a forward: what optimizers have of a parameter
     and itself, those that were wrapped as trained ones first."""
-    trained, frozen = [], []
+    trained: list[Any] = []
+    frozen: list[Any] = []
     for group, entry, held in _held(unit):
         (trained if group.requires_grad else frozen).extend((held, entry.param))
     return (*trained, *frozen)

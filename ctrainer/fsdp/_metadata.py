@@ -26,6 +26,11 @@ def original_name(name: str) -> str:
     return without_wrapper(name).replace("_fsdp_wrapped_module.", "")
 
 
+def is_flat(name: str) -> bool:
+    """Is it the name of a flat parameter?"""
+    return name.rpartition(".")[2].startswith("flat_param_")
+
+
 def buffer_info(root: nn.Module) -> dict[str, Any]:
     """The dtypes that buffers had, under the names that state_dict() gives them."""
     return {

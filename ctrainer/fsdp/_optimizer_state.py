@@ -15,6 +15,7 @@ from ctrainer.fsdp._shard_layout import (
     original_name,
     readable,
     sharded_keys,
+    with_orig_name,
 )
 from ctrainer.fsdp._shards import Shard
 from ctrainer.fsdp._stored import Item, Stored, joined
@@ -101,7 +102,8 @@ def _all_owned(shard: Shard) -> dict[str, Owned]:
             end = part.begin + part.numel
             found[part.name] = Owned(part.key, (part,), part.begin, end)
     shards = {key: Owned(key, tuple(inside)) for key, inside in parts.items()}
-    return found | shards
+    flat = {with_orig_name(key): one for key, one in shards.items()}
+    return flat | found | shards
 
 
 def consolidate_optimizers(shards: list[Shard]) -> State:

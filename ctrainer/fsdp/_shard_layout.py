@@ -34,10 +34,14 @@ def original_name(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
 
 
+def with_orig_name(key: str) -> str:
+    """A shard's key with what is sharded in its place, as fairscale has it."""
+    return key.replace("_FSDP_SHARD_SEPARATOR_", ".").replace(f"{SHARD_MARK}.", "")
+
+
 def readable(key: str) -> str:
     """A shard's key for an error's text."""
-    name = key.replace("_FSDP_SHARD_SEPARATOR_", ".").replace(f"{SHARD_MARK}.", "")
-    return original_name(name)
+    return original_name(with_orig_name(key))
 
 
 def dtype_name(dtype: Any) -> str:

@@ -16,7 +16,7 @@ from ctrainer.compat.fairscale import _optim_state
 from ctrainer.compat.fairscale._groups import communicator_of
 from ctrainer.fsdp import FullyShardedDataParallel as Engine
 from ctrainer.fsdp import TrainingState, _layout, consolidate_sharded_state_dicts
-from ctrainer.fsdp._metadata import original_name
+from ctrainer.fsdp._metadata import is_flat, original_name
 from ctrainer.fsdp._shard_layout import parts_of
 from ctrainer.fsdp._tensors import cast_floats
 
@@ -126,6 +126,8 @@ class FullyShardedDataParallel(Engine):
         self.move_params_to_cpu = offloads
         self.force_input_to_fp32 = force_input_to_fp32
         self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
+        # The optimizer's state is put together by the unit's own group in any case.
+        self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
         self._locally = False
         if gradient_predivide_factor is not None:
             after = self.world_size / gradient_predivide_factor
@@ -163,6 +165,11 @@ class FullyShardedDataParallel(Engine):
             "p is no parameter that this module shares with a unit wrapped before"
         )
 
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The shards that are this unit's own."""
+        return list(self.sharded_params)
+
     def non_shared_params(self) -> list[nn.Parameter]:
         """The shards that are this unit's own."""
         return list(self.sharded_params)
@@ -187,8 +194,8 @@ class FullyShardedDataParallel(Engine):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Shards, those that are not flat by the names that their parameters had before
-        wrapping; whole parameters in summon_full_params()."""
+        """Shards by fairscale's names: those of their parameters before wrapping, or
+        flat_param_0 and so on; whole parameters in summon_full_params()."""
         found = super().named_parameters(prefix, recurse, remove_duplicate)
         if self.__dict__.get("_locally", True):
             return found
@@ -381,10 +388,11 @@ def _as_local(model: nn.Module) -> Iterator[None]:
 
 
 def _name_before(name: str, param: Any) -> str:
-    own = getattr(param, "_orig_name", "flat_param_")
-    if own.rpartition(".")[2].startswith("flat_param_"):
+    """That of a flat parameter has the wrappers in it, as fairscale's."""
+    if not hasattr(param, "_orig_name"):
         return name
-    return original_name(name.removesuffix(param._name) + own)
+    own = name.removesuffix(param._name) + param._orig_name
+    return own if is_flat(own) else original_name(own)
 
 
 def _run_in(unit: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
