@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mutants import areas
 from mutants.faults import Fault, c_faults, faults, python_faults
-from mutants.run import drawn, excluded, told
+from mutants.run import confirm, drawn, excluded, told
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -133,6 +133,24 @@ def results(nearest: int, area: int, survived: int) -> list[dict[str, str]]:
     far = {**near, "how": "area"}
     alive = {**near, "how": "-", "by": ""}
     return [near] * nearest + [far] * area + [alive] * survived
+
+
+def test_what_fails_without_a_fault_has_seen_none() -> None:
+    class Tree:
+        said = "1: FAILED"
+
+        def build(self, test: str) -> str:
+            return "no such header" if test == "unbuilt" else ""
+
+        def passes(self, test: str, seconds: float) -> bool:
+            return test != "failing"
+
+    by = ("sound", "failing", "unbuilt", "", "failing")
+    found = [{"by": test, "how": "nearest" if test else "-"} for test in by]
+    confirm(Tree(), found)  # type: ignore[arg-type]
+    assert [(r["by"], r["how"]) for r in found] == [("sound", "nearest")] + [
+        ("", "-")
+    ] * 4
 
 
 def test_the_gate_asks_for_95_of_100_and_for_90_by_the_nearest() -> None:
