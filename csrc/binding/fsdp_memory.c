@@ -275,24 +275,104 @@ clear_gaps(FSDPUnit *self, size_t group, ct_error *err)
                            : status;
 }
 
+/* Views of parameters tell those without a gradient, as plain modules do; on the CPU.
+ */
+static bool
+tells_missing(const FSDPUnit *self)
+{
+    return self->grad_owners != NULL && self->core.device == &ct_device_cpu;
+}
+
+static void
+mark_leaves(FSDPUnit *self, const ct_comm *comm, size_t group)
+{
+    for (size_t i = 0; tells_missing(self) && i < self->n_leaves; i++) {
+        const fsdp_leaf *leaf = &self->leaves[i];
+        if (leaf->group == group) {
+            ct_fsdp_mark_grad(&self->core, comm->world_size, group, leaf->at, leaf->n,
+                              leaf->filled);
+        }
+    }
+}
+
+/* Of the reduced gradient. A parameter that has nothing on this rank goes by the
+ * gradient that came here. */
+static bool
+is_missing(const fsdp_leaf *leaf, const ct_span *shard, int rank)
+{
+    const size_t begin = (size_t)rank * shard->n;
+    const size_t first = leaf->at > begin ? leaf->at : begin;
+    const bool here = first < begin + shard->n && first < leaf->at + leaf->n;
+    return !leaf->filled && (!here || ct_fsdp_is_missing(shard, first - begin));
+}
+
+/* A list of the group's parameters, by number, of which no rank has a gradient. */
+static PyObject *
+missing_leaves(FSDPUnit *self, const ct_comm *comm, size_t group, PyObject *grad)
+{
+    ct_span shard;
+    Py_ssize_t number = 0;
+    PyObject *missing = PyList_New(0);
+    int result =
+        missing == NULL
+            ? -1
+            : fsdp_shard_from(self, grad, "the gradient of a shard", 0, &shard);
+    for (size_t i = 0; result == 0 && tells_missing(self) && i < self->n_leaves; i++) {
+        if (self->leaves[i].group != group) {
+            continue;
+        }
+        PyObject *index = PyLong_FromSsize_t(number++);
+        result = index == NULL ? -1
+                 : is_missing(&self->leaves[i], &shard, comm->rank)
+                     ? PyList_Append(missing, index)
+                     : 0;
+        Py_XDECREF(index);
+    }
+    if (result < 0) {
+        Py_CLEAR(missing);
+    }
+    return missing;
+}
+
+static int
+hand_over(FSDPUnit *self, PyObject *owner, size_t group, PyObject *grad, int add)
+{
+    ctpy_state *state = fsdp_state_borrow(self);
+    if (self->grad_owners == NULL) {
+        return add ? 0 : PyObject_SetAttr(owner, state->str_grad, grad);
+    }
+    const ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
+    PyObject *args[] = {grad, NULL};
+    args[1] = comm == NULL ? NULL : missing_leaves(self, comm, group, grad);
+    PyObject *done =
+        args[1] == NULL ? NULL : ctpy_call_hook(owner, state->str_receive, args, 2);
+    Py_XDECREF(args[1]);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 static int
 reduce_group(FSDPUnit *self, size_t group)
 {
     int add, result = -1;
     ct_error err;
-    PyObject *owners = self->grad_owners == NULL ? self->shards : self->grad_owners;
-    PyObject *owner = Py_NewRef(PyTuple_GET_ITEM(owners, (Py_ssize_t)group));
-    PyObject *grad = shard_grad(self, owner, group, &add);
-    if (grad != NULL) {
-        result = fsdp_use_stream(self) < 0 ? -1
-                 : clear_gaps(self, group, &err) == CT_OK
-                     ? reduce_into(self, group, grad, add)
-                     : ctpy_raise_int(&err);
+    const ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), self->communicator);
+    PyObject *grad = comm == NULL ? NULL : shard_grad(self, owner, group, &add);
+    if (grad == NULL) {
+        return -1;
     }
-    if (result == 0 && !add) {
-        result = PyObject_SetAttr(owner, fsdp_state_borrow(self)->str_grad, grad);
+    if (fsdp_use_stream(self) < 0) {
+        result = -1;
     }
-    Py_XDECREF(grad);
+    else if (clear_gaps(self, group, &err) != CT_OK) {
+        result = ctpy_raise_int(&err);
+    }
+    else {
+        mark_leaves(self, comm, group);
+        result = reduce_into(self, group, grad, add);
+    }
+    result = result < 0 ? -1 : hand_over(self, owner, group, grad, add);
+    Py_DECREF(grad);
     Py_DECREF(owner);
     return result;
 }

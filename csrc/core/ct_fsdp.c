@@ -9,7 +9,8 @@
 #include <math.h>
 
 enum {
-    ALIGNED_ELEMS = 32 /* a group begins on a cache line whatever the dtype */
+    ALIGNED_ELEMS = 32,       /* a group begins on a cache line whatever the dtype */
+    NEGATIVE_ZERO_16 = 0x8000 /* of bfloat16 and float16 */
 };
 
 /* ---- layout ------------------------------------------------------------------------
@@ -394,6 +395,38 @@ ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at, size_t n, ct_error *
     }
     const ct_span gap = ct_span_part(grads_of(unit, &unit->groups[group]), at, n);
     return unit->device->zero(unit->stream, &gap, 1, err);
+}
+
+static void
+mark_element(void *data, ct_dtype dtype, size_t at, bool there)
+{
+    if (dtype == CT_F32) {
+        float *x = (float *)data + at;
+        *x = there ? *x + 0.0F : -0.0F;
+        return;
+    }
+    uint16_t *x = (uint16_t *)data + at;
+    *x = !there ? NEGATIVE_ZERO_16 : *x == NEGATIVE_ZERO_16 ? 0 : *x;
+}
+
+void
+ct_fsdp_mark_grad(const ct_fsdp *unit, int world_size, size_t group, size_t at,
+                  size_t n, bool there)
+{
+    const ct_fsdp_group *g = &unit->groups[group];
+    const ct_span whole = grads_of(unit, g);
+    const size_t part = g->n / (size_t)world_size, end = at + n;
+    while (at < end) {
+        mark_element(whole.data, whole.dtype, at, there);
+        at += part - at % part; /* to the next rank's part */
+    }
+}
+
+bool
+ct_fsdp_is_missing(const ct_span *shard, size_t at)
+{
+    const float x = ((const float *)shard->data)[at];
+    return x == 0.0F && signbit(x);
 }
 
 void

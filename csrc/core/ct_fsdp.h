@@ -121,6 +121,18 @@ CT_NODISCARD ct_status ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group
 CT_NODISCARD ct_status ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at,
                                            size_t n, ct_error *err);
 
+/* Which parameters have a gradient on any rank travels in the signs of zeros: a sum of
+ * -0 alone is -0. Of elements [at, at + n), a parameter's, the first in each rank's
+ * part is made -0 where there is no gradient (they are cleared then), and not -0 where
+ * there is one. To be called last before the reduction; for host memory. */
+void ct_fsdp_mark_grad(const ct_fsdp *unit, int world_size, size_t group, size_t at,
+                       size_t n, bool there);
+
+/* Whether no rank had a gradient of the parameter whose first element in this rank's
+ * part is number `at` of the reduced `shard`, of F32. Quantized reductions tell
+ * nothing, and it is false. */
+bool ct_fsdp_is_missing(const ct_span *shard, size_t at);
+
 void ct_fsdp_drop_grads(ct_fsdp *unit);
 
 /* Gives back what a ledger of units of this device keeps for them. */

@@ -132,6 +132,7 @@ class Sharding:
         """The attributes by which checkpoints, outer units and optimizers know a
         shard."""
         shard._is_sharded = True
+        refuse_hooks(shard)
         shard._orig_size = group.orig_size
         shard._orig_name = group.name
         shard._is_part = group.is_divided or len(group.entries) > 1
@@ -139,6 +140,19 @@ class Sharding:
             begin = self.rank * shard.numel()
             shard._part = part_of(group.entries[0], begin, self.communicator)
         shard._name = f"_fsdp_shard.{group.name}".replace(".", SEPARATOR)
+
+
+def refuse_hooks(param: Any) -> None:
+    """Let the parameter turn down hooks, which autograd would never call."""
+    param.register_hook = param.register_post_accumulate_grad_hook = _refuse_hook
+
+
+def _refuse_hook(hook: object) -> None:
+    raise RuntimeError(
+        "a sharded parameter takes no hooks: its gradient comes from a reduction over "
+        "the ranks, not from autograd, which would never call them. Change gradients "
+        "after backward(), or give hooks to activations in forward()"
+    )
 
 
 def entries_of(root: nn.Module, params: Iterable[nn.Parameter]) -> list[Entry]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.fsdp._layout import Group, part_of
+from ctrainer.fsdp._layout import Group, part_of, refuse_hooks
 
 Pieces = list[tuple[nn.Parameter, int]]  # a view, and where it begins in the shard
 
@@ -27,7 +27,8 @@ class Views:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient of all views, zeros where one has none; None where none has.
+        """What the next gradient is added to: that of all views that have one and want
+        more, -0 elsewhere; None where none has.
 
         A view whose gradient was replaced is given its place in the whole again.
         """
@@ -36,19 +37,22 @@ class Views:
         row = self._row()
         for view, begin in self.pieces:
             place = _place(row, view, begin)
-            if view.grad is None:
-                place.zero_()
-            elif view.grad.data_ptr() != place.data_ptr():
+            if view.grad is None or not view.requires_grad:
+                if view.grad is not None:
+                    view.grad = view.grad.clone()
+                place.fill_(-0.0)  # which a sum with no gradient is, too
+                continue
+            if view.grad.data_ptr() != place.data_ptr():
                 place.copy_(view.grad)
             view.grad = place
         return row.view(self.shape)
 
-    @grad.setter
-    def grad(self, value: torch.Tensor) -> None:
-        row = value.detach().view(-1)
-        for view, begin in self.pieces:
-            if view.requires_grad:
-                view.grad = _place(row, view, begin)
+    def receive(self, row: torch.Tensor, missing: list[int]) -> None:
+        """Share out a reduced gradient, of which the views `missing` have nothing."""
+        flat = row.detach().view(-1)
+        for number, (view, begin) in enumerate(self.pieces):
+            if view.grad is None and view.requires_grad and number not in missing:
+                view.grad = _place(flat, view, begin)
 
     def _row(self) -> torch.Tensor:
         """What the views' gradients are parts of; a new one where of none."""
@@ -87,6 +91,7 @@ def _cut(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces:
             values = values.view(-1, *shard.shape[1:])
         view: Any = nn.Parameter(values, requires_grad=group.requires_grad)
         view._is_sharded = True
+        refuse_hooks(view)
         view._part = part_of(entry, offset, communicator)
         view._orig_size = entry.param.size()
         pieces.append((view, low))
