@@ -357,8 +357,11 @@ reduce_group(FSDPUnit *self, size_t group)
     int add, result = -1;
     ct_error err;
     const ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), self->communicator);
+    PyObject *owners = self->grad_owners == NULL ? self->shards : self->grad_owners;
+    PyObject *owner = Py_NewRef(PyTuple_GET_ITEM(owners, (Py_ssize_t)group));
     PyObject *grad = comm == NULL ? NULL : shard_grad(self, owner, group, &add);
     if (grad == NULL) {
+        Py_DECREF(owner);
         return -1;
     }
     if (fsdp_use_stream(self) < 0) {

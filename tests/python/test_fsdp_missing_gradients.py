@@ -58,7 +58,10 @@ def drawn(seed: int) -> dict[str, Any]:
 
     flat = chance.random() < 0.7
     differ = flat and chance.random() < 0.7  # lone parameters are reduced one by one
-    names = [name for name, _ in Model().named_parameters()]
+    # A unit without any gradient is reduced by no rank, so each keeps some on all.
+    names = [n for n, _ in Model().named_parameters() if not n.endswith("trunk.bias")]
+    # A unit that has all gradients is reduced at once, and must be so on all ranks.
+    counts = [0] if differ else [0, 3, len(names)]
     used = []
     for _ in range(STEPS):
         alike = some()
@@ -67,8 +70,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "world": world,
         "used": used,
         "frozen": [
-            set(chance.sample(names, chance.choice([0, 0, 3, len(names) - 1])))
-            for _ in range(STEPS)
+            set(chance.sample(names, chance.choice(counts))) for _ in range(STEPS)
         ],
         "options": {
             "flatten_parameters": flat,
@@ -104,8 +106,7 @@ def train_whole(case: dict[str, Any], model: nn.Module) -> None:
         for rank in range(case["world"]):
             for part in range(1 if case["passes"] == "one" else 2):
                 loss = model(rows(step, rank, part), used[rank]).square().mean()
-                if loss.requires_grad:
-                    (loss / case["world"]).backward()
+                (loss / case["world"]).backward()
         optimizer.step()
         optimizer.zero_grad(case["options"]["set_to_none"])
 
