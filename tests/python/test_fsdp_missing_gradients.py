@@ -1,6 +1,6 @@
 """Parameters by their own names that get no gradient: unused on some ranks or on all,
-or frozen for a while. AdamW tells None from zeros: it decays, and momentum moves on. The
-reference is plain torch in one process, which adds up what all ranks' losses give.
+or frozen for a while. AdamW tells None from zeros: it decays, and momentum moves on.
+The reference is plain torch in one process, which adds up what all ranks' losses give.
 """
 
 from __future__ import annotations
