@@ -130,17 +130,9 @@ def scenario_parameters_may_be_frozen_and_thawed(group: Any) -> None:
             mse(plain, step).backward()
             optimizer.step()
             reference.step()
-            if step in (2, 5):  # whose momentum need not stay where it is
-                optimizer, reference = again(model, optimizer), alone(plain)[1]
             for net in (model, plain):
                 net.zero_grad(set_to_none=True)
         assert_close(model.module.state_dict(), plain.state_dict())
-
-
-def again(model: ShardedDataParallel, optimizer: OSS) -> OSS:
-    """Without its momentum."""
-    optimizer.optim.state.clear()
-    return optimizer
 
 
 def scenario_changes_of_what_is_trained_are_logged(group: Any) -> None:

@@ -59,6 +59,7 @@ class OSS(Optimizer):
         self.communicator: _C.Communicator = communicator_of(group)
         self.rank = self.communicator.rank
         self.world_size = self.communicator.world_size
+        self._owners: dict[torch.Tensor, int] = {}
         self._all_states: list[dict[str, Any]] = []
         self._optim: Optimizer | None = None
         self.refresh_trainable()
@@ -66,13 +67,13 @@ class OSS(Optimizer):
     # ---- who has which
 
     def partition_parameters(self) -> list[list[Group]]:
-        """The parameter groups of each rank."""
+        """The parameter groups of each rank. A parameter stays where it is."""
         sizes = [0] * self.world_size
         parts: list[list[Group]] = [[] for _ in sizes]
         for group in self.param_groups:
             mine: list[list[torch.Tensor]] = [[] for _ in sizes]
             for param in group["params"]:
-                rank = sizes.index(min(sizes))
+                rank = self._owners.setdefault(param, sizes.index(min(sizes)))
                 mine[rank].append(param)
                 sizes[rank] += param.numel() if param.requires_grad else 1
             for rank, params in enumerate(mine):
@@ -80,8 +81,8 @@ class OSS(Optimizer):
         return parts
 
     def refresh_trainable(self) -> None:
-        """Divide anew, where requires_grad has been changed; state stays with the
-        parameters that stay."""
+        """Divide parameters that have been added. requires_grad may change: parameters
+        and their state stay with their ranks."""
         kept = {} if self._optim is None else self._optim.state
         self._parts = self.partition_parameters()
         own = [group for group in self._parts[self.rank] if group["params"]]
@@ -106,7 +107,7 @@ class OSS(Optimizer):
         return {param: rank for rank in ranks for param in self._of_rank(rank)}
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, and divide all of them anew."""
+        """Add a group, and divide it."""
         super().add_param_group(param_group)
         if not self._building:
             self.refresh_trainable()

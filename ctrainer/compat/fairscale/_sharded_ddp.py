@@ -109,7 +109,7 @@ class ShardedDataParallel(DataParallel):
         return made
 
     def refresh_trainable(self) -> None:
-        """Take note of changes of requires_grad: the OSSs divide anew."""
+        """Take note of changes of requires_grad: buffers are made anew."""
         for optimizer in self._sharded_optimizers:
             optimizer.refresh_trainable()
         self.reducer.close()
@@ -120,8 +120,8 @@ class ShardedDataParallel(DataParallel):
             return
         if self._warns:
             logger.warning(
-                "requires_grad of parameters has changed: gradients and optimizer "
-                "states are divided among the ranks anew"
+                "requires_grad of parameters has changed: the buffers of gradients are "
+                "made anew"
             )
         self.refresh_trainable()
 
