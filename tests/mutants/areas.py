@@ -365,6 +365,12 @@ EQUIVALENT = (
         "where a is SIZE_MAX / b, a * b is above SIZE_MAX / 2: no region holds so much",
     ),
     (
+        "csrc/core/ct_schedule.c",
+        "if (n > 0 && (size_t)n < room) {",
+        "if (n >= 0 && (size_t)n < room) {",
+        "where nothing was written, nothing is added to the length either way",
+    ),
+    (
         "csrc/core/ct_scaler.c",
         "const int64_t steps = scaler->iter - scaler->last_overflow;",
         "const int64_t steps = scaler->last_overflow - scaler->iter;",
