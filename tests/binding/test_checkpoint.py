@@ -3,6 +3,7 @@
 import errno
 import gc
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -260,6 +261,53 @@ def test_another_thread_is_refused_while_one_is_inside(tmp_path: Path) -> None:
     assert all("another thread" in text for text in refused)
     assert refused
     assert verify_checkpoint(tmp_path / "checkpoint-1") == []
+
+
+AT_EXIT = """
+import shutil, sys
+import numpy as np
+from ctrainer.checkpoint import CheckpointWriter
+kept = CheckpointWriter()
+made = kept.begin(sys.argv[1])
+kept.add_safetensors("model.safetensors", {"w": np.ones(1 << 22, np.float32)})
+kept.add_bytes("trainer_state.json", b"{}")
+if sys.argv[2] == "lost":
+    shutil.rmtree(made)
+kept.commit()
+"""
+
+
+@pytest.mark.parametrize("fate", ["kept", "lost"])
+def test_a_process_that_ends_finishes_its_save_or_says_why_not(
+    tmp_path: Path, fate: str
+) -> None:
+    folder = tmp_path / "checkpoint-1"
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, str(folder), fate],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if fate == "kept":
+        assert verify_checkpoint(folder) == []
+        assert done.stderr == ""
+    else:
+        assert not folder.exists()
+        assert "The last checkpoint could not be saved: " in done.stderr
+
+
+def test_shards_that_an_index_names_and_that_are_missing_are_told(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "checkpoint-1"  # of another program: it has no manifest
+    folder.mkdir()
+    names = ["a.safetensors", "b.safetensors", "c.safetensors"]
+    index = {"weight_map": {f"w{i}": name for i, name in enumerate(names)}}
+    for i in (0, 2):
+        _C.write_safetensors(folder / names[i], {f"w{i}": torch.ones(3)}, {})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "trainer_state.json").write_text("{}")
+    (problem,) = verify_checkpoint(folder)
+    missing = folder / "b.safetensors"
+    assert problem == f"{missing}: is missing; model.safetensors.index.json names it"
 
 
 def test_reserved_memory_is_there_before_the_first_save(tmp_path: Path) -> None:

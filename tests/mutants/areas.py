@@ -189,8 +189,9 @@ AREAS = {
             core("plan", "plan_publish", "manifest"):
                 "core/test_plan.c binding/test_checkpoint.py",
             binding("checkpoint", "ckpt_files"): "binding/test_checkpoint.py",
-            "ctrainer/_trainer_ckpt.py ctrainer/checkpoint.py":
-                "python/test_trainer_checkpoints.py",
+            "ctrainer/_trainer_ckpt.py": "python/test_trainer_checkpoints.py",
+            "ctrainer/checkpoint.py":
+                "binding/test_checkpoint.py python/test_trainer_checkpoints.py",
         },
         "binding/test_checkpoint.py python/test_trainer_checkpoints.py",
     ),
