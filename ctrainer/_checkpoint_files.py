@@ -59,6 +59,31 @@ def is_there(path: StrPath) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def unchanged(*paths: StrPath) -> Iterator[None]:
+    """Holds files that the block checks and reads again, or maps, to what they were.
+
+    Raises ValueError at the end where one was replaced or written to meanwhile.
+    """
+    before = [_stamp(path) for path in paths]
+    yield
+    for path, stamp in zip(paths, before, strict=True):
+        if _stamp(path) != stamp:
+            raise ValueError(
+                f"{os.fspath(path)}: was changed while it was read; what has been made "
+                "of it is of no use"
+            )
+
+
+def _stamp(path: StrPath) -> tuple[int, ...]:
+    """What changes with a file; () where there is none, which its reader tells."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 _MISFITS = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
     struct.error,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import naming
+from ctrainer._checkpoint_files import naming, unchanged
 from ctrainer.adapters._torch_checkpoint import (
     DTYPES,
     TAGS,
@@ -194,13 +194,14 @@ def open_full(path: str) -> dict[str, torch.Tensor]:
     and changes stay in memory."""
     if path.endswith(".safetensors"):
         return mapped(path)
-    with naming(path):
+    with unchanged(path), naming(path):
         return _map(path, read_archive(path)["model"])
 
 
 def mapped(path: str) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, mapped in the same way."""
-    return _map(path, read_safetensors_index(path)[1])
+    with unchanged(path):
+        return _map(path, read_safetensors_index(path)[1])
 
 
 def _map(path: str, index: dict[str, Stored]) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ def find_shards(
         ValueError: a file is damaged, or of another save; the text names it.
     """
     pattern = ckpt_prefix + ckpt_suffix
-    paths = [p for p in sorted(glob.glob(pattern)) if not _is_result(p, results)]
+    paths = shard_paths(ckpt_prefix, ckpt_suffix, results)
     if not paths:
         raise AssertionError(
             f"Cannot find any files matching {pattern}. {_what_is_there(ckpt_prefix)}"
@@ -32,6 +32,12 @@ def find_shards(
     for shard in shards[1:]:
         _check_same_save(shards[0], shard)
     return shards
+
+
+def shard_paths(prefix: str, suffix: str, results: Sequence[str] = ()) -> list[str]:
+    """The files that prefix + suffix names, but those of earlier calls."""
+    found = sorted(glob.glob(prefix + suffix))
+    return [path for path in found if not _is_result(path, results)]
 
 
 def check_none_is_replaced(shards: Iterable[Shard], results: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import expected_of
+from ctrainer._checkpoint_files import expected_of, unchanged
 
 # (path or None for zeros, offset, bytes): what C copies from file to file.
 Excerpt = tuple[bytes | None, int, int]
@@ -97,9 +97,10 @@ def joined(
 
 def read_safetensors_index(path: str) -> tuple[dict[str, str], dict[str, Stored]]:
     """The metadata and the tensors of a safetensors file, whose data is checked."""
-    _C.check_safetensors(path, expected_of(path))
-    metadata, index = _C.safetensors_index(path)
-    at = os.path.getsize(path) - sum(nbytes for *_, nbytes in index)
+    with unchanged(path):
+        _C.check_safetensors(path, expected_of(path))
+        metadata, index = _C.safetensors_index(path)
+        at = os.path.getsize(path) - sum(nbytes for *_, nbytes in index)
     tensors = {}
     for name, tag, shape, nbytes in index:
         tensors[name] = Stored(path, at, tag, shape)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import expected_of
+from ctrainer._checkpoint_files import expected_of, unchanged
 from ctrainer.adapters import _saved_names
 from ctrainer.adapters._torch_checkpoint import raise_unless_all, weight_files
 from ctrainer.adapters._torch_files import load_plain
 from ctrainer.fsdp import _files, _full, _metadata
 from ctrainer.fsdp._optimizer_state import consolidate_optimizers
-from ctrainer.fsdp._shard_set import find_shards
+from ctrainer.fsdp._shard_set import find_shards, shard_paths
 from ctrainer.fsdp._shards import Shard, described, read_shard
 from ctrainer.fsdp.consolidate import (
     consolidate_sharded_model_checkpoints,
@@ -130,10 +130,16 @@ def load_weights(model: Any, folder: str) -> None:
     name that they have, or have beyond the model's, and RuntimeError for shapes that
     differ; FileNotFoundError without any file.
     """
+    files = weight_files(folder)
+    with unchanged(*files):
+        _load_mapped(model, folder, files)
+
+
+def _load_mapped(model: Any, folder: str, files: list[str]) -> None:
     from ctrainer.fsdp import _trained
 
     state: State = {}
-    for path in weight_files(folder):
+    for path in files:
         if path.endswith(".safetensors"):
             state |= _files.mapped(path)
         else:
@@ -264,15 +270,20 @@ def _numbered(full: State | None) -> State | None:
 
 
 def _whole_optimizer(folder: str) -> State | None:
-    shards = _shards(folder)
-    if shards[0].optimizer is None:
-        return None
-    return tensors_of(consolidate_optimizers(shards))
+    with unchanged(*_shard_paths(folder)):
+        shards = _shards(folder)
+        if shards[0].optimizer is None:
+            return None
+        return tensors_of(consolidate_optimizers(shards))
 
 
 def _whole_weights(folder: str) -> State:
     place = os.path.join(glob.escape(folder), PREFIX)
     return consolidate_sharded_model_checkpoints(place, SUFFIX, save_model=False)[0]
+
+
+def _shard_paths(folder: str) -> list[str]:
+    return shard_paths(os.path.join(glob.escape(folder), PREFIX), SUFFIX)
 
 
 def _shards(folder: str) -> list[Shard]:
@@ -282,12 +293,13 @@ def _shards(folder: str) -> list[Shard]:
 def _own(model: Any, folder: str, part: str) -> Any:
     """What this rank would have saved under "model" or "optimizer", in memory."""
     path = os.path.join(folder, file_name(model.rank, model.world_size))
-    if os.path.isfile(path) and _cut_alike(model, path):
-        shard = read_shard(path)
-        content = {"model": shard.model, "optimizer": shard.optimizer}
-    else:
-        content = one_shard(_shards(folder), model.rank, model.world_size)
-    return tensors_of({part: content.get(part)})[part]
+    with unchanged(*_shard_paths(folder)):
+        if os.path.isfile(path) and _cut_alike(model, path):
+            shard = read_shard(path)
+            content = {"model": shard.model, "optimizer": shard.optimizer}
+        else:
+            content = one_shard(_shards(folder), model.rank, model.world_size)
+        return tensors_of({part: content.get(part)})[part]
 
 
 def _cut_alike(model: Any, path: str) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ctrainer._checkpoint_files import unchanged
 from ctrainer.fsdp import _files
 from ctrainer.fsdp._optimizer_state import (
     check_same_update,
@@ -24,7 +25,11 @@ from ctrainer.fsdp._optimizer_state import (
     reshard_optimizers,
 )
 from ctrainer.fsdp._shard_layout import Part, division_of, parts_of, sharded_keys
-from ctrainer.fsdp._shard_set import check_none_is_replaced, find_shards
+from ctrainer.fsdp._shard_set import (
+    check_none_is_replaced,
+    find_shards,
+    shard_paths,
+)
 from ctrainer.fsdp._shards import Shard
 from ctrainer.fsdp._stored import Item, joined
 from ctrainer.fsdp._together import write_together
@@ -115,23 +120,25 @@ def consolidate_sharded_model_checkpoints(
 
     Raises:
         AssertionError: no files, or not one of each rank.
-        ValueError: a file is damaged, of another save or none of shards, or would be
-            replaced by the result; named.
+        ValueError: a file is damaged, of another save or none of shards, would be
+            replaced by the result, or was changed while it was read, after which a
+            result that lies at save_path is of no use; named.
         OSError: of the disk; what was at save_path is still there then.
     """
     path = save_path or f"{ckpt_prefix}_consolidated.pth"
     results = [path, _files.optimizer_path(path)]
-    shards = find_shards(ckpt_prefix, ckpt_suffix, results)
-    check_none_is_replaced(shards, results)
-    items = _full_items(shards)
-    optimizer = None
-    if save_optimizer:
-        optimizer = consolidate_optimizers(shards)
-    else:
-        check_same_update(shards)
-    if not save_model:
-        return OrderedDict((n, _files.tensor_of(i)) for n, i in items.items()), path
-    _files.write_full(path, items, optimizer)
+    with unchanged(*shard_paths(ckpt_prefix, ckpt_suffix, results)):
+        shards = find_shards(ckpt_prefix, ckpt_suffix, results)
+        check_none_is_replaced(shards, results)
+        items = _full_items(shards)
+        optimizer = None
+        if save_optimizer:
+            optimizer = consolidate_optimizers(shards)
+        else:
+            check_same_update(shards)
+        if not save_model:
+            return OrderedDict((n, _files.tensor_of(i)) for n, i in items.items()), path
+        _files.write_full(path, items, optimizer)
     logger.info("%d shards are consolidated in %s", len(shards), path)
     return _files.open_full(path), path
 
@@ -182,19 +189,20 @@ def reshard_checkpoints(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
-    shards = find_shards(ckpt_prefix, ckpt_suffix)
-    ending = os.path.splitext(shards[0].path)[1]
-    paths = [
-        f"{save_prefix}-rank-{rank}-of-{world_size}{ending}"
-        for rank in range(world_size)
-    ]
-    check_none_is_replaced(shards, paths)
-    more = _agreed(shards)
+    with unchanged(*shard_paths(ckpt_prefix, ckpt_suffix)):
+        shards = find_shards(ckpt_prefix, ckpt_suffix)
+        ending = os.path.splitext(shards[0].path)[1]
+        paths = [
+            f"{save_prefix}-rank-{rank}-of-{world_size}{ending}"
+            for rank in range(world_size)
+        ]
+        check_none_is_replaced(shards, paths)
+        more = _agreed(shards)
 
-    def write(rank: int, path: str) -> None:
-        _files.write_shard(path, one_shard(shards, rank, world_size) | more)
+        def write(rank: int, path: str) -> None:
+            _files.write_shard(path, one_shard(shards, rank, world_size) | more)
 
-    write_together({path: partial(write, rank) for rank, path in enumerate(paths)})
+        write_together({path: partial(write, rank) for rank, path in enumerate(paths)})
     return paths
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ctrainer._checkpoint_files import unchanged
 from ctrainer.fsdp import _files
 from ctrainer.fsdp._shards import read_shard
 from ctrainer.fsdp._stored import Item, Stored
@@ -36,11 +37,12 @@ def load_shard(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: it is damaged or no shard file; the text names it.
     """
-    shard = read_shard(os.fspath(path))
-    content = {"model": shard.model, "shard_metadata": shard.metadata, **shard.more}
-    if shard.optimizer is not None:
-        content["optimizer"] = shard.optimizer
-    return tensors_of(content)
+    with unchanged(path):
+        shard = read_shard(os.fspath(path))
+        content = {"model": shard.model, "shard_metadata": shard.metadata, **shard.more}
+        if shard.optimizer is not None:
+            content["optimizer"] = shard.optimizer
+        return tensors_of(content)
 
 
 def tensors_of(content: dict[str, Any]) -> dict[str, Any]:

@@ -470,7 +470,52 @@ def test_shards_are_put_together_right_or_named(ending: str, tmp_path: Path) -> 
     print(judge.counts)
 
 
-def test_a_damaged_adapter_is_named_before_peft_reads_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+@pytest.mark.parametrize("way", ["written", "replaced"])
+def test_a_shard_that_changes_after_its_check_is_named(
+    ending: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ctrainer.fsdp import _files, load_shard
+
+    make_shards(tmp_path, 0)
+    path = tmp_path / f"shard-0.{ending}"
+    plain = _files.tensor_of
+
+    def late(item: Any) -> Any:
+        data = bytearray(path.read_bytes())
+        data[-40] ^= 1
+        if way == "replaced":
+            path.unlink()
+        path.write_bytes(data)
+        return plain(item)
+
+    monkeypatch.setattr(_files, "tensor_of", late)
+    with pytest.raises(ValueError, match=f"shard-0.{ending}: was changed while it was"):
+        load_shard(path)
+
+
+def test_a_mapped_file_that_is_replaced_after_its_check_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ctrainer.fsdp import _files
+
+    make_shards(tmp_path, 0)
+    path = tmp_path / "shard-0.safetensors"
+    plain = _files._map
+
+    def late(name: str, index: Any) -> Any:
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data)
+        return plain(name, index)
+
+    assert _files.mapped(str(path))
+    monkeypatch.setattr(_files, "_map", late)
+    with pytest.raises(ValueError, match=r"shard-0.safetensors: was changed while it"):
+        _files.mapped(str(path))
+
+
+def test_a_damaged_adapter_is_named(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from tests.tiny import gpt2
 
