@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
+import torch
 
+import ctrainer
 from ctrainer import _C
 
-LIMIT_SECONDS = 40  # a child that hangs is killed by its alarm
+LIMIT_SECONDS = 150  # a child that hangs is killed by its alarm; below a group's
 CODE = 7
 
 
@@ -130,11 +133,6 @@ def use(rank: Rank) -> None:
 
 def train(rank: Rank) -> None:
     """A run of the child's own, alone, whatever its parent is."""
-    import tiny
-    import torch
-
-    import ctrainer
-
     folder = f"{rank.folder}/run-{os.getpid()}"
     args = ctrainer.TrainingArguments(
         folder, use_cpu=True, report_to="none", disable_tqdm=True, max_steps=3,
@@ -238,11 +236,6 @@ class MeddlingRows:
 def training(folder: str, workers: int, persistent: bool, forks: bool) -> list[float]:
     """The parameters after an epoch with saves in the background, in which every rank
     makes a child after each step, if it is to."""
-    import tiny
-    import torch
-
-    import ctrainer
-
     ends = [leave, fail, leave_at_once, be_terminated, use_trainer]
     # At the end of a child that os.fork() made, multiprocessing itself kills the
     # workers of the parent.
@@ -260,7 +253,7 @@ def training(folder: str, workers: int, persistent: bool, forks: bool) -> list[f
     args = ctrainer.TrainingArguments(
         folder, use_cpu=True, report_to="none", disable_tqdm=True, num_train_epochs=1,
         save_steps=2, per_device_train_batch_size=2, dataloader_num_workers=workers,
-        dataloader_persistent_workers=persistent, ddp_timeout=60, seed=3,
+        dataloader_persistent_workers=persistent, ddp_timeout=200, seed=3,
     )  # fmt: skip
     model = tiny.Net()
     rows: Any = MeddlingRows(tiny.rows(20)) if forks else tiny.rows(20)
@@ -273,8 +266,6 @@ def training(folder: str, workers: int, persistent: bool, forks: bool) -> list[f
 
 def use_trainer(trainer: Any) -> None:
     """A child that goes on with the parent's objects is told whose they are."""
-    import tiny
-
     batch = {name: value[None] for name, value in tiny.rows(1)[0].items()}
     with pytest.raises(RuntimeError, match=_owner()):
         trainer.model_wrapped(**batch)["loss"].backward()

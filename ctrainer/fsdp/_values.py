@@ -3,6 +3,7 @@ ones where it is on the meta device, or those of the first rank."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,25 +56,38 @@ def _outside(
             yield from _outside(child, unit, f"{prefix}{name}.")
 
 
+# Torch's setting is the process's, not a thread's.
+_swapping = threading.Lock()
+
+
 def _materialize(own: list[nn.Module], init: Init) -> str:
-    """What is wrong, or nothing. Tied parameters stay tied."""
+    """What is wrong, or nothing. Tied parameters stay tied: torch swaps them for others,
+    and does so with all of the process while it is set to."""
+    empty = [module for module in own if is_on_meta(module, recurse=False)]
+    if not empty:
+        return ""
     future = torch.__future__
-    before = future.get_swap_module_params_on_conversion()
-    future.set_swap_module_params_on_conversion(True)
-    try:
-        for module in own:
-            if is_on_meta(module, recurse=False):
-                init(module)
-                if is_on_meta(module, recurse=False):
-                    return (
-                        "param_init_fn has left parameters of a "
-                        f"{type(module).__name__} on the meta device; expected "
-                        "module.to_empty(device='cpu', recurse=False) and their values"
-                    )
-    except ValueError as error:  # for the other ranks, too
-        return str(error)
-    finally:
-        future.set_swap_module_params_on_conversion(before)
+    with _swapping:
+        before = future.get_swap_module_params_on_conversion()
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            return _fill(empty, init)
+        except ValueError as error:  # for the other ranks, too
+            return str(error)
+        finally:
+            future.set_swap_module_params_on_conversion(before)
+
+
+def _fill(empty: list[nn.Module], init: Init) -> str:
+    for module in empty:
+        if is_on_meta(module, recurse=False):  # still: an init may go deeper
+            init(module)
+        if is_on_meta(module, recurse=False):
+            return (
+                f"param_init_fn has left parameters of a {type(module).__name__} on "
+                "the meta device; expected module.to_empty(device='cpu', "
+                "recurse=False) and their values"
+            )
     return ""
 
 

@@ -25,21 +25,23 @@ from ctrainer.fairseq.indexed_dataset import MMapIndexedDataset, make_builder
 
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
+GLOO = ranks.GLOO.replace("seconds=60.0", "seconds=200.0")
+
 # How many ranks a group has, and how it is made.
 GROUPS = {
-    "shm": (2, "from ctrainer.comm import world\ngroup = world(60.0)\n"),
+    "shm": (2, "from ctrainer.comm import world\ngroup = world(200.0)\n"),
     "python": (
         2,
-        ranks.GLOO
+        GLOO
         + "from ctrainer.comm.process_group import communicator\n"
         + "group = communicator()\n",
     ),
     "levels": (
         4,
-        ranks.GLOO
+        GLOO
         + "from ctrainer.comm.machines import over_machines\n"
         + "from ctrainer.comm.process_group import communicator\n"
-        + "group = over_machines(communicator(), 60.0, machine=str(rank // 2))\n",
+        + "group = over_machines(communicator(), 200.0, machine=str(rank // 2))\n",
     ),
 }
 CHILDREN = """
@@ -72,7 +74,7 @@ def test_groups_over_mpi_outlive_children(tmp_path: Path, seed: int) -> None:
     script.write_text(
         "import os\n"
         "from ctrainer.comm.mpi import communicator\n"
-        "group = communicator(timeout_seconds=60.0)\n"
+        "group = communicator(timeout_seconds=200.0)\n"
         f"folder = {str(tmp_path)!r}\n"
         + CHILDREN.format(seed=seed, n=draws(5, 10))
         + "os.write(1, f'whole {len(told)}\\n'.encode())\n"
@@ -115,7 +117,7 @@ def _in_child(work: Callable[[], object]) -> int:
     """Run work() in a child that then ends at once: 0, or 1 where it raised."""
     process = os.fork()
     if process == 0:
-        signal.alarm(30)
+        signal.alarm(150)
         try:
             work()
         except BaseException:

@@ -61,6 +61,25 @@ def test_ranks_without_values_take_those_of_the_first(flat: bool) -> None:
     on_ranks(2, train)
 
 
+def test_modules_that_have_values_leave_torchs_setting_of_the_process_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it is set, what another thread loads or casts loses its attributes."""
+    empty = on_meta(nn.Linear(2, 2))
+    changed = []
+    change = torch.__future__.set_swap_module_params_on_conversion
+
+    def noted(value: bool) -> None:
+        changed.append(value)
+        change(value)
+
+    monkeypatch.setattr(torch.__future__, change.__name__, noted)
+    nested(_C.Communicator(), tree())
+    assert changed == []
+    wrap(_C.Communicator(), empty)
+    assert changed == [True, False]
+
+
 def test_ranks_with_other_values_take_those_of_the_first() -> None:
     def train(group: _C.Communicator) -> None:
         sharded = nested(group, tree(seed=group.rank), **SYNCED)

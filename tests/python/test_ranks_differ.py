@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import desync_scenarios
 import pytest
 import ranks
+import torch
 from draws import draws
 from engine_of_threads import Engine
-from rank_threads import on_ranks
+from rank_threads import on_ranks, seeded
+from torch import nn
 
-from ctrainer import _C
+from ctrainer import _C, DataParallel
 
 
 @pytest.mark.parametrize("kind", desync_scenarios.KINDS, ids=lambda f: f.__name__)
@@ -54,6 +57,98 @@ def test_ranks_over_an_engine_are_told_at_the_next_norm(kind, seed: int) -> None
     told = on_ranks(world, train)
     desync_scenarios.check([first for first, _ in told], kind, wrong)
     assert [then for _, then in told] == [None] * world
+
+
+class Replica(nn.Module):
+    """Several buckets of gradients, and a buffer that rank 0 gives to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(0):
+            self.layers = nn.Sequential(
+                nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 6)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+# What a rank does whose loop has ended, and what the others are told of it.
+AFTERWARDS = {
+    "leaves": r"rank {} \(process \d+\) has left the group",
+    "waits": r"rank {} calls barrier",
+    "sums": r"rank {} calls all_reduce of 1 float64",
+}
+
+
+@pytest.mark.parametrize("then", AFTERWARDS)
+@pytest.mark.parametrize("seed", range(draws(2, 30)))
+def test_a_rank_whose_loop_ends_early_is_named_in_data_parallel(
+    then: str, seed: int
+) -> None:
+    draw = random.Random(f"{then} {seed}")
+    world = draw.choice([2, 3, 4])
+    early, steps = draw.randrange(world), draw.randrange(3)
+    options = {
+        "bucket_cap_mb": draw.choice([None, 1e-4]),
+        "find_unused_parameters": draw.random() < 0.5,
+        "broadcast_buffers": draw.random() < 0.5,
+    }
+
+    def train(group):
+        model = DataParallel(Replica(), group, **options)
+        try:
+            for _ in range(steps + (group.rank != early)):
+                model(torch.ones(3, 6) + group.rank).backward()
+                model.zero_grad()
+            if then == "waits":
+                group.barrier()
+            elif then == "sums":
+                group.all_reduce(torch.ones(1, dtype=torch.float64))
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        return None
+
+    told = on_ranks(world, train)
+    for rank, text in enumerate(told):
+        if rank == early and then == "leaves":
+            assert text is None
+            continue
+        assert text is not None, f"rank {rank} of {world} is quiet"
+        if then == "leaves" or not options["broadcast_buffers"]:
+            assert re.search(AFTERWARDS[then].format(early), text), text
+        assert re.search(rf"rank {early}\b", text), text
+
+
+LOOP = """
+import torch, os, signal, time
+from torch import nn
+from ctrainer import DataParallel
+torch.manual_seed(0)
+model = DataParallel(nn.Linear(6, 4))
+began = time.monotonic()
+try:
+    for step in range(2 + (rank != 1)):
+        model(torch.ones(3, 6)).sum().backward()
+    if rank == 1 and %r:
+        os.kill(os.getpid(), signal.SIGKILL)
+except RuntimeError as error:
+    tell([str(error), time.monotonic() - began])
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["ends", "is killed"])
+def test_a_process_whose_loop_ends_early_is_named_in_data_parallel(
+    tmp_path: Path, killed: bool
+) -> None:
+    first, early, last = ranks.run_ranks(tmp_path, LOOP % killed, 3)
+    assert early.told is None
+    assert early.code == (-9 if killed else 0), early.output
+    for rank in (first, last):
+        text, seconds = rank.told
+        how = "died" if killed else "(died|has left the group)"
+        assert re.search(rf"rank 1 \(process \d+\) {how}", text), text
+        assert seconds < 60  # the group would wait for half an hour
 
 
 # Engines of torch, and machines of two ranks each, all of this one machine.
