@@ -3,6 +3,7 @@
 #include "core/ct_comm_bytes.h"
 #include "core/ct_comm_local.h"
 #include "ct_random.h"
+#include "ct_random.h"
 #include "ct_ranks.h"
 #include "ct_test.h"
 
@@ -481,34 +482,45 @@ test_no_group_of_threads_without_ranks_time_or_memory(void)
     comms[1]->ops->free(comms[1]);
 }
 
-/* By remainders of 2, in the opposite order; rank 4 is in none. */
+/* Draws colors, of which -1 is none, and keys, which may be alike: a group has the
+ * ranks of one color, by key and then by rank. */
 static void
 split_group(ct_comm *comm, void *arg)
 {
-    ct_comm *half;
-    double value = (double)comm->rank, all[2];
-    const ct_span in = {&value, 1, CT_F64}, out = {all, 2, CT_F64};
+    ct_random r = {7};
     (void)arg;
-    for (int again = 0; again < 2; again++) {
-        CHECK(ct_comm_split(comm, comm->rank == 4 ? -1 : comm->rank % 2, -comm->rank,
-                            &half, NULL) == CT_OK);
-        CHECK((half == NULL) == (comm->rank == 4));
-        if (half != NULL) {
-            CHECK(half->world_size == 2 && half->rank == (comm->rank < 2));
-            CHECK(half->ops->all_gather(half, &out, &in, NULL) == CT_OK);
-            CHECK(all[0] == comm->rank % 2 + 2 && all[1] == comm->rank % 2);
-            half->ops->free(half);
+    for (int draw = 0; draw < 40; draw++) {
+        int colors[MAX_RANKS], keys[MAX_RANKS], sorted[MAX_RANKS];
+        int n = 0, all[MAX_RANKS], own = comm->rank;
+        ct_comm *part;
+        for (int rank = 0; rank < comm->world_size; rank++) {
+            colors[rank] = (int)ct_random_below(&r, 4) - 1;
+            keys[rank] = (int)ct_random_below(&r, 5) - 2;
         }
+        for (int key = -2; key <= 2; key++) {
+            for (int rank = 0; rank < comm->world_size; rank++) {
+                if (colors[rank] == colors[own] && keys[rank] == key) {
+                    sorted[n++] = rank;
+                }
+            }
+        }
+        CHECK(ct_comm_split(comm, colors[own], keys[own], &part, NULL) == CT_OK);
+        CHECK((part == NULL) == (colors[own] < 0));
+        if (part == NULL) {
+            continue;
+        }
+        const ct_span in = {&own, 1, CT_I32}, out = {all, (size_t)n, CT_I32};
+        CHECK(part->world_size == n && sorted[part->rank] == own);
+        CHECK(part->ops->all_gather(part, &out, &in, NULL) == CT_OK);
+        CHECK(memcmp(all, sorted, (size_t)n * sizeof *all) == 0);
+        part->ops->free(part);
     }
-    CHECK(ct_comm_split(comm, comm->rank, 0, &half, NULL) == CT_OK);
-    CHECK(half->world_size == 1);
-    half->ops->free(half);
 }
 
 static void
 test_a_group_is_split_by_color_and_key(void)
 {
-    run_ranks(5, 30.0, split_group, NULL);
+    run_ranks(MAX_RANKS, 30.0, split_group, NULL);
 }
 
 int

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "core/ct_io.h"
 #include "core/ct_zip.h"
+#include "ct_random.h"
 #include "ct_test.h"
 
 #include <fcntl.h>
@@ -73,6 +74,84 @@ test_every_flipped_byte_of_data_and_every_cut_is_found(void)
     CHECK(ct_zip_verify("/nonexistent/x", NULL, &err) == CT_EIO);
 }
 
+enum {
+    RECORDS = 9,
+    MOST = 300
+};
+
+/* Random records; the file's length and checksum. */
+static ct_expected
+write_archive(ct_random *r, ct_zip_record *records, size_t n)
+{
+    static char names[RECORDS][16], data[RECORDS][MOST];
+    ct_plan plan = {0};
+    ct_expected e;
+    for (size_t i = 0; i < n; i++) {
+        (void)snprintf(names[i], sizeof names[i], "a/data/%zu", i);
+        records[i] = (ct_zip_record){
+            .name = names[i], .data = data[i], .bytes = ct_random_below(r, MOST)};
+        for (size_t k = 0; k < records[i].bytes; k++) {
+            data[i][k] = (char)ct_random_below(r, 256);
+        }
+    }
+    (void)unlink(path);
+    CHECK(ct_zip_plan(&plan, records, n, NULL) == CT_OK);
+    ct_plan_seal(&plan);
+    CHECK(ct_plan_write(&plan, path, NULL) == CT_OK);
+    ct_plan_fini(&plan);
+    CHECK(ct_checksum_file(path, &e.crc32c, &e.bytes, NULL) == CT_OK);
+    return e;
+}
+
+/* Reads every record but `skipped`. */
+static ct_status
+read_archive(const ct_zip_record *records, size_t n, const ct_expected *expected,
+             size_t skipped, ct_error *err)
+{
+    static char read[RECORDS][MOST];
+    void *targets[RECORDS];
+    ct_source source;
+    ct_zip_index index = {0};
+    CHECK(ct_source_open(&source, path, expected, NULL) == CT_OK);
+    ct_status status = ct_zip_index_read(&index, &source, err);
+    if (status == CT_OK) {
+        CHECK(index.n == n);
+        for (size_t i = 0; i < n; i++) {
+            targets[i] = i == skipped ? NULL : read[i];
+        }
+        status = ct_zip_read(&index, &source, targets, expected, err);
+    }
+    for (size_t i = 0; status == CT_OK && i < n; i++) {
+        CHECK(index.entries[i].bytes == records[i].bytes);
+        CHECK(i == skipped || memcmp(read[i], records[i].data, records[i].bytes) == 0);
+    }
+    ct_zip_index_fini(&index);
+    ct_source_close(&source);
+    return status;
+}
+
+static void
+test_records_are_read_and_compared_with_their_sums_or_the_files(void)
+{
+    static char bytes[RECORDS * (MOST + 400)];
+    ct_random r = {11};
+    for (int draw = 0; draw < 60; draw++) {
+        ct_zip_record records[RECORDS];
+        ct_error err;
+        const size_t n = 1 + ct_random_below(&r, RECORDS);
+        const size_t skipped = ct_random_below(&r, 2 * RECORDS);
+        const ct_expected e = write_archive(&r, records, n);
+        CHECK(read_archive(records, n, &e, skipped, &err) == CT_OK);
+        CHECK(read_archive(records, n, NULL, skipped, &err) == CT_OK);
+        const size_t size = slurp(bytes, sizeof bytes);
+        CHECK(size == e.bytes);
+        bytes[ct_random_below(&r, size)] ^= 0x10;
+        spill(bytes, size);
+        CHECK(read_archive(records, n, &e, skipped, &err) == CT_EINVAL);
+        CHECK(strstr(err.message, path) != NULL);
+    }
+}
+
 int
 main(void)
 {
@@ -80,6 +159,7 @@ main(void)
     (void)snprintf(path, sizeof path, "%s/f", folder);
     test_data_is_aligned_and_verifies();
     test_every_flipped_byte_of_data_and_every_cut_is_found();
+    test_records_are_read_and_compared_with_their_sums_or_the_files();
     CHECK(ct_remove_tree(folder, NULL) == CT_OK);
     return 0;
 }
