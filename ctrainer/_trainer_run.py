@@ -335,6 +335,14 @@ class RunMixin(
         group = self._communicator
         return self._adapter.reader(loader, seed, group.rank, group.world_size)
 
+    def _evaluation_batches(self, loader: Any) -> Any:
+        """An evaluation's batches, which draw alike each time, by their place: what
+        they draw changes neither the training that follows nor what a resumed run
+        finds."""
+        if not getattr(self.args, "dataloader_seed_by_place", True):
+            return loader
+        return self._make_reader(loader).evaluate()
+
     def _saves_best_only(self) -> bool:
         """Does an evaluation decide whether this step is saved?"""
         return bool(self.args.save_strategy == "best")

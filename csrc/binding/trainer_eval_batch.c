@@ -335,10 +335,29 @@ run_together(ctpy_eval_loop *loop, PyObject *iterator, ctpy_state *names)
     return result;
 }
 
+/* The loader's batches: by _evaluation_batches(), which Python's Trainer has. */
+static PyObject *
+batches_of(const ctpy_eval_loop *loop, const ctpy_state *names)
+{
+    PyObject *method, *batches = loop->loader;
+    const int found = ctpy_lookup(loop->op, names->str__evaluation_batches, &method);
+    if (found <= 0) {
+        return found < 0 ? NULL : PyObject_GetIter(batches);
+    }
+    batches = PyObject_CallOneArg(method, loop->loader);
+    Py_DECREF(method);
+    if (batches == NULL) {
+        return NULL;
+    }
+    PyObject *iterator = PyObject_GetIter(batches);
+    Py_DECREF(batches);
+    return iterator;
+}
+
 int
 ctpy_eval_run(ctpy_eval_loop *loop, ctpy_state *names)
 {
-    PyObject *iterator = PyObject_GetIter(loop->loader);
+    PyObject *iterator = batches_of(loop, names);
     if (iterator == NULL) {
         return -1;
     }

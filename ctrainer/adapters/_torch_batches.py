@@ -253,7 +253,8 @@ def after(sampler: Any, n: int, keep: int = 0) -> Iterator[Any]:
     if isinstance(sampler, Seekable):
         return sampler.after(n, keep)
     if kind is SequentialSampler:
-        return itertools.chain(range(keep), range(n, len(sampler)))
+        every = range(len(sampler))
+        return itertools.chain(every[:keep], every[n:])
     if kind is RandomSampler and not sampler.replacement:
         return _randomly(sampler, n, keep)
     if kind is BatchSampler:

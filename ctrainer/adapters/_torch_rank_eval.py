@@ -37,8 +37,11 @@ class HandedOut:
         return -(-len(self.loader) // self.dealing.world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        first, n = self.dealing.rank == 0, self.dealing.world_size
-        rounds = _rounds(self.loader, n) if first else None
+        return self.turns(self.loader if self.dealing.rank == 0 else None)
+
+    def turns(self, every: Iterable[Any] | None) -> Iterator[Any]:
+        """This rank's of all batches, which rank 0 has."""
+        rounds = None if every is None else _rounds(every, self.dealing.world_size)
         is_last = False
         while not is_last:
             batches, is_last = receive(rounds)

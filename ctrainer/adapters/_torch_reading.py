@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from ctrainer.adapters import _torch_batches as batches_of
 from ctrainer.adapters import reading
+from ctrainer.adapters._torch_rank_eval import HandedOut
 from ctrainer.adapters._torch_ranks import DispatchedLoader, RankStream
 from ctrainer.adapters.generators import ALL, PlaceDraws, place_word, seed_generators
 from ctrainer.checkpoint import from_json, to_json
@@ -178,10 +179,14 @@ class LoaderReader(reading.Reader):
         super().__init__(loader, seed, rank, world_size)
         self._generators: list[torch.Tensor] = []
         if loader.persistent_workers:
-            loader._iterator = None  # workers of another reader
+            self._take_workers(loader)
 
     def _make_draws(self) -> PlaceDraws:
         return Draws()
+
+    def _take_workers(self, loader: Any) -> None:
+        """End workers that another reader has begun."""
+        loader._iterator = None
 
     def start(self, epoch: int, skip: int, state: Mapping[str, Any] | None) -> Self:
         self._at_begin(epoch)
@@ -244,6 +249,14 @@ class IndexedReader(LoaderReader):
     its last indices tell whether the order is the same."""
 
     kind = "indexed"
+
+    def _take_workers(self, loader: Any) -> None:
+        """Those of an evaluation before go on with this reader's indices."""
+        indices = getattr(loader._iterator, "_index_sampler", None)
+        if isinstance(indices, _Indices) and isinstance(indices.reader, IndexedReader):
+            indices.reader = self
+        else:
+            super()._take_workers(loader)
 
     def _begin(self, state: dict[str, Any], skip: int) -> None:
         super()._begin(state, skip)
@@ -336,6 +349,10 @@ class StreamReader(LoaderReader):
 
     def _know_draws(self, state: Mapping[str, Any]) -> None:
         super()._know_draws({"drawing": ALL})  # what is read past draws once more
+
+    def evaluate(self) -> Iterator[Any]:
+        self._stateful = False
+        return super().evaluate()
 
     def check(self, state: Mapping[str, Any], skip: int) -> None:
         super().check(state, skip)
@@ -494,6 +511,16 @@ class ObjectReader(reading.Reader):
         return Draws()
 
 
+class HandedOutReader(reading.Reader):
+    """Of batches of an evaluation that rank 0 reads and hands out."""
+
+    def evaluate(self) -> Iterator[Any]:
+        first = self.rank == 0
+        inner = reader(self.loader.loader, self.seed).evaluate() if first else None
+        found: Iterator[Any] = self.loader.turns(inner)
+        return found
+
+
 class DispatchedReader(reading.Reader):
     """Of batches that rank 0 reads and hands out."""
 
@@ -553,6 +580,8 @@ def reader(
     kind: type[reading.Reader]
     if isinstance(loader, DispatchedLoader):
         kind = DispatchedReader
+    elif isinstance(loader, HandedOut):
+        kind = HandedOutReader
     elif not isinstance(loader, DataLoader) or not _asks_as_torch(loader):
         kind = ObjectReader
     else:

@@ -22,6 +22,7 @@ logger = logging.getLogger("ctrainer.trainer")
 
 SECONDS_BETWEEN_LINES = 5.0
 _BYTES = 1 << 14  # how much of a part of a batch its digest looks at
+EVALUATION = -1  # in an epoch's place
 ADVICE = "ignore_data_skip=True begins the epoch's data anew instead"
 
 
@@ -139,6 +140,13 @@ class Reader:
                 "Let its order follow from a seed and set_epoch(epoch), or give it "
                 f"state_dict() and load_state_dict(); {ADVICE}"
             )
+
+    def evaluate(self) -> Iterator[Any]:
+        """The batches of an evaluation, which is no epoch of the training."""
+        try:
+            yield from self.start(EVALUATION, 0, None)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End the epoch: workers that do not persist end, too."""

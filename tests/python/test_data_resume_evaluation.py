@@ -1,0 +1,132 @@
+"""Evaluations whose rows draw random numbers leave the training alone, and a run that
+is resumed before or after one goes on as one that was not interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_kinds import BATCH, Batches, Mapped, Stateful, Stream, collate
+from draws import EXHAUSTIVE
+from tiny import Net, arguments
+from torch.utils.data import DataLoader
+
+import ctrainer
+
+WORKERS = [(0, False), (2, False), (2, True)]
+STEPS = 10  # of 6 batches an epoch; every other one evaluates
+KINDS: dict[str, Any] = {"map-style": Mapped, "stream": Stream, "state": Stateful}
+
+
+class Given(ctrainer.Trainer):
+    """Evaluates on a loader of the user's own, where it has one."""
+
+    eval_loader: Any = None
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        own = self.eval_loader
+        return super().get_eval_dataloader(eval_dataset) if own is None else own
+
+
+def make(
+    folder: Path, kind: str, workers: int, persistent: bool, **options: Any
+) -> Given:
+    """The workers are those of the evaluations, too."""
+    given = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, **options}
+    args = arguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH, seed=11,
+        per_device_eval_batch_size=BATCH, remove_unused_columns=False,
+        eval_strategy="steps", eval_steps=2, dataloader_num_workers=workers,
+        dataloader_persistent_workers=persistent, **given,
+    )  # fmt: skip
+    data = KINDS.get(kind, Mapped)()
+    trainer = Given(Net(dropout=0.2), args, collate, Mapped(), data)
+    trainer.remove_callback(ctrainer.PrinterCallback)
+    if kind == "object":
+        trainer.eval_loader = Batches()
+    return trainer
+
+
+def logged(trainer: Any, name: str) -> list[tuple[int, float]]:
+    return [(e["step"], e[name]) for e in trainer.state.log_history if name in e]
+
+
+def weights(trainer: Any) -> bytes:
+    parameters = trainer.model.state_dict().values()
+    return b"".join(p.numpy().tobytes() for p in parameters)
+
+
+def same(resumed: Any, whole: Any) -> bool:
+    return weights(resumed) == weights(whole) and all(
+        logged(resumed, name) == logged(whole, name) for name in ("loss", "eval_loss")
+    )
+
+
+CASES = [
+    (kind, workers, persistent)
+    for number, kind in enumerate([*KINDS, "object"])
+    for at, (workers, persistent) in enumerate(WORKERS)
+    if kind != "object" or workers == 0
+    if EXHAUSTIVE or kind == "map-style" or at == number % 3
+]
+
+
+@pytest.mark.parametrize(("kind", "workers", "persistent"), CASES)
+def test_a_run_resumed_around_an_evaluation_equals_one_that_was_not_interrupted(
+    tmp_path: Path, kind: str, workers: int, persistent: bool
+) -> None:
+    whole = make(tmp_path / "whole", kind, workers, persistent)
+    whole.train()
+    assert [step for step, _ in logged(whole, "eval_loss")] == [2, 4, 6, 8, 10]
+    for step in range(1, STEPS) if EXHAUSTIVE else (3, 4):
+        torch.manual_seed(step)
+        again = make(tmp_path / "b", kind, workers, persistent, save_strategy="no")
+        again.train(str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert same(again, whole), step
+
+
+def test_evaluations_draw_alike_and_leave_the_training_alone(tmp_path: Path) -> None:
+    runs = []
+    for workers, persistent in WORKERS:
+        run = make(tmp_path, "map-style", workers, persistent, save_strategy="no")
+        run.train()
+        runs.append(run)
+        assert same(run, runs[0])
+    assert runs[1].evaluate()["eval_loss"] == runs[1].evaluate()["eval_loss"]
+    without = make(tmp_path, "map-style", 0, False, save_strategy="no")
+    without.eval_dataset = [{"x": torch.ones(8), "labels": torch.ones(())}]
+    without.data_collator = lambda rows: collate(rows) if len(rows) > 1 else batch(rows)
+    without.train()
+    assert weights(without) == weights(runs[0])
+
+
+def batch(rows: list[Any]) -> dict[str, torch.Tensor]:
+    return {name: value[None] for name, value in rows[0].items()}
+
+
+def test_torchs_way_draws_from_the_runs_generators(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "map-style", 0, False, dataloader_seed_by_place=False)
+    assert trainer.evaluate()["eval_loss"] != trainer.evaluate()["eval_loss"]
+
+
+def test_workers_of_an_evaluation_stay(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "map-style", 2, True)
+    first = trainer.evaluate()
+    loader = trainer.get_eval_dataloader()
+    workers = [process.pid for process in loader._iterator._workers]
+    assert trainer.evaluate()["eval_loss"] == first["eval_loss"]
+    assert [process.pid for process in loader._iterator._workers] == workers
+
+
+def test_a_loader_may_be_evaluated_in_the_middle_of_its_own_iteration(
+    tmp_path: Path,
+) -> None:
+    trainer = make(tmp_path, "map-style", 0, False)
+    trainer.eval_loader = DataLoader(Mapped(), BATCH, collate_fn=collate)
+    batches: Iterator[Any] = iter(trainer.eval_loader)
+    next(batches)
+    trainer.evaluate()
+    assert len(list(batches)) == 5
