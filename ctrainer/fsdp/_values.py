@@ -61,8 +61,8 @@ _swapping = threading.Lock()
 
 
 def _materialize(own: list[nn.Module], init: Init) -> str:
-    """What is wrong, or nothing. Tied parameters stay tied: torch swaps them for others,
-    and does so with all of the process while it is set to."""
+    """What is wrong, or nothing. Tied parameters stay tied: torch swaps them for
+    others, and does so with all of the process while it is set to."""
     empty = [module for module in own if is_on_meta(module, recurse=False)]
     if not empty:
         return ""
