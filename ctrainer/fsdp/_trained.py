@@ -229,7 +229,13 @@ def _ready_dtype(model: nn.Module, args: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float32:
             continue
-        if not (args.bf16 or args.fp16) or not parameter.is_floating_point():
+        if not parameter.is_floating_point() or parameter.element_size() == 1:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}, as of a quantized model, "
+                "and sharded parameters are float32: load the model without "
+                "quantization_config, or train it without fsdp"
+            )
+        if not (args.bf16 or args.fp16):
             raise ValueError(
                 f"parameter {name!r} is {parameter.dtype}, and sharded parameters are "
                 "float32: load the model with dtype=torch.float32; with bf16 or fp16 "

@@ -120,7 +120,7 @@ def test_updates_on_the_device_are_those_on_the_host(
                 assert torch.equal(on_device[rank][name], value), name
 
 
-@pytest.mark.parametrize("number", range(draws(8, models.COUNT)))
+@pytest.mark.parametrize("number", range(draws(4, models.COUNT)))
 def test_any_model_trains_on_the_device_like_plain_torch(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

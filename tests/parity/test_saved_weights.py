@@ -164,6 +164,19 @@ def test_a_sharded_model_reads_and_writes_the_same_names(
         made._load_best_weights(str(tmp_path / "saved"))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_a_quantized_model_is_not_sharded(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny.gpt2()
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    weight.requires_grad_(False)
+    weight.data = torch.zeros(weight.shape).to(dtype)
+    made = tiny.make(
+        ctrainer.Trainer, model, [], output_dir=str(tmp_path), fsdp=True, bf16=True
+    )
+    with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc\.weight.* quantized model"):
+        made._shard_model(None)
+
+
 ON_TWO_RANKS = """
 # transformers imports these where they are, and no run here needs them
 sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
