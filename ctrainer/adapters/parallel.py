@@ -22,6 +22,13 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def frozen(module: nn.Module) -> list[torch.Tensor]:
+    """Parameters that need no gradients, and may later."""
+    skipped = ignored(module)
+    named = module.named_parameters()
+    return [p for name, p in named if not p.requires_grad and name not in skipped]
+
+
 def shared_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, by name, detached."""
     skipped = ignored(module)

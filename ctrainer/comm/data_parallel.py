@@ -53,6 +53,9 @@ class DataParallel(ModuleShown):
     and buffers for all, after a check that all have the same names, shapes and dtypes;
     comm_hook=None, as in register_comm_hook.
 
+    Parameters may be frozen, and trained later, between updates, on all ranks alike
+    (torch's wrapper leaves gradients of the latter to each rank).
+
     state_dict() has the names of `module` with "module." before them, as torch's has.
     Other attributes are the module's.
 
@@ -93,12 +96,30 @@ class DataParallel(ModuleShown):
         if init_sync:
             synchronize(module, self.communicator)
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        self._compression: tuple[str, dict[str, Any]] | None = None
+        self._frozen: list[torch.Tensor] = []
+        self._joins = False
         self.reducer = self._new_reducer()
         if comm_hook is not None:
             self.register_comm_hook(None, comm_hook)
 
     def _new_reducer(self) -> _C.GradReducer:
-        return self._reducer_of(parallel.trainable(self.module))
+        self._frozen = parallel.frozen(self.module)
+        made = self._reducer_of(parallel.trainable(self.module))
+        if self._compression is not None:
+            name, options = self._compression
+            made.compress(name, **options)
+        return made
+
+    def _take_in_trainable(self) -> None:
+        """Average the gradients of parameters, too, that were frozen up to now."""
+        if self._joins:
+            raise RuntimeError(
+                "parameters were made trainable within join(), where ranks take part "
+                "in passes with those that they had: do it before"
+            )
+        self.reducer.close()
+        self.reducer = self._new_reducer()
 
     def _reducer_of(
         self, named: Mapping[str, torch.Tensor], owners: list[int] | None = None
@@ -122,6 +143,8 @@ class DataParallel(ModuleShown):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with_grad, syncs = torch.is_grad_enabled(), self._syncs()
+        if with_grad and any(parameter.requires_grad for parameter in self._frozen):
+            self._take_in_trainable()
         buffers = self._buffers_to_send() if syncs else ()
         self.reducer.before_forward(with_grad, syncs, buffers)
         output = self.module(*inputs, **kwargs)
@@ -162,7 +185,11 @@ class DataParallel(ModuleShown):
             yield
             return
         self.reducer.join(divide_by_initial_world_size, throw_on_early_termination)
-        yield
+        self._joins = True
+        try:
+            yield
+        finally:
+            self._joins = False
         tensors = list(parallel.shared_tensors(self.module).values())
         self.reducer.shadow(self._buffers_to_send(), tensors)
 
@@ -180,6 +207,7 @@ class DataParallel(ModuleShown):
         name = _name_of(hook)
         options = _power_sgd(state) if name.endswith("power_sgd") else {}
         self.reducer.compress(name, **options)
+        self._compression = name, options
 
     def _buffers_to_send(self) -> list[torch.Tensor]:
         """What rank 0 sends before a forward pass in which batch statistics count."""

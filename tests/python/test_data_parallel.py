@@ -203,6 +203,28 @@ plain(torch.full((2, 4), 1.5, requires_grad=True)).backward()
 found["checkpoints"] = [torch.allclose(a, b) for a, b in
                         zip(grads(folded), grads(plain), strict=True)]
 
+# Frozen for a while, from the beginning or later
+torch.manual_seed(5)
+plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+plain[1].requires_grad_(False)
+changing = DataParallel(deepcopy(plain), shared, find_unused_parameters=True)
+changing.register_comm_hook(None, "no")
+found["thawed"] = []
+for step, trained in enumerate([(0, 2), (0, 1, 2), (1, 2), (0, 1, 2)]):
+    for model in (plain, changing.module):
+        for i, layer in enumerate(model):
+            layer.requires_grad_(i in trained)
+        model.zero_grad()
+    for other in range(world):
+        torch.manual_seed(10 * step + other)
+        x = torch.randn(2, 3)
+        (plain(x).square().mean() / world).backward()
+        if other == rank:
+            changing(x).square().mean().backward()
+    found["thawed"] += [(p.grad is None) == (q.grad is None)
+                        and (p.grad is None or torch.allclose(p.grad, q.grad))
+                        for p, q in zip(plain.parameters(), changing.parameters())]
+
 odd = nn.Linear(3, 2 + rank)
 found["differ"] = error(lambda: DataParallel(odd, shared))
 found["frozen"] = error(lambda: DataParallel(nn.Linear(2, 2).requires_grad_(False)))
@@ -287,6 +309,11 @@ def test_parameters_without_a_gradient_are_named(found: list[dict[str, Any]]) ->
             "RuntimeError: the backward pass has ended and these parameters got no "
             "gradient: 'nobodys.weight', 'nobodys.bias'. "
         )
+
+
+def test_parameters_may_be_frozen_for_a_while(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["thawed"] == [True] * 24
 
 
 def test_a_second_pass_adds_its_average(found: list[dict[str, Any]]) -> None:
