@@ -312,18 +312,32 @@ class RunMixin(
             with naming(os.path.join(checkpoint, self._own_state_file())):
                 self._adapter.set_rng_state(began)
         else:
+            if checkpoint and not skip:
+                self._pass_epoch_before(loader, epoch)
             self._load_rng_state(None if skip else checkpoint)
             self._resume_state["epoch_rng"] = self._adapter.rng_state()
         if self._communicator.world_size > 1:
             self._adapter.share_order(loader, self._communicator)
         known = self._resume_state.pop("data", None) if checkpoint and skip else None
-        if self._reader is None or self._reader.loader is not loader:
-            self._reader = self._make_reader(loader)
+        reader = self._reader_of(loader)
         self._adapter.set_epoch(loader, epoch)
-        iterator = self._reader.start(epoch, skip, known)
+        iterator = reader.start(epoch, skip, known)
         if skip:
             self._load_rng_state(checkpoint)
         return iterator
+
+    def _pass_epoch_before(self, loader: Any, epoch: int) -> None:
+        """Let the loader's own generators go where the epoch that the checkpoint ends
+        has left them; no row is read."""
+        data = self._resume_state.get("data") or {}
+        if data.get("generators") and data["epoch"] == epoch - 1:
+            self._adapter.set_epoch(loader, epoch - 1)
+            self._reader_of(loader).pass_epoch(data)
+
+    def _reader_of(self, loader: Any) -> Any:
+        if self._reader is None or self._reader.loader is not loader:
+            self._reader = self._make_reader(loader)
+        return self._reader
 
     def _make_reader(self, loader: Any) -> Any:
         """What reads epochs of the loader, with the draws that

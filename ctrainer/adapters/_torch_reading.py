@@ -209,7 +209,8 @@ class LoaderReader(reading.Reader):
         name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
         changes[name] = _Indices(attributes[name], self)
         kept = {name: attributes[name] for name in changes}
-        if self.loader._iterator is not None and self.seed is not None:
+        stay = self.loader.persistent_workers and self.loader._iterator is not None
+        if stay and self.seed is not None:
             # An epoch of workers that stay takes as much of the run's generator as one
             # of workers that begin, or of none.
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
@@ -281,6 +282,10 @@ class IndexedReader(LoaderReader):
     def indices(self, inner: Any) -> Iterator[Any]:
         self._inner = inner
         return self._send(self.place)
+
+    def pass_epoch(self, state: Mapping[str, Any]) -> None:
+        for _ in self.start(state["epoch"], state["place"], {**state, "last": None}):
+            pass
 
     def _seek(self, inner: Any) -> Iterator[Any]:
         """The order from the place on; notes the indices before it."""

@@ -141,6 +141,10 @@ class Reader:
                 f"state_dict() and load_state_dict(); {ADVICE}"
             )
 
+    def pass_epoch(self, state: Mapping[str, Any]) -> None:
+        """Draw what the loader's own generators have drawn in an epoch at whose end
+        the state was saved."""
+
     def evaluate(self) -> Iterator[Any]:
         """The batches of an evaluation, which is no epoch of the training."""
         try:
