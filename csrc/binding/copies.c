@@ -57,10 +57,27 @@ typedef struct refusal {
 static const char of_group[] = "it belongs to the ranks of an open group";
 static const char of_run[] = "it is a part of a run that is under way";
 
+/* Whether a subclass says what its copies are made of; -1 with an exception. */
+static int
+has_own_reduce(PyObject *op)
+{
+    PyObject *own = PyObject_GetAttrString((PyObject *)Py_TYPE(op), "__reduce__");
+    PyObject *usual =
+        PyObject_GetAttrString((PyObject *)&PyBaseObject_Type, "__reduce__");
+    const int result = own == NULL || usual == NULL ? -1 : own != usual;
+    Py_XDECREF(own);
+    Py_XDECREF(usual);
+    return result;
+}
+
 static PyObject *
 refuse(PyObject *op, PyObject *Py_UNUSED(protocol))
 {
     ctpy_state *state = ctpy_state_borrow(op);
+    const int own = has_own_reduce(op);
+    if (own != 0) {
+        return own < 0 ? NULL : PyObject_CallMethod(op, "__reduce__", NULL);
+    }
     const refusal known[] = {
         {state->BatchShard,       of_run                                           },
         {state->CheckpointWriter, "it writes files from a thread of this process"  },
@@ -86,9 +103,10 @@ refuse(PyObject *op, PyObject *Py_UNUSED(protocol))
     return NULL;
 }
 
-static PyMethodDef refusing = {
-    "__reduce_ex__", refuse, METH_O,
-    "__reduce_ex__($self, protocol, /)\n--\n\nRaise TypeError: there are no copies."};
+static PyMethodDef refusing = {"__reduce_ex__", refuse, METH_O,
+                               "__reduce_ex__($self, protocol, /)\n--\n\nRaise "
+                               "TypeError: there are no copies, but those of a "
+                               "subclass's own __reduce__()."};
 
 int
 ctpy_refuse_copies(const ctpy_state *state)

@@ -252,6 +252,23 @@ BY_OTHERS = {"GradHook", "GradReducer", "RowBuffer"}  # made by others alone
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
 
+class Noted(_C.Ticker):
+    def __init__(self, note: int) -> None:
+        super().__init__(2.0)
+        self.note = note
+
+    def __reduce__(self) -> Any:
+        return Noted, (self.note,)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_subclass_may_say_what_its_copies_are_made_of(protocol: int) -> None:
+    noted = Noted(3)
+    again = pickle.loads(pickle.dumps(noted, protocol))
+    for made in (again, copy.copy(noted), copy.deepcopy(noted)):
+        assert (type(made), made.note, made.interval) == (Noted, 3, 2.0)
+
+
 @pytest.mark.parametrize("name", sorted(TYPES.keys() - COPIED - BY_OTHERS))
 def test_what_has_no_copies_says_so(name: str) -> None:
     """In every protocol: by the first two Python would leave out what is in C."""
