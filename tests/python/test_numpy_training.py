@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from ctrainer import Trainer, TrainingArguments
+from ctrainer.adapters import reading
 from tests.draws import draws
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_numpy.py"
@@ -55,7 +57,7 @@ def trainer(
         model=digits.MLP(64, 16, 10),
         args=args,
         train_dataset=data,
-        eval_dataset=data[:32],
+        eval_dataset=None if isinstance(data, Stream) else data[:32],
         compute_metrics=lambda p: {
             "right": (p.predictions.argmax(1) == p.label_ids).mean()
         },
@@ -120,6 +122,46 @@ def test_resumed_run_is_bit_identical(
     again = resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
     assert weights(resumed) == weights(whole)
     assert again.training_loss == result.training_loss
+
+
+class Stream:
+    """Rows whose order follows from the epoch, with random numbers in some."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = [*range(len(self.rows))]
+        random.Random(self.epoch).shuffle(order)
+        for i in order:
+            noise = np.random.randn() + random.random()
+            yield {**self.rows[i], "pixels": self.rows[i]["pixels"] + noise}
+
+
+@pytest.mark.parametrize("step", [1, 3, 5, 7])
+def test_a_stream_is_read_past_and_tells_how_far_it_is(
+    digits: ModuleType,
+    data: Any,
+    tmp_path: Path,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(reading, "SECONDS_BETWEEN_LINES", 0.0)
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 9}
+    rows = Stream(data[:80])  # 5 batches
+    whole = trainer(digits, rows, tmp_path, **options)
+    whole.train()
+    resumed = trainer(digits, rows, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert weights(resumed) == weights(whole)
+    seen = step % 5
+    line = f"of {seen} batches that the run has seen"
+    assert (line in caplog.text) == (seen > 0)
 
 
 def test_checkpoint_of_another_model_changes_nothing(
