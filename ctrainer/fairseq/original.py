@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 
 from ctrainer.fairseq._install import install
+from ctrainer.fairseq.program_log import log_to_stdout
 
 
 def main(arguments: list[str]) -> int:
@@ -26,6 +27,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("program", help="train, preprocess, generate, ...")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="as fairseq has it")
     options = parser.parse_args(arguments)
+    if options.program != "generate":  # which logs beside its results
+        # As the programs do before they import fairseq, of which some modules would
+        # otherwise choose another form.
+        log_to_stdout()
     install(trainer=not options.keep_trainer)
     program = import_module(f"fairseq_cli.{options.program}")
     sys.argv = [f"fairseq-{options.program}", *options.arguments]
