@@ -106,13 +106,17 @@ KINDS: dict[Callable[[Rank], None], str] = {
     ended_early: "left",
 }
 
-# Each rank makes as many collectives, of the same shapes: over an engine that compares
-# nothing they mix up data, and go on.
+# Each rank makes as many collectives, of the same shapes, where none is begun ahead:
+# over an engine that compares nothing they mix up data, and go on.
 UNSEEN_BY_ENGINES = (other_unit, other_order)
 
 
 def run(
-    group: _C.Communicator, kind: Callable[[Rank], None], wrong: int, seed: int
+    group: _C.Communicator,
+    kind: Callable[[Rank], None],
+    wrong: int,
+    seed: int,
+    prefetches: bool = True,
 ) -> str | None:
     """What the rank is told, after a step or two that are alike; None: nothing."""
     draw = random.Random(seed)
@@ -120,7 +124,7 @@ def run(
     options = {
         "reshard_after_forward": draw.random() < 0.7,
         "flatten_parameters": draw.random() < 0.5,
-        "forward_prefetch": draw.random() < 0.3,
+        "forward_prefetch": draw.random() < 0.3 and prefetches,
     }
     model = Mixture(seed).shard(group, options)
     rank = Rank(model, group, order, group.rank == wrong)

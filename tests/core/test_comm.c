@@ -435,7 +435,7 @@ test_a_rank_that_leaves_makes_the_others_fail(void)
     run_ranks(4, 60.0, leave_early, NULL);
 }
 
-/* Rank 0 comes when the others have given up. It is the first that is looked for, so that
+/* Rank 0 comes when the others have given up. It is the first that is looked for:
  * however late another one is, it is not taken for the late one. */
 static void
 come_late(ct_comm *comm, void *arg)

@@ -51,7 +51,7 @@ def test_ranks_over_an_engine_are_told_at_the_next_norm(kind, seed: int) -> None
 
     def train(group):
         over = _C.Communicator(Engine(group))
-        told = desync_scenarios.run(over, kind, wrong, seed)
+        told = desync_scenarios.run(over, kind, wrong, seed, prefetches=False)
         return told, desync_scenarios.run(over, desync_scenarios.same, -1, seed)
 
     told = on_ranks(world, train)
@@ -161,7 +161,7 @@ def train(group, kinds, wrong=None):
     told = []
     for seed, kind in enumerate([*kinds, scenarios.same]):
         wrong_one = seed % world if wrong is None else wrong
-        told.append(scenarios.run(group, kind, wrong_one, seed))
+        told.append(scenarios.run(group, kind, wrong_one, seed, prefetches=False))
     return told
 
 machine, all_kinds = str(rank // 2), [k for k, why in scenarios.KINDS.items()
