@@ -39,7 +39,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install demo test test-all test-python test-engine bench lint format ext check-core asan asan-core asan-ext tsan clean
+.PHONY: install demo test test-all test-python test-engine test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean
 .PHONY: bench-kernels mutants
 install: $(INSTALLED)
 
@@ -53,11 +53,14 @@ $(INSTALLED): pyproject.toml
 demo: ext
 	$(PY) examples/code_search.py
 
-# The two halves of Python's are for make -j2. Each part runs, whatever the others find.
+# The parts of Python's are for make -j2. Each part runs, whatever the others find.
+SHARDING := $(wildcard tests/python/test_fsdp*.py)
 test:
-	+$(MAKE) -k check-core test-python test-engine
+	+$(MAKE) -k check-core test-python test-engine test-sharding
 test-python: ext
-	$(PY) -m pytest tests/python
+	$(PY) -m pytest tests/python $(SHARDING:%=--ignore %)
+test-sharding: ext
+	$(PY) -m pytest $(SHARDING)
 test-engine: ext $(BUILD)/libcore.a # which its own call of make would build beside us
 	$(PY) -m pytest tests --ignore tests/python
 
