@@ -1,4 +1,4 @@
-"""A group that counts what its ranks send."""
+"""A group that counts what its ranks send, and compares nothing, as torch's do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ctrainer import _C
 
 
 class Counting:
-    """A group that counts the bytes each rank sends, over another one."""
+    """A backend over a group in shared memory, which sees no labels of requests. It
+    counts the bytes that its rank gives to each collective."""
 
     def __init__(self, group: _C.Communicator) -> None:
         self.group, self.sent = group, Counter[str]()
@@ -39,6 +40,8 @@ class Counting:
             self.group.reduce_scatter(result, given, op)
         elif what == "all_reduce":
             self.group.all_reduce(given, op)
+        elif what == "broadcast":
+            self.group.broadcast(given, root)
         else:
             assert what == "barrier", what
             self.group.barrier()

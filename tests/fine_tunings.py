@@ -5,15 +5,14 @@ two, on the same rows.
 
 from __future__ import annotations
 
-import random
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import peft
 import tiny
 import torch
 import transformers
+from dealing import Case, deal
 from torch import nn
 
 import ctrainer
@@ -35,32 +34,8 @@ AXES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """A value of every axis, by its name."""
-
-    number: int
-    values: tuple[tuple[str, Any], ...]
-
-    def __getitem__(self, axis: str) -> Any:
-        return dict(self.values)[axis]
-
-    def __str__(self) -> str:
-        return f"{self.number}: " + ", ".join(f"{k}={v!r}" for k, v in self.values)
-
-
 def table() -> list[Case]:
-    """All cases, each axis dealt independently. The first ones are as good a draw as
-    any."""
-    columns = {}
-    for axis, values in AXES.items():
-        column = [values[i % len(values)] for i in range(COUNT)]
-        random.Random(f"fine-tunings: {axis}").shuffle(column)
-        columns[axis] = column
-    return [
-        Case(i, tuple((axis, column[i]) for axis, column in columns.items()))
-        for i in range(COUNT)
-    ]
+    return deal("fine-tunings", AXES, COUNT)
 
 
 def build(case: Case) -> nn.Module:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import peft
 import torch
+from dealing import Case as Spec
+from dealing import deal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,31 +48,8 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A model: a value of every axis, by its name, and a seed for what is drawn."""
-
-    number: int
-    values: tuple[tuple[str, Any], ...]
-
-    def __getitem__(self, axis: str) -> Any:
-        return dict(self.values)[axis]
-
-    def __str__(self) -> str:
-        return f"{self.number}: " + ", ".join(f"{k}={v!r}" for k, v in self.values)
-
-
 def table() -> list[Spec]:
-    """All models. The first ones are as good a draw as any."""
-    columns = {}
-    for axis, values in AXES.items():
-        column = [values[i % len(values)] for i in range(COUNT)]
-        random.Random(f"models of sharding: {axis}").shuffle(column)
-        columns[axis] = column
-    return [
-        Spec(i, tuple((axis, column[i]) for axis, column in columns.items()))
-        for i in range(COUNT)
-    ]
+    return deal("models of sharding", AXES, COUNT)
 
 
 # ---- modules

@@ -11,8 +11,8 @@ import desync_scenarios
 import pytest
 import ranks
 import torch
+from counting import Counting
 from draws import draws
-from engine_of_threads import Engine
 from rank_threads import on_ranks, seeded
 from torch import nn
 
@@ -50,7 +50,7 @@ def test_ranks_over_an_engine_are_told_at_the_next_norm(kind, seed: int) -> None
     wrong = draw.randrange(world)
 
     def train(group):
-        over = _C.Communicator(Engine(group))
+        over = _C.Communicator(Counting(group))
         told = desync_scenarios.run(over, kind, wrong, seed, prefetches=False)
         return told, desync_scenarios.run(over, desync_scenarios.same, -1, seed)
 
