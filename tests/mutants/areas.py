@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mutants.faults import Fault
-
 
 @dataclass(frozen=True)
 class Area:
@@ -32,13 +30,34 @@ def binding(*names: str) -> str:
     return " ".join(f"csrc/binding/{name}.c" for name in names)
 
 
+def math(*names: str) -> str:
+    return " ".join(f"csrc/math/ct_{name}.h" for name in names)
+
+
+def python(folder: str, *names: str) -> str:
+    return " ".join(f"ctrainer/{folder}/{name}.py" for name in names)
+
+
 AREAS = {
     "optimizers": Area(
         {
             core("optim", "optim_kind"):
                 "core/test_optim.c binding/test_optimizer.py",
-            core("optim_run"):
+            core("optim_run", "optim_parts", "optim_kind_whole"):
                 "core/test_optim.c core/test_optim_parts.c binding/test_optimizer.py",
+            core("optim_muon", "optim_muon_parts", "orthogonal", "muon", "lamb",
+                 "lars", "adafactor") +
+            " " + math("adafactor_math", "lamb_formula", "lamb_math", "lars_math",
+                       "muon_formula", "muon_math"):
+                "core/test_optim_parts.c binding/test_layerwise.py "
+                "binding/test_matrix_optimizers.py",
+            core("adadelta", "adagrad", "adamax", "adamw", "ademamix", "lion",
+                 "nadam", "nag", "rmsprop", "schedule_free", "sgd", "update") +
+            " " + math("adamw_formula", "lion_formula", "nag_formula",
+                       "parts_formula", "parts_math", "rmsprop_formula",
+                       "schedule_free_formula"):
+                "core/test_adamw.c core/test_sgd.c core/test_hyper.c "
+                "core/test_kernels.c binding/test_optimizer_rules.py",
             core("hyper"): "core/test_hyper.c",
             core("clip"): "core/test_clip.c",
             core("factored") + " csrc/cpu/factor.c": "core/test_factor.c",
@@ -48,13 +67,36 @@ AREAS = {
             "csrc/cpu/update.c": "core/test_kernels.c core/test_half.c",
             "csrc/cpu/norm.c": "core/test_norm.c",
             "csrc/cpu/quant.c": "core/test_quant.c",
+            "csrc/cpu/quant_gather.c csrc/cpu/quant_body.h " + math("quant_math"):
+                "core/test_quant.c binding/test_eight_bit.py",
+            "csrc/cpu/factor_body.h": "core/test_factor.c",
+            "csrc/cpu/norm_body.h " + math("norm_math"): "core/test_norm.c",
             binding("optimizer", "optimizer_groups", "optimizer_state",
                     "optimizer_plan", "optimizer_values", "grads"):
                 "binding/test_optimizer.py",
             binding("weight_average", "optimizer_average"):
                 "binding/test_weight_average.py python/test_trainer_average.py",
+            binding("optimizer_codes"): "binding/test_eight_bit.py",
+            binding("optimizer_options"):
+                "binding/test_optimizer.py binding/test_clipping.py",
+            "csrc/binding/optimizer_values.h": "binding/test_optimizer.py",
+            binding("optimizer_parts"):
+                "binding/test_parts.py python/test_fsdp_optimizers.py",
+            binding("optimizer_shape"): "binding/test_matrix_optimizers.py",
             "ctrainer/optim/_face.py": "binding/test_optimizer.py",
             "ctrainer/optim/_eight_bit.py": "binding/test_eight_bit.py",
+            python("optim", "_adafactor", "_composite", "_muon"):
+                "binding/test_matrix_optimizers.py",
+            python("optim", "_layerwise"): "binding/test_layerwise.py",
+            python("optim", "_adam", "_adaptive", "_fairseq", "_lion",
+                   "_schedule_free", "_sgd"):
+                "binding/test_optimizer_rules.py binding/test_optimizer.py",
+            python("optim", "_precision"): "binding/test_precision.py",
+            python("adapters", "_torch_average"):
+                "python/test_trainer_average.py",
+            "ctrainer/_optimizer_names.py": "python/test_optimizer_names.py",
+            "ctrainer/_trainer_optim.py":
+                "python/test_optimizer_in_trainer.py parity/test_schedules.py",
             "ctrainer/average.py":
                 "binding/test_weight_average.py python/test_trainer_average.py",
         },
@@ -74,6 +116,10 @@ AREAS = {
                 "core/test_plateau.c binding/test_schedulers_on_metric.py",
             binding("schedule", "scheduler", "scheduler_state"):
                 "binding/test_scheduler.py",
+            binding("scheduler_fields"):
+                "binding/test_scheduler.py binding/test_schedulers_on_metric.py",
+            "ctrainer/schedules.py": "binding/test_scheduler.py",
+            "csrc/core/ct_schedule_family.h": "core/test_schedule.c",
             binding("scheduler_groups"):
                 "binding/test_scheduler.py binding/test_schedulers_on_metric.py",
             binding("scheduler_metric", "scheduler_plateau", "scheduler_greedy",
@@ -87,6 +133,7 @@ AREAS = {
         {
             core("scaler"): "core/test_scaler.c binding/test_loss_scaler.py",
             binding("loss_scaler", "loss_scaler_state"): "binding/test_loss_scaler.py",
+            "ctrainer/_loss_scaler.py": "python/test_fp16_training.py",
         },
         "python/test_fp16_training.py python/test_fairseq_precision.py",
     ),
@@ -99,6 +146,11 @@ AREAS = {
                 "binding/test_trainer_hooks.py",
             binding("flow"):
                 "python/test_callbacks.py binding/test_gradient_metrics.py",
+            binding("ticker"): "binding/test_callback_handler.py",
+            "ctrainer/_events.py": "python/test_callbacks.py",
+            "ctrainer/progress_html.py ctrainer/plotting.py": "python/test_progress.py",
+            "ctrainer/memory_tracker.py": "python/test_memory_tracker.py",
+            "ctrainer/integrations/__init__.py": "python/test_integrations.py",
             "ctrainer/callbacks.py": "python/test_callbacks.py",
             "ctrainer/progress.py ctrainer/progress_text.py": "python/test_progress.py",
             "ctrainer/trainer_state.py": "python/test_trainer_state.py",
@@ -114,6 +166,11 @@ AREAS = {
             " ctrainer/bmuf.py":
                 "python/test_bmuf.py python/test_bmuf_ranks.py",
             binding("bmuf_state"): "python/test_bmuf_ranks.py",
+            math("block_formula", "block_math"):
+                "core/test_bmuf.c core/test_kernels.c",
+            "ctrainer/_block_options.py ctrainer/_trainer_blocks.py "
+            "ctrainer/adapters/blocks.py":
+                "python/test_ranks_blocks.py",
         },
         "python/test_ranks_blocks.py",
     ),
@@ -133,6 +190,36 @@ AREAS = {
                 "binding/test_trainer_hooks.py parity/test_loss_arithmetic.py",
             binding("trainer_metrics", "trainer_noise"):
                 "binding/test_gradient_metrics.py",
+            binding("adapt", "attr", "context", "trainer_mode"):
+                "binding/test_trainer_hooks.py",
+            binding("errors", "module", "process") + " csrc/binding/ctpy.h":
+                "binding/test_process.py binding/test_optimizer.py",
+            binding("copies", "trainer_copy"): "python/test_copies.py",
+            binding("buffer", "buffer_numpy", "buffer_torch"):
+                "binding/test_buffer.py",
+            binding("signals"):
+                "binding/test_trainer_failures.py binding/test_trainer_eval.py",
+            binding("trainer", "trainer_context"):
+                "binding/test_trainer_hooks.py python/test_full_eval.py",
+            binding("trainer_account", "trainer_agree"):
+                "python/test_ranks_training.py python/test_ranks_differ.py",
+            binding("trainer_ranks"):
+                "python/test_ranks_training.py python/test_ranks_evaluation.py",
+            "ctrainer/_trainer_run.py ctrainer/trainer.py":
+                "binding/test_trainer_hooks.py python/test_arguments_in_runs.py "
+                "python/test_trainer_checkpoints.py parity/test_training.py",
+            "ctrainer/_trainer_extra.py ctrainer/introspect.py ctrainer/_hooks.py":
+                "binding/test_trainer_hooks.py parity/test_clients.py",
+            "ctrainer/_trainer_search.py": "python/test_search.py",
+            "ctrainer/hf.py": "python/test_hf.py",
+            python("adapters", "_torch_optim"):
+                "parity/test_training.py python/test_optimizer_names.py",
+            python("adapters", "_torch_precision"):
+                "python/test_full_eval.py python/test_trainer_precision.py",
+            python("adapters", "__init__", "torch", "torch_process"):
+                "parity/test_training.py python/test_trainer_utils.py",
+            python("adapters", "_numpy_model", "_numpy_optim", "numpy"):
+                "python/test_numpy_adapter.py python/test_numpy_training.py",
         },
         "binding/test_trainer_eval.py binding/test_trainer_failures.py "
         "parity/test_loss_arithmetic.py binding/test_precision.py "
@@ -142,6 +229,18 @@ AREAS = {
         {
             core("rows"): "core/test_rows.c binding/test_arrays.py",
             binding("arrays", "array_tree", "row_buffer"): "binding/test_arrays.py",
+            core("buf", "region"): "core/test_rows.c core/test_safetensors.c",
+            binding("array_leaf"): "binding/test_arrays.py",
+            binding("nested", "nested_functions"):
+                "python/test_trainer_pt_utils.py binding/test_trainer_eval.py",
+            binding("trainer_eval_lend", "trainer_gather"):
+                "python/test_ranks_evaluation.py",
+            binding("trainer_eval_model"):
+                "binding/test_trainer_eval.py python/test_full_eval.py",
+            python("adapters", "_torch_rank_eval"):
+                "python/test_ranks_evaluation.py",
+            "ctrainer/seq2seq.py ctrainer/integrations/generation.py":
+                "python/test_seq2seq.py parity/test_generation.py",
             binding("trainer_eval", "trainer_eval_batch", "trainer_eval_loop",
                     "trainer_eval_metrics", "trainer_eval_step", "trainer_eval_store",
                     "trainer_eval_train"):
@@ -165,6 +264,16 @@ AREAS = {
             binding("fairseq_optimizer", "fairseq_optimizer_step"):
                 "python/test_fairseq_optimizers.py",
             binding("average_meter", "meters_dict"): "binding/test_meters.py",
+            binding("metric_log"):
+                "binding/test_meters.py python/test_fairseq_metrics.py",
+            binding("fairseq_calls", "fairseq_sample", "fairseq_settings",
+                    "fairseq_trainer"):
+                "binding/test_fairseq_step.py python/test_fairseq_facts.py",
+            binding("fairseq_ranks"):
+                "binding/test_fairseq_sync.py python/test_fairseq_ranks_differ.py",
+            binding("batches"): "binding/test_batches.py",
+            binding("blocks"): "binding/test_blocks.py",
+            binding("collate"): "binding/test_collate.py",
             core("batches"): "core/test_batches.c binding/test_batches.py",
             core("blocks"): "core/test_blocks.c binding/test_blocks.py",
             core("pad"): "core/test_pad.c binding/test_collate.py",
@@ -184,11 +293,30 @@ AREAS = {
         {
             core("staging", "io"): "core/test_staging.c core/test_writer.c",
             core("writer", "fileset"): "core/test_writer.c",
+            core("arena"): "core/test_writer.c core/test_plan.c",
+            core("crc32", "crc32c", "crc_table"): "core/test_crc.c",
+            core("source", "walk"): "core/test_files.c core/test_zip.c",
             core("zip", "zip_read"): "core/test_zip.c",
-            core("safetensors", "safetensors_read"): "core/test_safetensors.c",
+            core("safetensors", "safetensors_read", "safetensors_data", "json"):
+                "core/test_safetensors.c",
             core("plan", "plan_publish", "manifest"):
                 "core/test_plan.c binding/test_checkpoint.py",
             binding("checkpoint", "ckpt_files"): "binding/test_checkpoint.py",
+            binding("checkpoint_add", "ckpt_excerpts", "ckpt_read", "ckpt_tensors",
+                    "ckpt_write"):
+                "binding/test_checkpoint.py",
+            binding("trainer_ckpt", "trainer_ckpt_folder"):
+                "python/test_trainer_checkpoints.py python/test_ranks_checkpoints.py",
+            "ctrainer/_checkpoint_files.py ctrainer/_state_schema.py":
+                "python/test_damaged_checkpoints.py python/test_trainer_checkpoints.py",
+            "ctrainer/_trainer_rank_files.py": "python/test_ranks_checkpoints.py",
+            python("adapters", "_saved_names"):
+                "python/test_loading_weights.py parity/test_saved_weights.py",
+            python("adapters", "_torch_checkpoint", "_torch_files"):
+                "python/test_damaged_checkpoints.py python/test_loading_weights.py "
+                "parity/test_checkpoint_exchange.py",
+            python("adapters", "_numpy_checkpoint"):
+                "python/test_numpy_adapter.py python/test_numpy_training.py",
             "ctrainer/_trainer_ckpt.py": "python/test_trainer_checkpoints.py",
             "ctrainer/checkpoint.py":
                 "binding/test_checkpoint.py python/test_trainer_checkpoints.py",
@@ -197,32 +325,289 @@ AREAS = {
     ),
     "ranks": Area(
         {
-            core("comm", "comm_local", "comm_split"): "core/test_comm.c",
-            core("comm_shm", "exchange", "exchange_slots", "crew", "shm_queue"):
+            core("comm", "comm_bytes", "comm_local", "comm_self", "comm_split",
+                 "meeting"):
+                "core/test_comm.c",
+            core("comm_padded", "count"): "core/test_comm_padded.c core/test_count.c",
+            core("comm_sync"): "core/test_reducer.c binding/test_communicator.py",
+            core("packet"): "core/test_packet.c",
+            core("copy_far"): "core/test_copy_far.c",
+            core("reduce") + " csrc/core/ct_reduce_body.h": "core/test_reduce.c",
+            core("codec_codes", "codec_half", "low_rank", "power_sgd"):
+                "core/test_codecs.c",
+            core("comm_shm", "exchange", "exchange_slots", "crew", "shm_queue",
+                 "deadline", "interrupt", "lanes", "pages", "segment",
+                 "segment_hold"):
                 "core/test_comm_shm.c core/test_comm_shm_memory.c "
                 "core/test_comm_shm_faults.c",
-            core("comm_levels", "levels_reduce"): "core/test_comm_levels.c",
+            core("comm_levels", "levels", "levels_reduce"):
+                "core/test_comm_levels.c",
             core("history"): "core/test_history.c python/test_ranks_differ.py",
             core("pool"): "core/test_pool.c",
             core("reducer", "bucket"): "core/test_reducer.c",
             core("shard"): "core/test_shard.c python/test_batch_shard.py",
+            binding("communicator", "communicator_bytes", "communicator_collect",
+                    "communicator_padded", "communicator_split",
+                    "communicator_work", "comm_sync"):
+                "binding/test_communicator.py python/test_ranks_of_one_machine.py",
+            binding("communicator_memory", "communicator_shm"):
+                "python/test_ranks_of_one_machine.py",
+            binding("communicator_levels") + " " + python("comm", "machines"):
+                "python/test_groups_over_machines.py",
+            binding("comm_python") + " " + python("comm", "process_group"):
+                "binding/test_communicator.py python/test_process_groups.py",
+            binding("communicator_plugin") + " " + python("comm", "nccl"):
+                "cuda/test_nccl_groups.py",
+            python("comm", "environment"):
+                "python/test_ranks_of_one_machine.py python/test_world.py",
+            python("comm", "processes", "run") + " ctrainer/_fork.py":
+                "python/test_world.py python/test_process_group_exit.py "
+                "python/test_forked_children.py",
+            python("comm", "mpi"): "python/test_groups_over_mpi.py",
+            python("comm", "cost"): "python/test_cost.py",
         },
         "binding/test_communicator.py python/test_ranks_of_one_machine.py",
     ),
     "fsdp": Area(
         {
-            core("fsdp", "fsdp_prefetch"): "core/test_fsdp.c",
+            core("fsdp", "fsdp_offload", "fsdp_prefetch"): "core/test_fsdp.c",
             core("fsdp_codes"): "core/test_fsdp_codes.c",
-            binding("fsdp_forward", "fsdp_backward", "fsdp_memory", "fsdp_clip"):
+            binding("fsdp", "fsdp_attributes", "fsdp_forward", "fsdp_backward",
+                    "fsdp_memory", "fsdp_clip", "fsdp_tensors", "trainer_shards"):
                 "python/test_fsdp.py python/test_fsdp_views.py",
+            binding("fsdp_device"): "python/test_fsdp.py cuda/test_fsdp_device.py",
+            binding("fsdp_order"): "python/test_fsdp_order.py",
+            binding("fsdp_prefetch"): "python/test_fsdp_prefetch.py",
+            binding("fsdp_replicas"): "python/test_fsdp_hybrid.py",
+            core("mapping"): "core/test_mapping.c",
+            binding("mapped_memory", "mapped_memory_dlpack"):
+                "python/test_copies.py cuda/test_fsdp_device.py",
+            "ctrainer/_fsdp_options.py " + python("fsdp", "_options"):
+                "python/test_fsdp_options.py python/test_fsdp_errors.py",
+            python("fsdp", "module", "unit", "_full", "_layout", "_sharded",
+                   "_tensors", "_views"):
+                "python/test_fsdp.py python/test_fsdp_views.py",
+            python("fsdp", "flatten"): "python/test_fsdp_errors.py python/test_fsdp.py",
+            python("fsdp", "_copies"): "python/test_fsdp_copies.py",
+            python("fsdp", "_codes"): "python/test_fsdp_codes.py",
+            python("fsdp", "_frozen"): "python/test_fsdp_freezing.py",
+            python("fsdp", "_groups"):
+                "python/test_fsdp_hybrid.py python/test_fsdp_values.py",
+            python("fsdp", "_buffers", "_values"): "python/test_fsdp_values.py",
+            python("fsdp", "_device"): "cuda/test_fsdp_device.py",
+            python("fsdp", "memory_tables"): "python/test_fsdp_memory.py",
+            python("fsdp", "_optim_rows", "_optimizer_state", "optim_state"):
+                "python/test_fsdp.py python/test_fsdp_world_sizes.py",
+            python("fsdp", "_trained", "_units"):
+                "python/test_fsdp_trainer.py python/test_fsdp_meta.py "
+                "parity/test_fine_tuning.py",
+            "ctrainer/_trainer_shards.py " + python("fsdp", "_trainer_files"):
+                "python/test_fsdp_trainer.py",
+            python("fsdp", "_files", "_metadata", "_shard_checks", "_shard_layout",
+                   "_shard_set", "_shards", "_stored", "_torch_archive",
+                   "consolidate", "shard_files"):
+                "python/test_fsdp_checkpoints.py python/test_fsdp_shard_faults.py "
+                "python/test_fsdp_files_together.py",
+            python("fsdp", "_together"): "python/test_fsdp_files_together.py",
             "ctrainer/fsdp/memory_plan.py":
                 "python/test_fsdp_memory.py python/test_fsdp_traffic.py",
         },
         "python/test_fsdp_prefetch.py python/test_fsdp_exceptions.py "
         "python/test_fsdp_any_tree.py",
     ),
+    "data parallel": Area(
+        {
+            binding("grad_hook", "grad_reducer", "grad_reducer_codec",
+                    "grad_reducer_forward", "grad_reducer_give",
+                    "grad_reducer_join", "grad_reducer_pass",
+                    "grad_reducer_setup"):
+                "python/test_data_parallel.py",
+            binding("grad_reducer_owners"): "python/test_fairscale.py",
+            python("comm", "data_parallel") + " ctrainer/adapters/parallel.py":
+                "python/test_data_parallel.py",
+            python("comm", "wrappers"):
+                "python/test_fairseq_ranks.py python/test_data_parallel.py",
+            python("compat/fairscale", "_batch_norm", "_checkpoint", "_fsdp",
+                   "_groups", "_optim_state", "_oss", "_scaler", "_sharded_ddp",
+                   "_wrap"):
+                "python/test_fairscale.py",
+        },
+        "python/test_ranks_training.py parity/test_fairscale_parity.py",
+    ),
+    "data": Area(
+        {
+            binding("batch_digest"): "binding/test_batch_digest.py",
+            binding("batch_shard"): "python/test_batch_shard.py",
+            binding("object_watch"): "binding/test_object_watch.py",
+            "ctrainer/_rank_options.py":
+                "python/test_dispatched_batches.py python/test_settings.py",
+            "ctrainer/_trainer_data.py":
+                "python/test_any_batch.py python/test_arguments_in_runs.py "
+                "python/test_data_resume.py",
+            python("adapters", "_numpy_batches"):
+                "python/test_numpy_adapter.py python/test_data_orders.py",
+            python("adapters", "_torch_batches"):
+                "python/test_data_orders.py python/test_data_resume.py",
+            python("adapters", "_torch_ranks"):
+                "python/test_data_orders.py python/test_data_resume_ranks.py",
+            python("adapters", "_torch_data", "_torch_reading", "generators",
+                   "reading"):
+                "python/test_data_resume.py",
+        },
+        "python/test_data_resume_ranks.py python/test_dispatched_batches.py "
+        "python/test_data_resume_evaluation.py python/test_numpy_training.py",
+    ),
+    "settings": Area(
+        {
+            "ctrainer/_settings.py ctrainer/_argument_checks.py":
+                "python/test_settings.py python/test_training_args.py",
+            "ctrainer/_argument_setters.py ctrainer/_argument_table.py "
+            "ctrainer/_older_fields.py ctrainer/training_args.py":
+                "python/test_training_args.py",
+        },
+        "python/test_arguments_in_runs.py python/test_fsdp_options.py",
+    ),
+    "fairseq's settings": Area(
+        {
+            python("fairseq/config", "base", "build", "components", "files", "flat",
+                   "references", "trees", "values"):
+                "python/test_fairseq_config.py python/test_fairseq_config_values.py",
+            python("fairseq/config", "command_line"):
+                "python/test_fairseq_command_line.py",
+            python("fairseq/config", "distributed", "status"):
+                "python/test_fairseq_config.py python/test_fairseq_distributed.py",
+            python("fairseq", "_trainer_checks"):
+                "python/test_fairseq_config_ranges.py python/test_fairseq_facts.py",
+            python("fairseq", "distributed"): "python/test_fairseq_distributed.py",
+            python("fairseq", "registry"): "python/test_fairseq_user_dir.py",
+            python("fairseq", "aliases"): "python/test_fairseq_aliases.py",
+            python("fairseq", "_cures", "_guest", "_install", "_patches", "original"):
+                "python/test_fairseq_install.py",
+        },
+        "python/test_fairseq_command_line.py python/test_fairseq_user_dir.py "
+        "python/test_fairseq_config_ranges.py",
+    ),
+    "fairseq's runs": Area(
+        {
+            python("fairseq", "train", "_background_saves"):
+                "python/test_fairseq_loop.py python/test_fairseq_save_async.py "
+                "python/test_fairseq_program.py",
+            python("fairseq", "_trainer_core", "trainer", "_trainer_data"):
+                "python/test_fairseq_facts.py python/test_fairseq_trainer.py",
+            python("fairseq", "_trainer_failures", "replay"):
+                "python/test_fairseq_checkpoints.py python/test_fairseq_replay.py",
+            python("adapters", "torch_fairseq", "nan_detector"):
+                "python/test_fairseq_trainer.py python/test_fairseq_precision.py "
+                "python/test_fairseq_checkpoints.py",
+            python("fairseq", "_composite", "_optim_options", "_optimizers",
+                   "optim"):
+                "python/test_fairseq_optimizers.py python/test_fairseq_precision.py",
+            python("fairseq", "_lr_base", "_lr_by_epoch", "_lr_by_update",
+                   "lr_scheduler"):
+                "python/test_fairseq_schedules.py",
+            python("fairseq", "ema", "_sharded_ema", "_sharding", "_zero",
+                   "_code_feedback", "_worker_states"):
+                "python/test_fairseq_sharding.py python/test_fairseq_trainer.py "
+                "python/test_fairseq_ranks.py",
+            python("fairseq", "_bars", "progress_bar", "trackers"):
+                "python/test_fairseq_progress.py",
+            python("fairseq", "_tensors"): "python/test_fairseq_metrics.py",
+            python("fairseq", "utils"):
+                "python/test_fairseq_user_dir.py python/test_fairseq_trainer.py",
+        },
+        "python/test_fairseq_loop.py python/test_fairseq_ranks.py "
+        "python/test_fairseq_checkpoints.py",
+    ),
+    "fairseq's files": Area(
+        {
+            python("fairseq", "_trainer_ckpt"):
+                "python/test_fairseq_checkpoints.py python/test_fairseq_layouts.py",
+            python("fairseq", "checkpoint_utils"):
+                "python/test_fairseq_checkpoint_policies.py "
+                "python/test_fairseq_checkpoints.py",
+            python("fairseq", "_checkpoint_upgrade"):
+                "python/test_fairseq_old_checkpoints.py",
+            python("adapters", "fairseq_parameters"):
+                "python/test_fairseq_layouts.py python/test_fairseq_old_checkpoints.py",
+        },
+        "python/test_fairseq_layouts.py python/test_fairseq_old_checkpoints.py "
+        "python/test_fairseq_save_async.py",
+    ),
+    "fairseq's models and data": Area(
+        {
+            python("fairseq/models", "__init__", "fairseq_decoder",
+                   "fairseq_encoder", "fairseq_incremental_decoder",
+                   "fairseq_model"):
+                "python/test_fairseq_models.py python/test_fairseq_user_dir.py",
+            python("fairseq/models/transformer", "transformer_config",
+                   "transformer_decoder", "transformer_encoder",
+                   "transformer_model") +
+            " " + python("fairseq/models", "transformer_lm") +
+            " " + python("fairseq/modules", "multihead_attention",
+                         "positional_embedding", "small", "transformer_layer"):
+                "python/test_fairseq_models.py",
+            python("fairseq/criterions", "cross_entropy", "fairseq_criterion",
+                   "label_smoothed_cross_entropy"):
+                "python/test_fairseq_models.py python/test_fairseq_translation.py "
+                "python/test_fairseq_program.py",
+            python("fairseq/data", "base_wrapper_dataset", "edge_datasets",
+                   "language_pair_dataset", "monolingual_dataset", "text_chunks",
+                   "token_block_dataset"):
+                "python/test_fairseq_data.py python/test_fairseq_text.py "
+                "python/test_fairseq_translation.py",
+            python("fairseq", "_file_pair", "_mmap_dataset", "_tnt_dataset",
+                   "indexed_dataset"):
+                "python/test_fairseq_indexed.py",
+            python("fairseq", "concat_dataset", "fairseq_dataset"):
+                "python/test_fairseq_data.py",
+            python("fairseq", "_epoch_iterating"): "python/test_fairseq_epochs.py",
+            python("fairseq", "binarizer", "preprocess"):
+                "python/test_fairseq_text.py",
+            python("fairseq/tasks", "fairseq_task", "language_modeling",
+                   "translation"):
+                "python/test_fairseq_translation.py python/test_fairseq_program.py",
+        },
+        "python/test_fairseq_program.py python/test_fairseq_translation.py "
+        "python/test_fairseq_text.py",
+    ),
+    "kernels": Area(
+        {
+            core("alloc", "malloc"): "core/test_alloc.c",
+            core("dtype", "status") + " csrc/core/ct_check.h " + math("half_math"):
+                "core/test_dtype.c core/test_half.c core/test_copy.c",
+            core("index"): "core/test_index.c",
+            "csrc/cpu/add.c csrc/cpu/average.c csrc/cpu/average_body.h "
+            "csrc/cpu/copy.c csrc/cpu/dither_body.h csrc/cpu/scale.c "
+            "csrc/cpu/scale_body.h csrc/cpu/stretch.c csrc/cpu/tile.c "
+            "csrc/cpu/tile_body.h csrc/cpu/zero.c csrc/cpu/device.c " +
+            math("ema_math", "philox_math", "scale_formula"):
+                "core/test_kernels.c core/test_copy.c core/test_half.c",
+            "csrc/cpu/codes.c csrc/cpu/codes_body.h " + math("codes_math"):
+                "core/test_codes.c",
+            "csrc/cpu/cuts.c": "core/test_cuts.c",
+            "csrc/cpu/isa.c": "core/test_isa.c",
+            "csrc/cpu/measure.c": "core/test_measure.c",
+            "csrc/cpu/blas.c csrc/cpu/gemm.c csrc/cpu/gemm_bf16.c "
+            "csrc/cpu/gemm_body.h":
+                "core/test_gemm.c",
+        },
+        "core/test_optim.c core/test_step.c core/test_codecs.c",
+    ),
     "cuda": Area(
         {
+            "cuda/add.cu cuda/zero.cu cuda/element.cuh cuda/update.cuh "
+            "cuda/average.cuh":
+                "cuda/test_elementwise.cpp cuda/test_launch.cpp",
+            "cuda/quant.cuh": "cuda/test_quant.cpp",
+            "cuda/reduce.cuh": "cuda/test_norm.cpp cuda/test_measure.cpp",
+            "cuda/factor.cu": "cuda/test_measure.cpp",
+            "cuda/gemm.cu cuda/cublas.c": "cuda/test_gemm.cpp cuda/test_dynlib.cpp",
+            "cuda/dynlib.c": "cuda/test_dynlib.cpp",
+            "cuda/device.cu cuda/launch.cuh cuda/status.h":
+                "cuda/test_launch.cpp cuda/test_mapping.cpp",
+            "cuda/driver.c": "cuda/test_mapping.cpp",
+            "cuda/nccl.c cuda/nccl_join.c": "cuda/test_nccl.cpp cuda/test_fsdp.cpp",
+            "cuda/module.c": "cuda/test_nccl_groups.py cuda/test_fsdp_device.py",
             "cuda/norm.cu": "cuda/test_launch.cpp cuda/test_norm.cpp",
             "cuda/update.cu cuda/average.cu cuda/copy.cu cuda/scale.cu":
                 "cuda/test_launch.cpp cuda/test_elementwise.cpp cuda/test_step.cpp",
@@ -236,6 +621,14 @@ AREAS = {
     ),
 }  # fmt: skip
 
+NOT_DRAWN = {
+    "csrc/cpu/amx.c csrc/cpu/gemm_amx.c": "instructions that few machines have",
+    "ctrainer/__init__.py ctrainer/fairseq/__init__.py ctrainer/fsdp/__init__.py":
+        "names that are imported when they are asked for",
+    "ctrainer/__main__.py": "the table of commands",
+    "ctrainer/_training_fields.py": "a table of fields and their defaults",
+}  # fmt: skip
+
 
 def nearest() -> dict[str, tuple[str, list[str]]]:
     """The area and the nearest tests of every named file."""
@@ -244,190 +637,3 @@ def nearest() -> dict[str, tuple[str, list[str]]]:
         for name, area in AREAS.items()
         for file, tests in area.tests().items()
     }
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A fault that is always among those tried: text that is there once, and what it
-    is replaced by."""
-
-    path: str
-    operator: str
-    before: str
-    after: str
-    why: str
-    nearest: str
-
-    def fault(self, text: str) -> Fault:
-        lines = text.split("\n")
-        found = [i for i, line in enumerate(lines) if self.before in line]
-        assert len(found) == 1, f"{self.path} has {self.before!r} {len(found)} times"
-        line = lines[found[0]]
-        changed = line.replace(self.before, self.after)
-        return Fault(self.path, found[0] + 1, self.operator, line, changed)
-
-
-FIXED = (
-    Fixed(
-        "csrc/core/ct_staging.c",
-        "drop a synchronisation",
-        "ct_sync_folder(staging->parent, err)",
-        "CT_OK",
-        "the parent is not synced after the rename",
-        "core/test_staging.c",
-    ),
-    Fixed(
-        "csrc/core/ct_bmuf.c",
-        "skip a check",
-        "b->alike && flat != &b->global",
-        "b->alike",
-        "a global model that was loaded counts as agreed",
-        "core/test_bmuf.c",
-    ),
-    Fixed(
-        "ctrainer/_trainer_ckpt.py",
-        "skip a check",
-        "if new is None and every:",
-        "if False and new is None and every:",
-        "_rotate_checkpoints called by hand removes the last checkpoint",
-        "python/test_trainer_checkpoints.py",
-    ),
-    Fixed(
-        "csrc/binding/trainer_eval_ranks.c",
-        "delete a call",
-        "*n = PyLong_AsSsize_t(length);",
-        ";",
-        "rows that accelerate's loaders repeat stay in metrics",
-        "python/test_ranks_evaluation.py",
-    ),
-    Fixed(
-        "csrc/binding/trainer_update.c",
-        "negate a condition",
-        "u->average_due ? u->average : NULL",
-        "u->average",
-        "an average is attached when none is due",
-        "python/test_trainer_average.py",
-    ),
-)
-
-# Faults that change nothing that anybody can see, or that `make asan` alone sees: path,
-# the line without its indent, what takes its place, and the reason.
-EQUIVALENT = (
-    (
-        "csrc/binding/scheduler_groups.c",
-        "if (old == NULL ? PyErr_Occurred() != NULL : PyFloat_CheckExact(old)) {",
-        "if (0 && (old == NULL ? PyErr_Occurred() != NULL : "
-        "PyFloat_CheckExact(old))) {",
-        "the short way for a float, which has no fill_: the long one ends alike",
-    ),
-    (
-        "csrc/binding/optimizer_average.c",
-        "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average + 1;",
-        "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average;",
-        "hint is where the search begins, which goes over all places whatever it is",
-    ),
-    (
-        "csrc/core/ct_io.c",
-        "int used = advance(v, n, done < 0 ? 0 : (size_t)done);",
-        "int used = advance(v, n, done <= 0 ? 0 : (size_t)done);",
-        "where done is 0, it is 0 that is passed on either way",
-    ),
-    (
-        "csrc/core/ct_pool.c",
-        "(void)work_off();",
-        ";",
-        "the caller of a batch works on it beside the pool's threads: the results are "
-        "the same without, only later",
-    ),
-    (
-        "csrc/core/ct_pool.c",
-        "futex_wait(&pool.done, done);",
-        ";",
-        "who waits for a batch asks again and again instead of sleeping",
-    ),
-    (
-        "csrc/core/ct_pool.c",
-        "atomic_fetch_sub(&pool.sleepers, 1);",
-        ";",
-        "sleepers says whether a wake-up can be spared: one too many changes no result",
-    ),
-    (
-        "csrc/core/ct_batches.c",
-        "if (rule->max_tokens > 0 && longest > 0 && "
-        "rule->max_tokens / longest < room) {",
-        "if (rule->max_tokens > 0 && longest > 0 && "
-        "rule->max_tokens / longest <= room) {",
-        "room becomes the smaller of two numbers; where they are equal, itself",
-    ),
-    (
-        "csrc/core/ct_rows.c",
-        "return b != 0 && a > SIZE_MAX / b ? SIZE_MAX : a * b;",
-        "return b != 0 && a >= SIZE_MAX / b ? SIZE_MAX : a * b;",
-        "where a is SIZE_MAX / b, a * b is above SIZE_MAX / 2: no region holds so much",
-    ),
-    (
-        "csrc/core/ct_schedule.c",
-        "if (n > 0 && (size_t)n < room) {",
-        "if (n >= 0 && (size_t)n < room) {",
-        "where nothing was written, nothing is added to the length either way",
-    ),
-    (
-        "csrc/core/ct_scaler.c",
-        "const int64_t steps = scaler->iter - scaler->last_overflow;",
-        "const int64_t steps = scaler->last_overflow - scaler->iter;",
-        "what is asked is whether an interval divides it, whatever the sign",
-    ),
-    (
-        "csrc/core/ct_bmuf_codes.c",
-        "for (int rank = 0; status == CT_OK && rank < ranks; rank++) {",
-        "for (int rank = 0; status == CT_OK && rank <= ranks; rank++) {",
-        "the part behind the last rank's is empty: nothing is coded or decoded",
-    ),
-    (
-        "csrc/core/ct_exchange_slots.c",
-        "return (x < y ? y - x : x - y) < bytes;",
-        "return (x < y ? y - x : y - x) < bytes;",
-        "a collective's operands are equal or apart: the difference wraps to no less "
-        "than bytes",
-    ),
-    (
-        "csrc/core/ct_comm_local.c",
-        "const bool leads = m->n > 1 && m->index == 0;",
-        "const bool leads = m->n >= 1 && m->index == 0;",
-        "the group of one that is made is given to nobody: a leak that make asan sees",
-    ),
-    (
-        "csrc/binding/callbacks.c",
-        "for (size_t i = 0; i < n; i++) {",
-        "for (size_t i = 0; i <= n; i++) {",
-        "a value too many is read and written, which nobody uses: make asan sees it",
-    ),
-    (
-        "csrc/binding/trainer_eval_ranks.c",
-        "return batch->rows > 0 && result == 0 ? "
-        "ctpy_pack(packet, batch->whole, names)",
-        "return batch->rows >= 0 && result == 0 ? "
-        "ctpy_pack(packet, batch->whole, names)",
-        "of a message without rows, nobody reads more than its head",
-    ),
-    (
-        "csrc/core/ct_reducer.c",
-        "while (status == CT_OK && r->has_owners && r->settled + 1 < r->started &&",
-        "while (status == CT_OK && r->has_owners && r->settled + 1 <= r->started &&",
-        "the bucket that was started last is waited for sooner: results are the same",
-    ),
-    (
-        "csrc/binding/trainer_eval_ranks.c",
-        "kept[r] = kept[r] > ranks->left ? ranks->left : kept[r];",
-        "kept[r] = kept[r] >= ranks->left ? ranks->left : kept[r];",
-        "the smaller of two numbers; where they are equal, either",
-    ),
-    (
-        "csrc/binding/trainer_eval_batch.c",
-        "if (going > 0 && going < comm->world_size) { "
-        "/* some have nothing to run at all */",
-        "if (going > 0 && going < (comm->world_size + 1)) { "
-        "/* some have nothing to run at all */",
-        "a batch is lent where each rank has its own, which it runs instead",
-    ),
-)

@@ -26,8 +26,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from mutants.areas import AREAS, EQUIVALENT, FIXED, nearest  # noqa: E402
+from mutants.areas import AREAS, nearest  # noqa: E402
 from mutants.faults import Fault, faults  # noqa: E402
+from mutants.known import EQUIVALENT, FIXED  # noqa: E402
 
 COPIED = (
     *("Makefile", "setup.py", "pyproject.toml", "README.md", "CHANGELOG.md"),

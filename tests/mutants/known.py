@@ -1,0 +1,194 @@
+"""Faults that are always tried, and those that nobody can see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mutants.faults import Fault
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A fault that is always among those tried: text that is there once, and what it
+    is replaced by."""
+
+    path: str
+    operator: str
+    before: str
+    after: str
+    why: str
+    nearest: str
+
+    def fault(self, text: str) -> Fault:
+        lines = text.split("\n")
+        found = [i for i, line in enumerate(lines) if self.before in line]
+        assert len(found) == 1, f"{self.path} has {self.before!r} {len(found)} times"
+        line = lines[found[0]]
+        changed = line.replace(self.before, self.after)
+        return Fault(self.path, found[0] + 1, self.operator, line, changed)
+
+
+FIXED = (
+    Fixed(
+        "csrc/core/ct_staging.c",
+        "drop a synchronisation",
+        "ct_sync_folder(staging->parent, err)",
+        "CT_OK",
+        "the parent is not synced after the rename",
+        "core/test_staging.c",
+    ),
+    Fixed(
+        "csrc/core/ct_bmuf.c",
+        "skip a check",
+        "b->alike && flat != &b->global",
+        "b->alike",
+        "a global model that was loaded counts as agreed",
+        "core/test_bmuf.c",
+    ),
+    Fixed(
+        "ctrainer/_trainer_ckpt.py",
+        "skip a check",
+        "if new is None and every:",
+        "if False and new is None and every:",
+        "_rotate_checkpoints called by hand removes the last checkpoint",
+        "python/test_trainer_checkpoints.py",
+    ),
+    Fixed(
+        "csrc/binding/trainer_eval_ranks.c",
+        "delete a call",
+        "*n = PyLong_AsSsize_t(length);",
+        ";",
+        "rows that accelerate's loaders repeat stay in metrics",
+        "python/test_ranks_evaluation.py",
+    ),
+    Fixed(
+        "csrc/binding/trainer_update.c",
+        "negate a condition",
+        "u->average_due ? u->average : NULL",
+        "u->average",
+        "an average is attached when none is due",
+        "python/test_trainer_average.py",
+    ),
+)
+
+# Faults that change nothing that anybody can see, or that `make asan` alone sees: path,
+# the line without its indent, what takes its place, and the reason.
+EQUIVALENT = (
+    (
+        "csrc/binding/scheduler_groups.c",
+        "if (old == NULL ? PyErr_Occurred() != NULL : PyFloat_CheckExact(old)) {",
+        "if (0 && (old == NULL ? PyErr_Occurred() != NULL : "
+        "PyFloat_CheckExact(old))) {",
+        "the short way for a float, which has no fill_: the long one ends alike",
+    ),
+    (
+        "csrc/binding/optimizer_average.c",
+        "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average + 1;",
+        "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average;",
+        "hint is where the search begins, which goes over all places whatever it is",
+    ),
+    (
+        "csrc/core/ct_io.c",
+        "int used = advance(v, n, done < 0 ? 0 : (size_t)done);",
+        "int used = advance(v, n, done <= 0 ? 0 : (size_t)done);",
+        "where done is 0, it is 0 that is passed on either way",
+    ),
+    (
+        "csrc/core/ct_pool.c",
+        "(void)work_off();",
+        ";",
+        "the caller of a batch works on it beside the pool's threads: the results are "
+        "the same without, only later",
+    ),
+    (
+        "csrc/core/ct_pool.c",
+        "futex_wait(&pool.done, done);",
+        ";",
+        "who waits for a batch asks again and again instead of sleeping",
+    ),
+    (
+        "csrc/core/ct_pool.c",
+        "atomic_fetch_sub(&pool.sleepers, 1);",
+        ";",
+        "sleepers says whether a wake-up can be spared: one too many changes no result",
+    ),
+    (
+        "csrc/core/ct_batches.c",
+        "if (rule->max_tokens > 0 && longest > 0 && "
+        "rule->max_tokens / longest < room) {",
+        "if (rule->max_tokens > 0 && longest > 0 && "
+        "rule->max_tokens / longest <= room) {",
+        "room becomes the smaller of two numbers; where they are equal, itself",
+    ),
+    (
+        "csrc/core/ct_rows.c",
+        "return b != 0 && a > SIZE_MAX / b ? SIZE_MAX : a * b;",
+        "return b != 0 && a >= SIZE_MAX / b ? SIZE_MAX : a * b;",
+        "where a is SIZE_MAX / b, a * b is above SIZE_MAX / 2: no region holds so much",
+    ),
+    (
+        "csrc/core/ct_schedule.c",
+        "if (n > 0 && (size_t)n < room) {",
+        "if (n >= 0 && (size_t)n < room) {",
+        "where nothing was written, nothing is added to the length either way",
+    ),
+    (
+        "csrc/core/ct_scaler.c",
+        "const int64_t steps = scaler->iter - scaler->last_overflow;",
+        "const int64_t steps = scaler->last_overflow - scaler->iter;",
+        "what is asked is whether an interval divides it, whatever the sign",
+    ),
+    (
+        "csrc/core/ct_bmuf_codes.c",
+        "for (int rank = 0; status == CT_OK && rank < ranks; rank++) {",
+        "for (int rank = 0; status == CT_OK && rank <= ranks; rank++) {",
+        "the part behind the last rank's is empty: nothing is coded or decoded",
+    ),
+    (
+        "csrc/core/ct_exchange_slots.c",
+        "return (x < y ? y - x : x - y) < bytes;",
+        "return (x < y ? y - x : y - x) < bytes;",
+        "a collective's operands are equal or apart: the difference wraps to no less "
+        "than bytes",
+    ),
+    (
+        "csrc/core/ct_comm_local.c",
+        "const bool leads = m->n > 1 && m->index == 0;",
+        "const bool leads = m->n >= 1 && m->index == 0;",
+        "the group of one that is made is given to nobody: a leak that make asan sees",
+    ),
+    (
+        "csrc/binding/callbacks.c",
+        "for (size_t i = 0; i < n; i++) {",
+        "for (size_t i = 0; i <= n; i++) {",
+        "a value too many is read and written, which nobody uses: make asan sees it",
+    ),
+    (
+        "csrc/binding/trainer_eval_ranks.c",
+        "return batch->rows > 0 && result == 0 ? "
+        "ctpy_pack(packet, batch->whole, names)",
+        "return batch->rows >= 0 && result == 0 ? "
+        "ctpy_pack(packet, batch->whole, names)",
+        "of a message without rows, nobody reads more than its head",
+    ),
+    (
+        "csrc/core/ct_reducer.c",
+        "while (status == CT_OK && r->has_owners && r->settled + 1 < r->started &&",
+        "while (status == CT_OK && r->has_owners && r->settled + 1 <= r->started &&",
+        "the bucket that was started last is waited for sooner: results are the same",
+    ),
+    (
+        "csrc/binding/trainer_eval_ranks.c",
+        "kept[r] = kept[r] > ranks->left ? ranks->left : kept[r];",
+        "kept[r] = kept[r] >= ranks->left ? ranks->left : kept[r];",
+        "the smaller of two numbers; where they are equal, either",
+    ),
+    (
+        "csrc/binding/trainer_eval_batch.c",
+        "if (going > 0 && going < comm->world_size) { "
+        "/* some have nothing to run at all */",
+        "if (going > 0 && going < (comm->world_size + 1)) { "
+        "/* some have nothing to run at all */",
+        "a batch is lent where each rank has its own, which it runs instead",
+    ),
+)
