@@ -65,6 +65,26 @@ def test_each_operator_makes_its_faults() -> None:
     assert sorted(python_faults(PYTHON)) == MADE_OF_PYTHON
 
 
+@pytest.mark.parametrize(
+    ("statement", "bounds"),
+    [
+        ("n = a < b ? a : b;", 0),
+        ("n = size(f, at + 1 > b->n ? at + 1 : b->n);", 0),
+        ("return a > b ? b : a;", 0),
+        ("n = a < b ? b : c;", 1),
+        ("n = a - b < c ? b : c;", 1),
+        ("n = a < b ? a : b + 1;", 1),
+    ],
+)
+def test_of_the_smaller_or_larger_of_two_the_bound_is_no_fault(
+    statement: str, bounds: int
+) -> None:
+    made = c_faults(f"int\nf(void)\n{{\n    {statement}\n}}\n")
+    assert sum(operator == "off by one" for _, operator, _ in made) == bounds + (
+        statement.count("+ 1")
+    )
+
+
 @pytest.mark.parametrize("name", areas.AREAS)
 def test_every_named_file_has_faults_and_tests(name: str) -> None:
     area = areas.AREAS[name]

@@ -1,9 +1,11 @@
 """ctrainer._C.LRScheduler against the schedules of transformers."""
 
 import copy
+import functools
 import gc
 import inspect
 import pickle
+import random
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from draws import draws
 
 from ctrainer import optim
 from ctrainer._C import LRScheduler, write_rates
@@ -167,6 +170,58 @@ def test_transformers_enumeration_is_understood(member: Any) -> None:
     }
     made = optim.get_scheduler(member, optimizer(), 2, 20, needed.get(member.value))
     assert type(made).__module__ == "ctrainer._C"
+
+
+def levenshtein(given: str, name: str) -> int:
+    """Letters to insert, to delete and to replace."""
+
+    @functools.cache
+    def of(n: int, m: int) -> int:
+        if n == 0 or m == 0:
+            return n + m
+        replaced = of(n - 1, m - 1) + (given[n - 1] != name[m - 1])
+        return min(replaced, of(n - 1, m) + 1, of(n, m - 1) + 1)
+
+    return of(len(given), len(name))
+
+
+def misspelt(chance: random.Random, name: str) -> str:
+    """With one to five letters inserted, deleted or replaced."""
+    letters = list(name)
+    for _ in range(chance.randint(1, 5)):
+        at = chance.randrange(len(letters)) if letters else 0
+        letters[at : at + chance.randint(0, 1)] = chance.choice(["", "e", "_", "zq"])
+    return "".join(letters)
+
+
+@pytest.mark.parametrize(
+    "kind", ["linear", "cosine_with_min_lr", "warmup_stable_decay"]
+)
+def test_a_misspelt_option_is_told_the_nearest_that_the_schedule_has(kind: str) -> None:
+    def refusal(option: str) -> str:
+        with pytest.raises((TypeError, ValueError), match="has no option") as caught:
+            LRScheduler(optimizer(), kind, 0, 9, {option: 1})
+        return str(caught.value)
+
+    known = refusal("").split("it takes ")[1].split(", ")
+    assert {"num_warmup_steps", "num_training_steps"} <= set(known)
+    chance = random.Random(kind)
+    told = 0
+    for _ in range(draws(200, 5000)):
+        option = misspelt(chance, chance.choice(known))
+        if option in known:
+            continue
+        far = {name: levenshtein(option, name) for name in known}
+        near = [name for name in known if far[name] <= 1 + len(name) // 4]
+        least = min((far[name] for name in near), default=0)
+        nearest = [name for name in near if far[name] == least]
+        message = refusal(option)
+        if nearest:
+            assert message.endswith(f"; did you mean '{nearest[0]}'?"), option
+            told += 1
+        else:
+            assert message.endswith(f"; it takes {', '.join(known)}"), option
+    assert told > 100
 
 
 @pytest.mark.parametrize(

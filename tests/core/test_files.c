@@ -6,6 +6,7 @@
 #include "core/ct_manifest.h"
 #include "core/ct_source.h"
 #include "core/ct_staging.h"
+#include "ct_random.h"
 #include "ct_test.h"
 
 #include <errno.h>
@@ -22,6 +23,7 @@ static char folder[] = "/tmp/ct_files_XXXXXX";
 
 static struct {
     bool write_nothing, no_exchange;
+    size_t most_written;          /* bytes in one call; 0: any number */
     int fail_rename, exit_rename; /* the number of the rename, from 1; 0: none */
     int renames;
     char synced[16][PATH_MAX];
@@ -31,6 +33,12 @@ static struct {
 ssize_t
 writev(int fd, const struct iovec *v, int n)
 {
+    if (faults.most_written > 0 && n > 0 && v[0].iov_len > 0) {
+        const size_t length = v[0].iov_len;
+        return (ssize_t)syscall(SYS_write, fd, v[0].iov_base,
+                                length < faults.most_written ? length
+                                                             : faults.most_written);
+    }
     return faults.write_nothing ? 0 : (ssize_t)syscall(SYS_writev, fd, v, n);
 }
 
@@ -119,6 +127,40 @@ test_a_write_of_nothing_is_an_error(void)
     CHECK(ct_write_at(fd, "abc", 3, 0, "w", &err) == CT_EIO && err.os_error == EIO);
     (void)close(fd);
     faults.write_nothing = false;
+}
+
+/* Empty pieces, more of them than one call takes, and calls that write a part. */
+static void
+test_pieces_are_written_one_after_another(void)
+{
+    enum {
+        MOST_PIECES = 600,
+        LONGEST = 7,
+        DRAWS = 60
+    };
+    static char data[MOST_PIECES * LONGEST], found[sizeof data + 1];
+    ct_random random = {.state = 5};
+    for (size_t i = 0; i < sizeof data; i++) {
+        data[i] = (char)ct_random_bits(&random);
+    }
+    for (size_t draw = 0; draw < DRAWS; draw++) {
+        ct_piece pieces[MOST_PIECES];
+        const size_t n = draw % 3 == 0 ? MOST_PIECES : ct_random_below(&random, 4);
+        const size_t longest = draw % 5 == 0 ? 1 : LONGEST + 1; /* 1: all are empty */
+        size_t total = 0;
+        for (size_t i = 0; i < n; i++) {
+            pieces[i] = (ct_piece){data + total, ct_random_below(&random, longest)};
+            total += pieces[i].n;
+        }
+        faults.most_written = draw % 2 == 0 ? 0 : 3;
+        (void)unlink(below("pieces"));
+        CHECK(ct_write_file(below("pieces"), pieces, n, NULL) == CT_OK);
+        int fd = open(below("pieces"), O_RDONLY);
+        CHECK(read(fd, found, sizeof found) == (ssize_t)total);
+        CHECK(memcmp(found, data, total) == 0);
+        (void)close(fd);
+    }
+    faults.most_written = 0;
 }
 
 static void
@@ -266,6 +308,7 @@ main(void)
 {
     CHECK(mkdtemp(folder) != NULL);
     test_a_write_of_nothing_is_an_error();
+    test_pieces_are_written_one_after_another();
     test_only_regular_files_are_read();
     test_the_folder_above_a_new_one_is_synchronised();
     test_a_replacement_that_fails_half_way_leaves_the_old_folder();

@@ -291,7 +291,8 @@ AREAS = {
     ),
     "checkpoints": Area(
         {
-            core("staging", "io"): "core/test_staging.c core/test_writer.c",
+            core("staging", "io"):
+                "core/test_staging.c core/test_files.c core/test_writer.c",
             core("writer", "fileset"): "core/test_writer.c",
             core("arena"): "core/test_writer.c core/test_plan.c",
             core("crc32", "crc32c", "crc_table"): "core/test_crc.c",
@@ -373,8 +374,10 @@ AREAS = {
             core("fsdp", "fsdp_offload", "fsdp_prefetch"): "core/test_fsdp.c",
             core("fsdp_codes"): "core/test_fsdp_codes.c",
             binding("fsdp", "fsdp_attributes", "fsdp_forward", "fsdp_backward",
-                    "fsdp_memory", "fsdp_clip", "fsdp_tensors", "trainer_shards"):
+                    "fsdp_clip", "fsdp_tensors", "trainer_shards"):
                 "python/test_fsdp.py python/test_fsdp_views.py",
+            binding("fsdp_memory"):
+                "python/test_fsdp.py python/test_fsdp_missing_gradients.py",
             binding("fsdp_device"): "python/test_fsdp.py cuda/test_fsdp_device.py",
             binding("fsdp_order"): "python/test_fsdp_order.py",
             binding("fsdp_prefetch"): "python/test_fsdp_prefetch.py",

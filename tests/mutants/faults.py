@@ -70,12 +70,14 @@ CALL = re.compile(r"(\s+)(?:\(void\))?([a-z_]\w*(?:(?:->|\.)\w+)*)\(.*\);$")
 IF = re.compile(r"(\s+)((?:\} else )?if|while) \((.*)\) \{$")
 SYNCHRONISES = re.compile(r"lock|barrier|sync|wait|fence|join|signal|broadcast")
 RELEASES = re.compile(
-    r"free|decref|clear|close|release|fini|unmap|assert|prefetch|Py_", re.IGNORECASE
+    r"free|decref|clear|close|release|fini|trim|unmap|assert|prefetch|Py_",
+    re.IGNORECASE,
 )
 LEAVES = re.compile(r"\s*(return|goto|break|continue|status =|PyErr_)")
 OPERAND = r"[\w.]+(?:->[\w.]+)*(?:\[[^\[\]]+\])?"
 SWAPPED = re.compile(rf"({OPERAND}) (-|/|%|<|>) ({OPERAND})(?![\w(])")
 BOUND = re.compile(r"(?<= )(<=|>=|<|>)(?= )")
+CHOICE = re.compile(r" (.+?) \? (.+?) : (.+?)\)*[;,]")
 ONE = re.compile(r" [-+] 1\b(?!\.)")
 RANK = re.compile(r"\b(?:\w+(?:->|\.))+(?:rank|world_size)\b(?! [-+*/|&]?= )")
 STREAM = re.compile(r"(?<=[(,] )stream\b|(?<=\()stream\b")
@@ -115,6 +117,8 @@ def c_line(number: int, line: str, following: str, whole: bool) -> Iterator[Foun
         after = f"{line[: found.start()]}{b} {operation} {a}{line[found.end() :]}"
         yield number, SWAP, after
     for found in BOUND.finditer(line):
+        if is_extreme(line[: found.start()], line[found.end() :]):
+            continue
         after = line[: found.start()] + OFF[found[0]] + line[found.end() :]
         yield number, OFF_BY_ONE, after
     for found in ONE.finditer(line):
@@ -124,6 +128,19 @@ def c_line(number: int, line: str, following: str, whole: bool) -> Iterator[Foun
         yield number, WRONG, after
     for found in STREAM.finditer(line):
         yield number, WRONG, line[: found.start()] + "NULL" + line[found.end() :]
+
+
+def is_extreme(left: str, right: str) -> bool:
+    """Whether the smaller or the larger of two is chosen: where they are equal, either
+    is, so that the bound itself decides nothing."""
+    choice = CHOICE.match(right)
+    if choice is None:
+        return False
+    compared, *chosen = choice.groups()
+    other = chosen[compared == chosen[0]]
+    whole = re.compile(r"(?:[=(,?:|&]|return) +" + re.escape(other) + " $")
+    alone = re.compile(r"\(" + re.escape(other) + " $")
+    return compared in chosen and bool(whole.search(left) or alone.search(left))
 
 
 # ---- Python

@@ -178,12 +178,6 @@ EQUIVALENT = (
         "the bucket that was started last is waited for sooner: results are the same",
     ),
     (
-        "csrc/binding/trainer_eval_ranks.c",
-        "kept[r] = kept[r] > ranks->left ? ranks->left : kept[r];",
-        "kept[r] = kept[r] >= ranks->left ? ranks->left : kept[r];",
-        "the smaller of two numbers; where they are equal, either",
-    ),
-    (
         "csrc/binding/trainer_eval_batch.c",
         "if (going > 0 && going < comm->world_size) { "
         "/* some have nothing to run at all */",

@@ -44,6 +44,20 @@ def test_set_seed_gives_transformers_numbers(hf) -> None:
     assert draw(utils.set_seed) == draw(hf.set_seed) == draw(utils.seed_loaded)
 
 
+def test_set_seed_seeds_a_torch_that_is_not_loaded_yet() -> None:
+    torch = pytest.importorskip("torch")
+    code = (
+        "import sys; from ctrainer.trainer_utils import set_seed; "
+        "assert 'torch' not in sys.modules; set_seed(7); "
+        "import torch; print(torch.rand(1).item())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(7)).item()
+    assert float(done.stdout) == expected
+
+
 def test_seeding_what_is_loaded_does_not_load_torch() -> None:
     code = (
         "import sys; from ctrainer.trainer_utils import seed_loaded; seed_loaded(1); "
