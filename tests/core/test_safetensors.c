@@ -166,8 +166,14 @@ test_short_and_absent_files(void)
 {
     ct_st_file *file = NULL;
     ct_error err;
-    spill("1234", 4);
-    CHECK(ct_st_open(&file, path, NULL, &err) == CT_EINVAL);
+    for (size_t n = 0; n < 8; n++) {
+        char expected[128];
+        (void)snprintf(expected, sizeof expected, "%s: %zu bytes are no safetensors",
+                       path, n);
+        spill("\x00\x00\x00\x00\x00\x00\x00", n);
+        CHECK(ct_st_open(&file, path, NULL, &err) == CT_EINVAL);
+        CHECK(strstr(err.message, expected) == err.message);
+    }
     spill("\xff\xff\xff\xff\xff\xff\xff\xff{}", 10);
     CHECK(ct_st_open(&file, path, NULL, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "does not fit") != NULL);

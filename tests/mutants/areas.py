@@ -72,8 +72,10 @@ AREAS = {
             "csrc/cpu/factor_body.h": "core/test_factor.c",
             "csrc/cpu/norm_body.h " + math("norm_math"): "core/test_norm.c",
             binding("optimizer", "optimizer_groups", "optimizer_state",
-                    "optimizer_plan", "optimizer_values", "grads"):
+                    "optimizer_values", "grads"):
                 "binding/test_optimizer.py",
+            binding("optimizer_plan"):
+                "binding/test_optimizer.py python/test_trainer_average.py",
             binding("weight_average", "optimizer_average"):
                 "binding/test_weight_average.py python/test_trainer_average.py",
             binding("optimizer_codes"): "binding/test_eight_bit.py",
