@@ -58,6 +58,7 @@ FLOORS = (
     {"ct_bucket", "ct_codec", "ct_codec_codes", "ct_codec_half", "ct_low_rank"}
     | {"ct_power_sgd", "ct_reducer"}
     | {"ct_fsdp", "ct_fsdp_codes", "ct_fsdp_offload", "ct_fsdp_prefetch"}
+    | {"ct_fsdp_presence"}
     | {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_codes", "ct_bmuf_config"}
     | {"ct_bmuf_flight"}
     | {"ct_bmuf_join", "ct_bmuf_meet", "ct_bmuf_pass"}

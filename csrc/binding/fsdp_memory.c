@@ -232,7 +232,8 @@ shard_grad(FSDPUnit *self, PyObject *owner, size_t group, int *add)
 }
 
 static int
-reduce_into(FSDPUnit *self, size_t group, PyObject *grad, int add)
+reduce_into(FSDPUnit *self, size_t group, ct_fsdp_presence *presence, PyObject *grad,
+            int add)
 {
     ctpy_state *state = fsdp_state_borrow(self);
     PyObject *communicator = Py_NewRef(self->communicator);
@@ -247,7 +248,8 @@ reduce_into(FSDPUnit *self, size_t group, PyObject *grad, int add)
     if (ready) {
         ((Communicator *)communicator)->busy++;
         Py_BEGIN_ALLOW_THREADS
-        status = ct_fsdp_reduce(&self->core, comm, group, &span, add != 0, &err);
+        status =
+            ct_fsdp_reduce(&self->core, comm, group, presence, &span, add != 0, &err);
         Py_END_ALLOW_THREADS((Communicator *)communicator)
         ->busy--;
         fsdp_return_replicas(self);
@@ -275,75 +277,52 @@ clear_gaps(FSDPUnit *self, size_t group, ct_error *err)
                            : status;
 }
 
-/* Views of parameters tell those without a gradient, as plain modules do; on the CPU.
- */
-static bool
-tells_missing(const FSDPUnit *self)
+/* Views of parameters tell those without a gradient, as plain modules do. A parameter
+ * alone in its group is not reduced without a gradient. NULL with an exception. */
+static ct_fsdp_param *
+new_params(const FSDPUnit *self, size_t group, size_t *n)
 {
-    return self->grad_owners != NULL && self->core.device == &ct_device_cpu;
-}
-
-static void
-mark_leaves(FSDPUnit *self, const ct_comm *comm, size_t group)
-{
-    for (size_t i = 0; tells_missing(self) && i < self->n_leaves; i++) {
+    ct_fsdp_param *params = PyMem_New(ct_fsdp_param, self->n_leaves + 1);
+    *n = 0;
+    for (size_t i = 0; params != NULL && i < self->n_leaves; i++) {
         const fsdp_leaf *leaf = &self->leaves[i];
         if (leaf->group == group) {
-            ct_fsdp_mark_grad(&self->core, comm->world_size, group, leaf->at, leaf->n,
-                              leaf->filled);
+            params[(*n)++] = (ct_fsdp_param){leaf->at, leaf->n, leaf->filled};
         }
     }
+    if (params == NULL) {
+        PyErr_NoMemory();
+    }
+    return params;
 }
 
-/* Of the reduced gradient. A parameter that has nothing on this rank goes by the
- * gradient that came here. */
-static bool
-is_missing(const fsdp_leaf *leaf, const ct_span *shard, int rank)
-{
-    const size_t begin = (size_t)rank * shard->n;
-    const size_t first = leaf->at > begin ? leaf->at : begin;
-    const bool here = first < begin + shard->n && first < leaf->at + leaf->n;
-    return !leaf->filled && (!here || ct_fsdp_is_missing(shard, first - begin));
-}
-
-/* A list of the group's parameters, by number, of which no rank has a gradient. */
+/* A list of the group's parameters, by number, of which no rank has a gradient. One
+ * that has nothing on this rank goes by the gradient that came here. */
 static PyObject *
-missing_leaves(FSDPUnit *self, const ct_comm *comm, size_t group, PyObject *grad)
+missing_numbers(const ct_fsdp_presence *presence)
 {
-    ct_span shard;
-    Py_ssize_t number = 0;
     PyObject *missing = PyList_New(0);
-    int result =
-        missing == NULL
-            ? -1
-            : fsdp_shard_from(self, grad, "the gradient of a shard", 0, &shard);
-    for (size_t i = 0; result == 0 && tells_missing(self) && i < self->n_leaves; i++) {
-        if (self->leaves[i].group != group) {
-            continue;
+    for (size_t i = 0; missing != NULL && i < presence->n; i++) {
+        PyObject *number = presence->params[i].there ? NULL : PyLong_FromSize_t(i);
+        const bool failed = !presence->params[i].there &&
+                            (number == NULL || PyList_Append(missing, number) < 0);
+        Py_XDECREF(number);
+        if (failed) {
+            Py_CLEAR(missing);
         }
-        PyObject *index = PyLong_FromSsize_t(number++);
-        result = index == NULL ? -1
-                 : is_missing(&self->leaves[i], &shard, comm->rank)
-                     ? PyList_Append(missing, index)
-                     : 0;
-        Py_XDECREF(index);
-    }
-    if (result < 0) {
-        Py_CLEAR(missing);
     }
     return missing;
 }
 
 static int
-hand_over(FSDPUnit *self, PyObject *owner, size_t group, PyObject *grad, int add)
+hand_over(FSDPUnit *self, PyObject *owner, const ct_fsdp_presence *presence,
+          PyObject *grad, int add)
 {
     ctpy_state *state = fsdp_state_borrow(self);
     if (self->grad_owners == NULL) {
         return add ? 0 : PyObject_SetAttr(owner, state->str_grad, grad);
     }
-    const ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
-    PyObject *args[] = {grad, NULL};
-    args[1] = comm == NULL ? NULL : missing_leaves(self, comm, group, grad);
+    PyObject *args[] = {grad, missing_numbers(presence)};
     PyObject *done =
         args[1] == NULL ? NULL : ctpy_call_hook(owner, state->str_receive, args, 2);
     Py_XDECREF(args[1]);
@@ -356,26 +335,20 @@ reduce_group(FSDPUnit *self, size_t group)
 {
     int add, result = -1;
     ct_error err;
-    const ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), self->communicator);
     PyObject *owners = self->grad_owners == NULL ? self->shards : self->grad_owners;
     PyObject *owner = Py_NewRef(PyTuple_GET_ITEM(owners, (Py_ssize_t)group));
-    PyObject *grad = comm == NULL ? NULL : shard_grad(self, owner, group, &add);
-    if (grad == NULL) {
-        Py_DECREF(owner);
-        return -1;
+    PyObject *grad = shard_grad(self, owner, group, &add);
+    ct_fsdp_presence presence = {NULL, 0};
+    presence.params = grad == NULL ? NULL : new_params(self, group, &presence.n);
+    if (presence.params != NULL && fsdp_use_stream(self) == 0) {
+        const bool asks = self->grad_owners != NULL && presence.n > 1;
+        result = clear_gaps(self, group, &err) != CT_OK
+                     ? ctpy_raise_int(&err)
+                     : reduce_into(self, group, asks ? &presence : NULL, grad, add);
     }
-    if (fsdp_use_stream(self) < 0) {
-        result = -1;
-    }
-    else if (clear_gaps(self, group, &err) != CT_OK) {
-        result = ctpy_raise_int(&err);
-    }
-    else {
-        mark_leaves(self, comm, group);
-        result = reduce_into(self, group, grad, add);
-    }
-    result = result < 0 ? -1 : hand_over(self, owner, group, grad, add);
-    Py_DECREF(grad);
+    result = result < 0 ? -1 : hand_over(self, owner, &presence, grad, add);
+    PyMem_Free(presence.params);
+    Py_XDECREF(grad);
     Py_DECREF(owner);
     return result;
 }

@@ -4,13 +4,13 @@
 #include "core/ct_fsdp_codes.h"
 #include "core/ct_fsdp_offload.h"
 #include "core/ct_fsdp_prefetch.h"
+#include "core/ct_fsdp_presence.h"
 #include "core/ct_history.h"
 
 #include <math.h>
 
 enum {
-    ALIGNED_ELEMS = 32,       /* a group begins on a cache line whatever the dtype */
-    NEGATIVE_ZERO_16 = 0x8000 /* of bfloat16 and float16 */
+    ALIGNED_ELEMS = 32 /* a group begins on a cache line whatever the dtype */
 };
 
 /* ---- layout ------------------------------------------------------------------------
@@ -270,21 +270,28 @@ ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at, const ct_span *grad, b
 }
 
 static ct_status
-reduce_as_codes(const ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
-                const ct_span *part, ct_reduce_op op, ct_error *err)
+reduce_as_codes(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
+                ct_fsdp_presence *presence, const ct_span *part, ct_reduce_op op,
+                ct_error *err)
 {
     const ct_fsdp_coder coder = {unit->device, unit->stream, comm,
                                  unit->config.reduce_bits};
     const ct_span whole = grads_of(unit, g);
     float *residual = unit->residual == NULL ? NULL : unit->residual + g->grad_at;
     const float factor = op == CT_REDUCE_MEAN ? 1.0F / (float)comm->world_size : 1.0F;
-    return ct_fsdp_reduce_codes(&coder, part, &whole, residual, factor, err);
+    const ct_status status =
+        ct_fsdp_reduce_codes(&coder, part, &whole, residual, presence, factor, err);
+    return status != CT_OK || presence == NULL
+               ? status
+               : ct_fsdp_mark(unit, presence, part, (size_t)comm->rank * part->n,
+                              part->n, err);
 }
 
 /* The sum of all ranks' parts of a group; of the replicas' sums the average. */
 static ct_status
 sum_over_ranks(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
-               const ct_span *part, ct_reduce_op op, ct_error *err)
+               ct_fsdp_presence *presence, const ct_span *part, ct_reduce_op op,
+               ct_error *err)
 {
     const ct_span whole = grads_of(unit, g);
     if (unit->config.lone_reduce) {
@@ -294,7 +301,7 @@ sum_over_ranks(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
     if (status == CT_OK) {
         ct_comm_label(comm, &unit->label, CT_REDUCE_SCATTER);
         status = unit->config.reduce_bits != 0
-                     ? reduce_as_codes(unit, comm, g, part, op, err)
+                     ? reduce_as_codes(unit, comm, g, presence, part, op, err)
                      : comm->ops->reduce_scatter(comm, part, &whole, op, err);
         ct_comm_unlabel(comm);
         unit->label.call += status == CT_OK;
@@ -338,20 +345,22 @@ is_average(const ct_fsdp *unit, const ct_comm *comm)
 
 /* Into `here`, memory of the device for this rank's part. */
 static ct_status
-reduce_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g, const ct_span *here,
-             bool add, ct_error *err)
+reduce_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
+             ct_fsdp_presence *presence, const ct_span *here, bool add, ct_error *err)
 {
     const bool average = is_average(unit, comm);
     const ct_span whole = grads_of(unit, g);
     ct_span part = ct_span_part(whole, (size_t)comm->rank * here->n, here->n);
-    ct_status status = CT_OK;
-    if (!average) {
+    ct_status status = presence == NULL
+                           ? CT_OK
+                           : ct_fsdp_mark(unit, presence, &whole, 0, here->n, err);
+    if (status == CT_OK && !average) {
         status = scale(unit, 1.0 / unit->config.predivide, &whole, err);
     }
     const bool direct = !add && part.dtype == CT_F32 && !unit->config.lone_reduce;
     part = direct ? *here : part;
     if (status == CT_OK) {
-        status = sum_over_ranks(unit, comm, g, &part,
+        status = sum_over_ranks(unit, comm, g, presence, &part,
                                 average ? CT_REDUCE_MEAN : CT_REDUCE_SUM, err);
     }
     const double factor = average ? 1.0 : 1.0 / unit->config.postdivide;
@@ -363,8 +372,8 @@ reduce_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g, const ct_span
 }
 
 ct_status
-ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
-               bool add, ct_error *err)
+ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
+               const ct_span *shard, bool add, ct_error *err)
 {
     const ct_fsdp_group *g = &unit->groups[group];
     const size_t n = g->n / (size_t)comm->world_size;
@@ -381,9 +390,14 @@ ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, const ct_span *shard,
     }
     if (status == CT_OK) {
         const bool adds_here = add && !unit->config.offload;
-        status = reduce_group(unit, comm, g, &here, adds_here, err);
+        status = reduce_group(unit, comm, g, presence, &here, adds_here, err);
     }
-    return status == CT_OK ? ct_fsdp_bring_down(unit, shard, &here, add, err) : status;
+    if (status == CT_OK) {
+        status = ct_fsdp_bring_down(unit, shard, &here, add, err);
+    }
+    return status != CT_OK || presence == NULL
+               ? status
+               : ct_fsdp_read_marks(unit, presence, shard, (size_t)comm->rank * n, err);
 }
 
 ct_status
@@ -395,38 +409,6 @@ ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at, size_t n, ct_error *
     }
     const ct_span gap = ct_span_part(grads_of(unit, &unit->groups[group]), at, n);
     return unit->device->zero(unit->stream, &gap, 1, err);
-}
-
-static void
-mark_element(void *data, ct_dtype dtype, size_t at, bool there)
-{
-    if (dtype == CT_F32) {
-        float *x = (float *)data + at;
-        *x = there ? *x + 0.0F : -0.0F;
-        return;
-    }
-    uint16_t *x = (uint16_t *)data + at;
-    *x = !there ? NEGATIVE_ZERO_16 : *x == NEGATIVE_ZERO_16 ? 0 : *x;
-}
-
-void
-ct_fsdp_mark_grad(const ct_fsdp *unit, int world_size, size_t group, size_t at,
-                  size_t n, bool there)
-{
-    const ct_fsdp_group *g = &unit->groups[group];
-    const ct_span whole = grads_of(unit, g);
-    const size_t part = g->n / (size_t)world_size, end = at + n;
-    while (at < end) {
-        mark_element(whole.data, whole.dtype, at, there);
-        at += part - at % part; /* to the next rank's part */
-    }
-}
-
-bool
-ct_fsdp_is_missing(const ct_span *shard, size_t at)
-{
-    const float x = ((const float *)shard->data)[at];
-    return x == 0.0F && signbit(x);
 }
 
 void

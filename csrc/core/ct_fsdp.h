@@ -29,7 +29,20 @@ typedef struct ct_fsdp_ledger {
     size_t begun; /* units whose gather has begun and not ended */
     ct_spares spares;
     ct_scratch staging; /* of the device: a shard on its way up or down */
+    ct_scratch zero;    /* of the device: a float of 0, once it has been needed */
 } ct_fsdp_ledger;
+
+/* A parameter's place in its group, and whether a rank has a gradient of it. */
+typedef struct ct_fsdp_param {
+    size_t at, n;
+    bool there;
+} ct_fsdp_param;
+
+/* The trainable parameters of a group in the order of their places; the caller's. */
+typedef struct ct_fsdp_presence {
+    ct_fsdp_param *params;
+    size_t n;
+} ct_fsdp_presence;
 
 typedef struct ct_fsdp_group {
     size_t n;       /* elements with their padding: a multiple of the ranks */
@@ -113,25 +126,16 @@ CT_NODISCARD ct_status ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at,
 /* Reduces a trainable group's gradients over all ranks, divides them by both factors,
  * averages them over the replicas and writes this rank's part into `shard`, or adds it.
  * Elements that got no gradient are to be cleared before. What grads holds of the group
- * is used up. Collective. */
+ * is used up. `presence` says what is there on this rank; of parameters with elements
+ * in `shard` it says afterwards what is there on any. NULL: nobody asks; the same on
+ * all ranks. Collective. */
 CT_NODISCARD ct_status ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group,
-                                      const ct_span *shard, bool add, ct_error *err);
+                                      ct_fsdp_presence *presence, const ct_span *shard,
+                                      bool add, ct_error *err);
 
 /* Makes elements [at, at + n) of a trainable group's gradients 0. */
 CT_NODISCARD ct_status ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at,
                                            size_t n, ct_error *err);
-
-/* Which parameters have a gradient on any rank travels in the signs of zeros: a sum of
- * -0 alone is -0. Of elements [at, at + n), a parameter's, the first in each rank's
- * part is made -0 where there is no gradient (they are cleared then), and not -0 where
- * there is one. To be called last before the reduction; for host memory. */
-void ct_fsdp_mark_grad(const ct_fsdp *unit, int world_size, size_t group, size_t at,
-                       size_t n, bool there);
-
-/* Whether no rank had a gradient of the parameter whose first element in this rank's
- * part is number `at` of the reduced `shard`, of F32. Quantized reductions tell
- * nothing, and it is false. */
-bool ct_fsdp_is_missing(const ct_span *shard, size_t at);
 
 void ct_fsdp_drop_grads(ct_fsdp *unit);
 

@@ -13,6 +13,7 @@
 
 #include "core/ct_comm.h"
 #include "core/ct_device.h"
+#include "core/ct_fsdp.h"
 
 typedef struct ct_fsdp_coder {
     const ct_device *device;
@@ -35,10 +36,12 @@ CT_NODISCARD ct_status ct_fsdp_gather_codes(const ct_fsdp_coder *coder,
 
 /* A reduce_scatter of `whole` into `part`, which may lie in it: the sum over the ranks
  * times factor. residual: of as many elements as whole, what rounding has left of
- * earlier sums, and then of this one; NULL: it is forgotten. Errors as above. */
+ * earlier sums, and then of this one; NULL: it is forgotten. presence: as
+ * ct_fsdp_reduce() has it, but for all parameters; one that is missing on this rank
+ * keeps its residual. Errors as above. */
 CT_NODISCARD ct_status ct_fsdp_reduce_codes(const ct_fsdp_coder *coder,
                                             const ct_span *part, const ct_span *whole,
-                                            float *residual, float factor,
-                                            ct_error *err);
+                                            float *residual, ct_fsdp_presence *presence,
+                                            float factor, ct_error *err);
 
 #endif

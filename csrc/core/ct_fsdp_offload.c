@@ -65,4 +65,5 @@ ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device)
 {
     ct_spares_close(&ledger->spares);
     device->scratch_release(&ledger->staging);
+    device->scratch_release(&ledger->zero);
 }

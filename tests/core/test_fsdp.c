@@ -196,7 +196,7 @@ check_reduced(fixture *f, ct_comm *comm, bool adds_to_shard, float expected)
     for (size_t i = 0; i < SHARE; i++) {
         out[i] = 100.0F;
     }
-    CHECK(ct_fsdp_reduce(&f->unit, comm, 0, &span, adds_to_shard, NULL) == CT_OK);
+    CHECK(ct_fsdp_reduce(&f->unit, comm, 0, NULL, &span, adds_to_shard, NULL) == CT_OK);
     for (size_t i = 0; i < SHARE; i++) {
         CHECK(out[i] == expected + (adds_to_shard ? 100.0F : 0.0F));
     }
@@ -253,9 +253,52 @@ takes_cleared_gradients_as_zero(ct_comm *comm, void *arg)
     CHECK(ct_fsdp_take_grad(&f.unit, 0, 2, &span, false, false, NULL) == CT_OK);
     CHECK(ct_fsdp_clear_grads(&f.unit, 0, 0, 2, NULL) == CT_OK);
     CHECK(ct_fsdp_clear_grads(&f.unit, 0, 3, f.unit.groups[0].n - 3, NULL) == CT_OK);
-    CHECK(ct_fsdp_reduce(&f.unit, comm, 0, &shard, false, NULL) == CT_OK);
+    CHECK(ct_fsdp_reduce(&f.unit, comm, 0, NULL, &shard, false, NULL) == CT_OK);
     for (size_t i = 0; i < SHARE; i++) {
         CHECK(out[i] == (comm->rank == 0 && i == 2 ? 1.0F : 0.0F));
+    }
+    close_unit(&f);
+}
+
+/* Every tenth parameter is on no rank, every tenth on the last alone, which has -0 of
+ * it, and one begins with a value that vanishes; more than the device is given at once.
+ */
+static void
+tells_what_no_rank_has(ct_comm *comm, void *arg)
+{
+    fixture f;
+    enum {
+        N = 7
+    };
+    ct_fsdp_param params[SHARE * MAX_RANKS / N];
+    float out[SHARE], values[N];
+    const ct_span shard = {out, SHARE, CT_F32};
+    const bool last = comm->rank == comm->world_size - 1;
+    open_unit(&f, comm, CT_F32, *(const ct_dtype *)arg);
+    const size_t n = f.unit.groups[0].n, count = n / N;
+    CHECK(ct_fsdp_clear_grads(&f.unit, 0, 0, n, NULL) == CT_OK);
+    for (size_t i = 0; i < count; i++) {
+        const bool vanishes = i % 10 == 8, zeros = i % 10 == 7;
+        params[i] = (ct_fsdp_param){i * N, N, i % 10 == 3 ? false : !zeros || last};
+        for (size_t k = 0; k < N; k++) {
+            values[k] = zeros ? -0.0F : vanishes ? -1e-45F * (float)(k == 0) : 2.0F;
+        }
+        values[N - 1] = vanishes ? 1.0F : values[N - 1];
+        const ct_span grad = {values, N, CT_F32};
+        CHECK(!params[i].there ||
+              ct_fsdp_take_grad(&f.unit, 0, i * N, &grad, false, false, NULL) == CT_OK);
+    }
+    ct_fsdp_presence presence = {params, count};
+    CHECK(ct_fsdp_reduce(&f.unit, comm, 0, &presence, &shard, false, NULL) == CT_OK);
+    for (size_t i = 0; i < count; i++) {
+        const size_t from = (size_t)comm->rank * SHARE;
+        const bool here = i * N < from + SHARE && (i + 1) * N > from;
+        CHECK(!here || params[i].there == (i % 10 != 3));
+    }
+    for (size_t i = 0; i < SHARE; i++) {
+        const size_t owner = ((size_t)comm->rank * SHARE + i) / N;
+        CHECK(owner >= count || owner % 10 > 6 ||
+              out[i] == (owner % 10 == 3 ? 0.0F : 2.0F));
     }
     close_unit(&f);
 }
@@ -305,7 +348,8 @@ refuses_what_does_not_fit(void)
     CHECK(!f.unit.gathered && f.ledger.live == 0);
     const ct_span grad = {f.shards[0], SHARE, CT_F32};
     CHECK(ct_fsdp_take_grad(&f.unit, 0, 1, &grad, false, false, &err) == CT_EINVAL);
-    CHECK(ct_fsdp_reduce(&f.unit, comm, 0, &f.spans[1], false, &err) == CT_EINVAL);
+    CHECK(ct_fsdp_reduce(&f.unit, comm, 0, NULL, &f.spans[1], false, &err) ==
+          CT_EINVAL);
     close_unit(&f);
     comm->ops->free(comm);
 }
@@ -397,6 +441,7 @@ main(void)
         run_ranks(ranks, 30.0, begins_all_groups_or_none, NULL);
         for (size_t d = 0; d < 3; d++) {
             ct_dtype dtype = dtypes[d];
+            run_ranks(ranks, 30.0, tells_what_no_rank_has, &dtype);
             run_ranks(ranks, 30.0, averages_gradients, &dtype);
         }
         run_ranks(ranks, 30.0, divides_before_and_after, NULL);

@@ -60,7 +60,8 @@ sums_and_remembers(ct_comm *comm, void *arg)
     const ct_span in = {whole, n, CT_F32}, out = {part, SHARE, CT_F32};
     const float mean = 1.0F / (float)comm->world_size;
     for (int round = 0; round < rounds; round++) {
-        CHECK(ct_fsdp_reduce_codes(&coder, &out, &in, residual, mean, NULL) == CT_OK);
+        CHECK(ct_fsdp_reduce_codes(&coder, &out, &in, residual, NULL, mean, NULL) ==
+              CT_OK);
         for (size_t i = 0; i < SHARE; i++) {
             total[i] += (double)part[i];
         }
@@ -89,9 +90,49 @@ forgets_without_a_residual(ct_comm *comm, void *arg)
     }
     const ct_span in = {whole, n, CT_F32}, a = {first, SHARE, CT_F32};
     const ct_span b = {second, SHARE, CT_F32};
-    CHECK(ct_fsdp_reduce_codes(&coder, &a, &in, NULL, 1.0F, NULL) == CT_OK);
-    CHECK(ct_fsdp_reduce_codes(&coder, &b, &in, NULL, 1.0F, NULL) == CT_OK);
+    CHECK(ct_fsdp_reduce_codes(&coder, &a, &in, NULL, NULL, 1.0F, NULL) == CT_OK);
+    CHECK(ct_fsdp_reduce_codes(&coder, &b, &in, NULL, NULL, 1.0F, NULL) == CT_OK);
     CHECK(memcmp(first, second, sizeof first) == 0);
+}
+
+/* Of three parameters the first is there on rank 0 alone, the second nowhere, although
+ * its gradients' place is not empty, and the third on all. What is missing sends
+ * nothing of its residual and keeps it. */
+static void
+missing_parameters_keep_their_residual(ct_comm *comm, void *arg)
+{
+    const ct_fsdp_coder coder = {&ct_device_streamed, &ct_the_stream, comm,
+                                 *(const int *)arg};
+    const size_t n = SHARE * (size_t)comm->world_size, third = n / 3;
+    ct_fsdp_param params[] = {
+        {0,         third,         comm->rank == 0},
+        {third,     third,         false          },
+        {2 * third, n - 2 * third, true           },
+    };
+    ct_fsdp_presence presence = {params, 3};
+    float whole[MOST] = {0}, residual[MOST], part[SHARE];
+    for (size_t i = 0; i < n; i++) {
+        const bool there = i < third ? params[0].there : i >= 2 * third;
+        whole[i] = there ? value_of(i, 0) : 0.0F;
+        residual[i] = 0.25F;
+    }
+    const ct_span in = {whole, n, CT_F32}, out = {part, SHARE, CT_F32};
+    CHECK(ct_fsdp_reduce_codes(&coder, &out, &in, residual, &presence, 1.0F, NULL) ==
+          CT_OK);
+    CHECK(params[0].there && !params[1].there && params[2].there);
+    size_t kept = 0, changed = 0;
+    for (size_t i = 0; i < 2 * third; i++) {
+        kept += residual[i] == 0.25F;
+        changed += residual[i] != 0.25F;
+    }
+    CHECK(comm->rank == 0 ? kept < third + third / 2 : changed == 0);
+    for (size_t i = 0; i < SHARE; i++) {
+        const size_t at = (size_t)comm->rank * SHARE + i;
+        const double ranks = at < third ? 1.0 : at < 2 * third ? 0.0 : comm->world_size;
+        const double exact = ranks * ((double)value_of(at, 0) + 0.25);
+        CHECK(fabs((double)part[i] - exact) <=
+              ranks * 1.25 * half_step(coder.bits) * (1.0 + 1e-6));
+    }
 }
 
 static void
@@ -103,8 +144,11 @@ fails_without_memory(ct_comm *comm, void *arg)
     const ct_span in = {values, SHARE, CT_F32}, out = {result, SHARE, CT_F32};
     ct_alloc_fail_after(1);
     CHECK(ct_fsdp_gather_codes(&coder, &out, &in, NULL) == CT_ENOMEM);
-    ct_alloc_fail_after(1);
-    CHECK(ct_fsdp_reduce_codes(&coder, &out, &in, NULL, 1.0F, NULL) == CT_ENOMEM);
+    for (size_t nth = 1; nth <= 2; nth++) {
+        ct_alloc_fail_after(nth);
+        CHECK(ct_fsdp_reduce_codes(&coder, &out, &in, NULL, NULL, 1.0F, NULL) ==
+              CT_ENOMEM);
+    }
     ct_alloc_fail_after(0);
 }
 
@@ -116,6 +160,7 @@ main(void)
             run_ranks(world_size, 30.0, gathers_within_half_a_step, &bits);
             run_ranks(world_size, 30.0, sums_and_remembers, &bits);
             run_ranks(world_size, 30.0, forgets_without_a_residual, &bits);
+            run_ranks(world_size, 30.0, missing_parameters_keep_their_residual, &bits);
         }
         run_ranks(1, 30.0, fails_without_memory, &bits);
         CHECK(ct_fsdp_codes_known(bits));

@@ -204,9 +204,9 @@ train(const ct_device *device, ct_comm *comm, ct_comm *replicas, const options &
             check_ok(ct_fsdp_clear_grads(&unit.core, 0, 0, 5, &err), err);
             check_ok(ct_fsdp_clear_grads(&unit.core, 0, n - 95, 95, &err), err);
             ct_fsdp_release(&unit.core);
-            check_ok(
-                ct_fsdp_reduce(&unit.core, comm, 0, &out.span, backward == 1, &err),
-                err);
+            check_ok(ct_fsdp_reduce(&unit.core, comm, 0, NULL, &out.span, backward == 1,
+                                    &err),
+                     err);
             ct_fsdp_drop_grads(&unit.core);
         }
         made.grad = out.read();

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fsdp_models as models  # noqa: E402
+import missing_gradients  # noqa: E402
 from draws import draws  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -141,6 +142,27 @@ def test_any_model_trains_on_the_device_like_plain_torch(
             models.compare(models.on_a_rank(model, spec, group), expected, before, spec)
 
         on_every_rank(cuda, train, spec["world"])
+
+
+@pytest.mark.parametrize("seed", range(draws(6, 200)))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduce_bits": 8}, {"cpu_offload": True}, {"compute_dtype": "bfloat16"}],
+    ids=["plain", "codes", "offload", "bfloat16"],
+)
+def test_a_parameter_without_a_gradient_has_none_on_the_device(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], seed: int
+) -> None:
+    case = missing_gradients.drawn(seed) | {"hybrid": False}
+    expected = missing_gradients.train_whole(case)
+    home = _device.Home(torch.device("cpu"), cuda.plugin)
+    monkeypatch.setattr(_device, "home_of", lambda module: home)
+
+    def train(group: _C.Communicator) -> None:
+        found = missing_gradients.train_sharded(case, group, **options)
+        missing_gradients.compare(case, found, expected, exact=not options)
+
+    on_every_rank(cuda, train, case["world"])
 
 
 def test_memory_is_the_devices_and_comes_and_goes(

@@ -375,6 +375,8 @@ AREAS = {
         {
             core("fsdp", "fsdp_offload", "fsdp_prefetch"): "core/test_fsdp.c",
             core("fsdp_codes"): "core/test_fsdp_codes.c",
+            core("fsdp_presence"): "core/test_fsdp.c core/test_fsdp_codes.c "
+                "python/test_fsdp_missing_gradients.py",
             binding("fsdp", "fsdp_attributes", "fsdp_forward", "fsdp_backward",
                     "fsdp_clip", "fsdp_tensors", "trainer_shards"):
                 "python/test_fsdp.py python/test_fsdp_views.py",

@@ -94,12 +94,12 @@ size_of(int dtype)
     }
 }
 
-/* Elements of 16 bits: sums and means in double, rounded once. */
+/* Elements of 16 bits: sums and means in double, rounded once; -0 where all are. */
 template <float (*load)(uint16_t), uint16_t (*store)(double)>
 void
 average_halves(const std::vector<call> &calls, size_t i, int op, char *to)
 {
-    double sum = 0;
+    double sum = -0.0;
     for (const call &it : calls) {
         sum += (double)load(((const uint16_t *)it.in)[i]);
     }
