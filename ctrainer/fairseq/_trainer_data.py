@@ -8,6 +8,7 @@ from typing import Any
 
 from ctrainer.fairseq._trainer_checks import setting
 from ctrainer.fairseq._trainer_core import Core
+from ctrainer.fairseq.iterators import EpochBatchIterator, StreamingEpochBatchIterator
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
 
@@ -86,9 +87,15 @@ class Iterators(Core):
     def get_valid_iterator(
         self, subset: str, disable_iterator_cache: bool = False
     ) -> Any:
-        """The EpochBatchIterator of a validation subset, which the task has loaded."""
+        """The EpochBatchIterator of a validation subset, which the task has loaded.
+
+        Every validation begins at epoch 1, with the same draws. One on the data set
+        that is being trained on has an iterator of its own, and leaves the data set at
+        training's epoch."""
+        dataset, of_training = self.task.dataset(subset), self._epoch_itr
+        is_trained_on = getattr(of_training, "dataset", None) is dataset
         batch_iterator = self.task.get_batch_iterator(
-            dataset=self.task.dataset(subset),
+            dataset=dataset,
             max_tokens=self._option(
                 "max_tokens_valid", self._option("max_tokens", None)
             ),
@@ -100,11 +107,13 @@ class Iterators(Core):
                 "skip_invalid_size_inputs_valid_test", False
             ),
             seed=setting(self.cfg, "common", "seed", 1),
-            epoch=1,
-            disable_iterator_cache=disable_iterator_cache,
+            epoch=of_training.epoch if is_trained_on else 1,
+            disable_iterator_cache=disable_iterator_cache or is_trained_on,
             skip_remainder_batch=False,
             **self._common_options(True),
         )
+        if isinstance(batch_iterator, EpochBatchIterator | StreamingEpochBatchIterator):
+            batch_iterator.load_state_dict({"epoch": 1})
         self.reset_dummy_batch(batch_iterator.first_batch)
         return batch_iterator
 

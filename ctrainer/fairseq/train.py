@@ -314,11 +314,16 @@ class TrainingRun:
 
     def _validate(self) -> Losses:
         """The metric that best_checkpoint_metric names, of each subset."""
-        seed = self.cfg.dataset.fixed_validation_seed
-        if seed is not None:
-            utils.set_torch_seed(seed)
-        self.trainer.begin_valid_epoch(self.epoch_itr.epoch)
-        return [self._validate_on(subset) for subset in self.valid_subsets]
+        # Training seeds torch's generator for each update, and no other.
+        generators = tools.rng_state()
+        try:
+            seed = self.cfg.dataset.fixed_validation_seed
+            if seed is not None:
+                utils.set_torch_seed(seed)
+            self.trainer.begin_valid_epoch(self.epoch_itr.epoch)
+            return [self._validate_on(subset) for subset in self.valid_subsets]
+        finally:
+            tools.set_rng_state(generators)
 
     def _validate_on(self, subset: str) -> float:
         logger.info('begin validation on "%s" subset', subset)
