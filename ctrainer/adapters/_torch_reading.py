@@ -12,6 +12,7 @@ import inspect
 import itertools
 import json
 import logging
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -155,19 +156,32 @@ def _state_text(dataset: Any) -> str:
 
 
 class _Indices(BatchSampler):
-    """The loader's batches of indices, each with the seed of its draws."""
+    """The loader's batches of indices, each with the seed of its draws.
+
+    The loader's iterator has them, and does not own the reader, which owns the loader:
+    workers of an iterator that the garbage collector finds in a cycle are not told to
+    end, and torch waits 5 seconds for each of them.
+    """
 
     def __init__(self, inner: Any, reader: LoaderReader) -> None:
         self.inner = inner
-        self.reader = reader
+        self.serve(reader)
         self.batch_size = getattr(inner, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(inner, "drop_last", False)
 
     def __len__(self) -> int:
         return len(self.inner)
 
+    def serve(self, reader: LoaderReader) -> None:
+        self.kind = type(reader)
+        self._reader = weakref.ref(reader)
+
     def __iter__(self) -> Iterator[Any]:
-        return self.reader.indices(self.inner)
+        reader = self._reader()
+        if reader is None:  # the loader outlives it
+            return iter(self.inner)
+        reader.inner = self.inner
+        return self.kind.indices(weakref.proxy(reader), reader.place)
 
 
 class LoaderReader(reading.Reader):
@@ -177,6 +191,7 @@ class LoaderReader(reading.Reader):
         self, loader: Any, seed: int | None, rank: int = 0, world_size: int = 1
     ) -> None:
         super().__init__(loader, seed, rank, world_size)
+        self.inner: Any = None  # the loader's batches of indices
         self._generators: list[torch.Tensor] = []
         if loader.persistent_workers:
             self._take_workers(loader)
@@ -220,7 +235,8 @@ class LoaderReader(reading.Reader):
         finally:
             attributes.update(kept)
 
-    def indices(self, inner: Any) -> Iterator[Any]:
+    def indices(self, place: int) -> Iterator[Any]:
+        """Those of `inner`, from a batch on; self is a proxy."""
         raise NotImplementedError
 
     def __next__(self) -> Any:
@@ -254,8 +270,8 @@ class IndexedReader(LoaderReader):
     def _take_workers(self, loader: Any) -> None:
         """Those of an evaluation before go on with this reader's indices."""
         indices = getattr(loader._iterator, "_index_sampler", None)
-        if isinstance(indices, _Indices) and isinstance(indices.reader, IndexedReader):
-            indices.reader = self
+        if isinstance(indices, _Indices) and issubclass(indices.kind, IndexedReader):
+            indices.serve(self)
         else:
             super()._take_workers(loader)
 
@@ -269,19 +285,15 @@ class IndexedReader(LoaderReader):
         self._batches = self._iterate()
         if skip and self._source is None:
             # The generators are still as they were when the epoch began.
-            self._source = self._seek(self._inner)
+            self._source = self._seek(self.inner)
         expected = state.get("last")
         if skip and expected not in (None, _order_digest(self._seen)):
             raise ValueError(
                 f"batch {skip} of epoch {self.epoch} has not the rows that the "
-                f"checkpoint's run has seen there: {_sampler_name(self._inner)} gives "
+                f"checkpoint's run has seen there: {_sampler_name(self.inner)} gives "
                 "another order, or the data set or the batch size has changed. Let "
                 f"the order follow from a seed and set_epoch(epoch); {reading.ADVICE}"
             )
-
-    def indices(self, inner: Any) -> Iterator[Any]:
-        self._inner = inner
-        return self._send(self.place)
 
     def pass_epoch(self, state: Mapping[str, Any]) -> None:
         for _ in self.start(state["epoch"], state["place"], {**state, "last": None}):
@@ -295,10 +307,10 @@ class IndexedReader(LoaderReader):
         self._seen = next(source, None)
         return source
 
-    def _send(self, place: int) -> Iterator[Any]:
+    def indices(self, place: int) -> Iterator[Any]:
         epoch, workers = self.epoch, self.loader.num_workers
         if self._source is None:
-            self._source = self._seek(self._inner)
+            self._source = self._seek(self.inner)
         source = self._source
         for at in itertools.count(place):
             indices = next(source, self)
@@ -432,9 +444,9 @@ class StreamReader(LoaderReader):
             )
         return changes
 
-    def indices(self, inner: Any) -> Iterator[Any]:
+    def indices(self, place: int) -> Iterator[Any]:
         rank, first = 0 if self._shared else self.rank, self._fetched[0]
-        for at, indices in enumerate(inner, first):
+        for at, indices in enumerate(self.inner, first):
             if self._workers:
                 yield _Sent(_arrive_in_stream, self.seed, self.epoch, rank, indices)
                 continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -268,8 +270,11 @@ class EpochBatchIterator(EpochBatchIterating):
             self.epoch_batch_sampler.shuffle = shuffle
             self.epoch_batch_sampler.make_batches_for_epoch(epoch, offset)
             return epoch_of(self.dataloader, epoch, offset)
+        # The loader's batches do not own this object, which owns the loader: a cycle
+        # would leave workers to the garbage collector (_torch_reading._Indices).
+        ordered = functools.partial(type(self).ordered_batches, weakref.proxy(self))
         self.epoch_batch_sampler = FrozenBatchSampler(
-            self.ordered_batches, epoch, fixed, shuffle, initial_offset=offset
+            ordered, epoch, fixed, shuffle, initial_offset=offset
         )
         loader = load(
             self.dataset,

@@ -3,6 +3,9 @@ interrupted: bit for bit, for every kind of data and any number of workers."""
 
 from __future__ import annotations
 
+import gc
+import itertools
+import multiprocessing
 import pickle
 import random
 import signal
@@ -331,6 +334,23 @@ def test_a_broken_row_gives_the_generators_back() -> None:
     with pytest.raises(KeyError):
         next(read)
     assert generator_states() == state
+
+
+@pytest.mark.parametrize("kind", [Mapped, Stream, Stateful])
+def test_workers_end_with_the_reader_and_not_in_a_collection(kind: Any) -> None:
+    loader = DataLoader(
+        kind(), BATCH, collate_fn=collate, num_workers=1, persistent_workers=True
+    )
+    read = torch_adapter.reader(loader, 3)
+    gc.disable()
+    try:
+        for epoch, taken in ((0, N), (1, 2)):
+            read.start(epoch, 0, None)
+            assert len(list(itertools.islice(read, taken))) >= 2
+        del loader, read
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
 
 
 def test_the_place_in_a_large_data_set_is_found_without_its_rows() -> None:

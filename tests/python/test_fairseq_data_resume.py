@@ -3,7 +3,9 @@ also where rows and collators draw random numbers, in workers or not."""
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -79,3 +81,19 @@ def test_any_number_of_workers_draws_alike() -> None:
     whole = read(epochs_of("map-style", 0, False), 2)
     for workers, persistent in [(1, True), (3, False)]:
         assert read(epochs_of("map-style", workers, persistent), 2) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("buffer_size", [0, 3])
+def test_workers_end_with_the_iterator_and_not_in_a_collection(
+    kind: str, buffer_size: int
+) -> None:
+    epochs = epochs_of(kind, 1, True, buffer_size=buffer_size)
+    gc.disable()
+    try:
+        for _ in range(2):
+            assert len(list(epochs.next_epoch_itr())) == len(BATCHES)
+        del epochs
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()

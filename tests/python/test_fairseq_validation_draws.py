@@ -14,7 +14,7 @@ import data_kinds
 import numpy as np
 import pytest
 import torch
-from data_kinds import BATCH, N, WIDTH
+from data_kinds import BATCH, WIDTH, N
 from draws import EXHAUSTIVE
 from torch import nn
 
