@@ -9,6 +9,7 @@ import shutil
 from typing import Any
 
 from ctrainer._checkpoint_files import naming
+from ctrainer._disk import replacing
 from ctrainer._trainer_base import TrainerBase
 from ctrainer._trainer_rank_files import RankFilesMixin
 from ctrainer.checkpoint import (
@@ -132,7 +133,8 @@ class CheckpointMixin(RankFilesMixin):
     def save_state(self) -> None:
         """Save the state as trainer_state.json in args.output_dir, on rank 0."""
         if self.is_world_process_zero():
-            self.state.save_to_json(os.path.join(self.args.output_dir, STATE))
+            with replacing(os.path.join(self.args.output_dir, STATE)) as beside:
+                self.state.save_to_json(beside)
 
     def _push_saved_model(self) -> None:
         if getattr(self.args, "push_to_hub", False) and self.is_world_process_zero():

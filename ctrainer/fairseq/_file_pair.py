@@ -15,6 +15,8 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from ctrainer._disk import sync_folder_of
+
 # What an index calls a dtype. 6 was once a float of Python's, 7 a double: both 8 bytes.
 CODES: dict[int, Any] = {
     1: np.uint8,
@@ -102,15 +104,6 @@ def _discard(file: BinaryIO, path: str, process: int) -> None:
     Path(path).unlink(missing_ok=True)
 
 
-def _sync_folder(path: str) -> None:
-    """Makes renames in the folder of `path` outlive a loss of power."""
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 class PairWriter:
     """Writes both files under other names and renames them when they are whole.
 
@@ -169,11 +162,11 @@ class PairWriter:
                 out.flush()
                 os.fsync(out.fileno())
             Path(index).unlink(missing_ok=True)
-            _sync_folder(index)
+            sync_folder_of(index)
             self._file.close()
             os.replace(self._temporary, self._path)
             os.replace(temporary, index)
-            _sync_folder(index)
+            sync_folder_of(index)
         finally:
             Path(temporary).unlink(missing_ok=True)
             self._forget()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctrainer._checkpoint_files import naming
+from ctrainer._disk import replacing
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
 
@@ -170,11 +171,8 @@ def _among_best(cfg: Any, suffix: str, value: float) -> bool:
 
 def _copy(source: str, path: str) -> None:
     """A copy that appears whole."""
-    hidden = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.tmp")
-    shutil.copyfile(source, hidden)
-    with open(hidden, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(hidden, path)
+    with replacing(path) as beside:
+        shutil.copyfile(source, beside)
 
 
 def _delete_old(cfg: Any, suffix: str, end_of_epoch: bool) -> None:

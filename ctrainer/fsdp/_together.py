@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ctrainer._disk import sync_folder_of
+
 SAVING = ".ctrainer-saving"  # ends the name of a file that is being written
 KEPT = f".kept{SAVING}"  # ends the name of a file that is about to be replaced
 
@@ -34,8 +36,8 @@ def write_together(writers: Mapping[str, Callable[[str], None]]) -> None:
     finally:
         for aside in asides.values():
             Path(aside).unlink(missing_ok=True)
-    for folder in {os.path.dirname(path) or "." for path in writers}:
-        _sync(folder)
+    for path in {os.path.dirname(path): path for path in writers}.values():
+        sync_folder_of(path)
 
 
 @contextlib.contextmanager
@@ -66,12 +68,3 @@ def _keep(path: str, kept: str) -> bool:
     except OSError:  # a file system without links: it is away for a moment
         os.replace(path, kept)
     return True
-
-
-def _sync(folder: str) -> None:
-    """Lets renames outlive a loss of power."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -178,9 +178,12 @@ AREAS = {
     ),
     "trainer": Area(
         {
-            binding("trainer_loop", "trainer_step", "trainer_batch"):
+            binding("trainer_loop", "trainer_step"):
                 "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
                 "parity/test_training.py",
+            binding("trainer_batch"):
+                "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
+                "parity/test_loss_arithmetic.py parity/test_training.py",
             binding("trainer_micro"):
                 "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
                 "parity/test_training.py python/test_ranks_training.py",
@@ -312,6 +315,7 @@ AREAS = {
                 "python/test_trainer_checkpoints.py python/test_ranks_checkpoints.py",
             "ctrainer/_checkpoint_files.py ctrainer/_state_schema.py":
                 "python/test_damaged_checkpoints.py python/test_trainer_checkpoints.py",
+            "ctrainer/_disk.py": "python/test_durable_files.py",
             "ctrainer/_trainer_rank_files.py": "python/test_ranks_checkpoints.py",
             python("adapters", "_saved_names"):
                 "python/test_loading_weights.py parity/test_saved_weights.py",
@@ -322,7 +326,8 @@ AREAS = {
                 "python/test_numpy_adapter.py python/test_numpy_training.py",
             "ctrainer/_trainer_ckpt.py": "python/test_trainer_checkpoints.py",
             "ctrainer/checkpoint.py":
-                "binding/test_checkpoint.py python/test_trainer_checkpoints.py",
+                "binding/test_checkpoint.py python/test_trainer_checkpoints.py "
+                "parity/test_checkpoint_exchange.py",
         },
         "binding/test_checkpoint.py python/test_trainer_checkpoints.py",
     ),
@@ -415,7 +420,8 @@ AREAS = {
                    "consolidate", "shard_files"):
                 "python/test_fsdp_checkpoints.py python/test_fsdp_shard_faults.py "
                 "python/test_fsdp_files_together.py",
-            python("fsdp", "_together"): "python/test_fsdp_files_together.py",
+            python("fsdp", "_together"):
+                "python/test_fsdp_files_together.py python/test_durable_files.py",
             "ctrainer/fsdp/memory_plan.py":
                 "python/test_fsdp_memory.py python/test_fsdp_traffic.py",
         },
@@ -531,7 +537,7 @@ AREAS = {
                 "python/test_fairseq_checkpoints.py python/test_fairseq_layouts.py",
             python("fairseq", "checkpoint_utils"):
                 "python/test_fairseq_checkpoint_policies.py "
-                "python/test_fairseq_checkpoints.py",
+                "python/test_fairseq_checkpoints.py python/test_durable_files.py",
             python("fairseq", "_checkpoint_upgrade"):
                 "python/test_fairseq_old_checkpoints.py",
             python("adapters", "fairseq_parameters"):
@@ -564,7 +570,7 @@ AREAS = {
                 "python/test_fairseq_translation.py",
             python("fairseq", "_file_pair", "_mmap_dataset", "_tnt_dataset",
                    "indexed_dataset"):
-                "python/test_fairseq_indexed.py",
+                "python/test_fairseq_indexed.py python/test_durable_files.py",
             python("fairseq", "concat_dataset", "fairseq_dataset"):
                 "python/test_fairseq_data.py",
             python("fairseq", "_epoch_iterating"): "python/test_fairseq_epochs.py",

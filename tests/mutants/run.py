@@ -35,7 +35,8 @@ COPIED = (
     *("csrc", "cuda", "ctrainer", "tests", "docs", "examples", "benchmarks", "build"),
 )
 LEFT_OUT = shutil.ignore_patterns("mutants", "asan", "tsan", "*.log", "__pycache__")
-LEAST_SECONDS = 60.0  # before a test that was quick without the fault counts as hung
+LEAST_SECONDS = 30.0  # before a test that was quick without the fault counts as hung
+ONE_TEST = "timeout=120"  # seconds, of pytest's own: a file has many tests
 CAUGHT, BY_NEAREST = 95, 90  # of 100
 
 Drawn = tuple[Fault, str, list[str]]  # the fault, its area, its nearest tests
@@ -152,7 +153,7 @@ class Tree:
         else:
             status, text = self.run(
                 seconds, sys.executable, "-m", "pytest", "-x", "-q", "-p",
-                "no:cacheprovider", f"tests/{test}",
+                "no:cacheprovider", "-o", ONE_TEST, f"tests/{test}",
             )  # fmt: skip
             assert status != 5, f"there is no test in {test}: {text}"
         self.said = said(status, text)
