@@ -11,7 +11,8 @@ import errno
 import json
 import os
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ctrainer import _C
@@ -59,20 +60,33 @@ def is_there(path: StrPath) -> bool:
     return False
 
 
+_TICK = 20_000_000  # nanoseconds; the clock of files moves in steps of up to 10 ms
+
+
 @contextlib.contextmanager
-def unchanged(*paths: StrPath) -> Iterator[None]:
+def unchanged(*paths: StrPath) -> Iterator[Callable[[], None]]:
     """Holds files that the block checks and reads again, or maps, to what they were.
 
-    Raises ValueError at the end where one was replaced or written to meanwhile.
+    Gives a function that raises ValueError where one has been replaced or written to
+    since: for the block to call before it publishes anything. It is called at the end,
+    too, also of a block that fails.
     """
     before = [_stamp(path) for path in paths]
-    yield
-    for path, stamp in zip(paths, before, strict=True):
-        if _stamp(path) != stamp:
-            raise ValueError(
-                f"{os.fspath(path)}: was changed while it was read; what has been made "
-                "of it is of no use"
-            )
+    settled = max((max(stamp[-2:]) for stamp in before if stamp), default=0) + _TICK
+    while 0 < settled - time.time_ns() <= _TICK:  # until a later write would show
+        time.sleep(_TICK / 1e9)
+
+    def check() -> None:
+        for path, stamp in zip(paths, before, strict=True):
+            if _stamp(path) != stamp:
+                raise ValueError(f"{os.fspath(path)}: was changed while it was read")
+
+    try:
+        yield check
+    except Exception:
+        check()
+        raise
+    check()
 
 
 def _stamp(path: StrPath) -> tuple[int, ...]:
@@ -81,7 +95,8 @@ def _stamp(path: StrPath) -> tuple[int, ...]:
         found = os.stat(path)
     except OSError:
         return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return found.st_dev, found.st_ino, found.st_size, *times
 
 
 _MISFITS = (

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,19 +75,25 @@ def plain(value: Any) -> Any:
 # Whole files
 
 
-def write_full(path: str, model: dict[str, Item], optimizer: State | None) -> None:
+def write_full(
+    path: str,
+    model: dict[str, Item],
+    optimizer: State | None,
+    check: Callable[[], None],
+) -> None:
     """`.safetensors` (the optimizer's state in another file beside), else torch.save's
-    format. All of it appears, whole, or nothing."""
+    format. All of it appears, whole, once check() has returned, or nothing."""
+    writers: dict[str, Callable[[str], None]]
     if path.endswith(".safetensors"):
         writers = {path: partial(_write_model, model)}
         if optimizer is not None:
             writers[optimizer_path(path)] = partial(_write_optimizer, optimizer)
-        write_together(writers)
-        return
-    content: State = {"model": OrderedDict(model)}
-    if optimizer is not None:
-        content["optimizer"] = optimizer
-    write_archive(path, content)
+    else:
+        content: State = {"model": OrderedDict(model)}
+        if optimizer is not None:
+            content["optimizer"] = optimizer
+        writers = {path: partial(write_archive, content=content)}
+    write_together(writers, check)
 
 
 def optimizer_path(path: str) -> str:
@@ -94,7 +101,8 @@ def optimizer_path(path: str) -> str:
 
 
 def write_archive(path: str, content: State) -> None:
-    _C.write_archive(path, archive_records(path, content, _ItemPickler))
+    name = path.removesuffix(SAVING)  # which is in the file, as torch has it
+    _C.write_archive(path, archive_records(name, content, _ItemPickler))
 
 
 class _ItemData(NamedTuple):

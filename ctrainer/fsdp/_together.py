@@ -14,21 +14,22 @@ SAVING = ".ctrainer-saving"  # ends the name of a file that is being written
 KEPT = f".kept{SAVING}"  # ends the name of a file that is about to be replaced
 
 
-def write_together(writers: Mapping[str, Callable[[str], None]]) -> None:
-    """Call every path's writer with where to write, then let all files appear.
+def write_together(
+    writers: Mapping[str, Callable[[str], None]], check: Callable[[], None]
+) -> None:
+    """Call every path's writer with where to write, then check(), then let all files
+    appear.
 
     A writer's file has to be whole and on the disk when it returns. Raises what a
-    writer or a rename raises; then every path has what it had. A process that is killed
-    among the renames leaves some of the new files and some of the earlier ones.
+    writer, check() or a rename raises; then every path has what it had. A process that
+    is killed among the renames leaves some of the new files and some of the earlier
+    ones.
     """
-    if len(writers) == 1:
-        for path, write in writers.items():
-            write(path)
-        return
     asides = {path: f"{path}{SAVING}" for path in writers}
     try:
         for path, write in writers.items():
             write(asides[path])
+        check()
         with contextlib.ExitStack() as kept:
             for path, aside in asides.items():
                 kept.enter_context(_taken_back(path))

@@ -121,13 +121,12 @@ def consolidate_sharded_model_checkpoints(
     Raises:
         AssertionError: no files, or not one of each rank.
         ValueError: a file is damaged, of another save or none of shards, would be
-            replaced by the result, or was changed while it was read, after which a
-            result that lies at save_path is of no use; named.
-        OSError: of the disk; what was at save_path is still there then.
+            replaced by the result, or was changed while it was read; named.
+        OSError: of the disk. What was at save_path is still there after any error.
     """
     path = save_path or f"{ckpt_prefix}_consolidated.pth"
     results = [path, _files.optimizer_path(path)]
-    with unchanged(*shard_paths(ckpt_prefix, ckpt_suffix, results)):
+    with unchanged(*shard_paths(ckpt_prefix, ckpt_suffix, results)) as check:
         shards = find_shards(ckpt_prefix, ckpt_suffix, results)
         check_none_is_replaced(shards, results)
         items = _full_items(shards)
@@ -138,7 +137,7 @@ def consolidate_sharded_model_checkpoints(
             check_same_update(shards)
         if not save_model:
             return OrderedDict((n, _files.tensor_of(i)) for n, i in items.items()), path
-        _files.write_full(path, items, optimizer)
+        _files.write_full(path, items, optimizer, check)
     logger.info("%d shards are consolidated in %s", len(shards), path)
     return _files.open_full(path), path
 
@@ -189,7 +188,7 @@ def reshard_checkpoints(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
-    with unchanged(*shard_paths(ckpt_prefix, ckpt_suffix)):
+    with unchanged(*shard_paths(ckpt_prefix, ckpt_suffix)) as check:
         shards = find_shards(ckpt_prefix, ckpt_suffix)
         ending = os.path.splitext(shards[0].path)[1]
         paths = [
@@ -202,7 +201,8 @@ def reshard_checkpoints(
         def write(rank: int, path: str) -> None:
             _files.write_shard(path, one_shard(shards, rank, world_size) | more)
 
-        write_together({path: partial(write, rank) for rank, path in enumerate(paths)})
+        writers = {path: partial(write, rank) for rank, path in enumerate(paths)}
+        write_together(writers, check)
     return paths
 
 

@@ -325,6 +325,22 @@ def test_weak_references_and_cycles_are_collected() -> None:
     assert model() is None
 
 
+@pytest.mark.parametrize("max_steps", [1, 4])
+def test_a_loader_goes_with_the_trainer(max_steps: int) -> None:
+    """Also one that is left in the middle of an epoch; its workers would stay."""
+    seen = []
+
+    class Given(ctrainer.Trainer):
+        def get_train_dataloader(self) -> Any:
+            loader = super().get_train_dataloader()
+            seen.append(weakref.ref(loader))
+            return loader
+
+    train(Given, max_steps=max_steps)
+    gc.collect()
+    assert [gone() for gone in seen] == [None]
+
+
 def test_the_tokenizer_of_older_releases_is_the_processing_class() -> None:
     trainer = ctrainer.Trainer(Net(), arguments(), tokenizer="tokenizer")
     assert trainer.processing_class == trainer.tokenizer == "tokenizer"

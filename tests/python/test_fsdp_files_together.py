@@ -111,10 +111,10 @@ def test_earlier_files_are_taken_back_with_and_without_links(
     Path(third).mkdir()
     new = {path: writer("new") for path in (first, second, third)}
     with pytest.raises(IsADirectoryError):
-        write_together(new)
+        write_together(new, lambda: None)
     assert found_in(tmp_path) == {"a": b"earlier"}
     Path(third).rmdir()
-    write_together(new)
+    write_together(new, lambda: None)
     assert found_in(tmp_path) == {"a": b"new", "b": b"new", "c": b"new"}
 
 
