@@ -68,15 +68,19 @@ def unchanged(*paths: StrPath) -> Iterator[Callable[[], None]]:
     """Holds files that the block checks and reads again, or maps, to what they were.
 
     Gives a function that raises ValueError where one has been replaced or written to
-    since: for the block to call before it publishes anything. It is called at the end,
-    too, also of a block that fails.
+    since, for a block that publishes something to call before. It is called at the end
+    of one that has not, and of one that fails.
     """
     before = [_stamp(path) for path in paths]
     settled = max((max(stamp[-2:]) for stamp in before if stamp), default=0) + _TICK
     while 0 < settled - time.time_ns() <= _TICK:  # until a later write would show
         time.sleep(_TICK / 1e9)
 
+    checked = False
+
     def check() -> None:
+        nonlocal checked
+        checked = True
         for path, stamp in zip(paths, before, strict=True):
             if _stamp(path) != stamp:
                 raise ValueError(f"{os.fspath(path)}: was changed while it was read")
@@ -86,7 +90,8 @@ def unchanged(*paths: StrPath) -> Iterator[Callable[[], None]]:
     except Exception:
         check()
         raise
-    check()
+    if not checked:
+        check()
 
 
 def _stamp(path: StrPath) -> tuple[int, ...]:

@@ -7,11 +7,14 @@ not be installed. Source: DeepSpeed, runtime/lr_schedules.py.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, ParamSpec, cast
 
 from ctrainer._C import Schedule, write_rates
+from ctrainer._settings import refuse_unknown
 
 __all__ = [
     "SCHEDULES",
@@ -25,6 +28,20 @@ __all__ = [
 logger = logging.getLogger("ctrainer.deepspeed_schedules")
 
 PerGroup = float | Sequence[float]
+P = ParamSpec("P")
+
+
+def _knows_its_options(init: Callable[P, None]) -> Callable[P, None]:
+    """An __init__ that refuses other names, of a DeepSpeed config's scheduler.params
+    say, with the nearest of its own."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        refuse_unknown(f"schedule {type(args[0]).__name__!r}", options, known)
+        init(*args, **options)
+
+    return checked
 
 
 class _Scheduler:
@@ -127,6 +144,7 @@ class LRRangeTest(_Scheduler):
 
     _name = "LRRangeTest"
 
+    @_knows_its_options
     def __init__(
         self,
         optimizer: Any,
@@ -155,6 +173,7 @@ class OneCycle(_Scheduler):
     _name = "OneCycle"
     _BETA2 = 0.99
 
+    @_knows_its_options
     def __init__(
         self,
         optimizer: Any,
@@ -225,6 +244,7 @@ class WarmupLR(_AfterWarmup):
 
     _name = "WarmupLR"
 
+    @_knows_its_options
     def __init__(
         self,
         optimizer: Any,
@@ -252,6 +272,7 @@ class WarmupDecayLR(WarmupLR):
 
     _name = "WarmupDecayLR"
 
+    @_knows_its_options
     def __init__(
         self,
         optimizer: Any,
@@ -281,6 +302,7 @@ class WarmupCosineLR(_AfterWarmup):
 
     _name = "WarmupCosineLR"
 
+    @_knows_its_options
     def __init__(
         self,
         optimizer: Any,

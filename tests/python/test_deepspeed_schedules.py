@@ -4,6 +4,7 @@ Rates are equal to the last bit: both sides do the same operations in the same o
 and log and cos are those of the one C library. b is the number of the batch from 0.
 """
 
+import inspect
 import logging
 import math
 from collections.abc import Callable
@@ -308,6 +309,23 @@ def test_a_bad_parameter_is_named(
     ends = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0} if name == "OneCycle" else {}
     with pytest.raises(ValueError, match=message):
         ours.SCHEDULES[name](optimizer(), **ends, **options)
+
+
+OPTIONS = [
+    (name, option)
+    for name, cls in ours.SCHEDULES.items()
+    for option in [*inspect.signature(cls).parameters][1:]
+]
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_a_misspelt_option_is_told_the_nearest(name: str, option: str) -> None:
+    """As a DeepSpeed config has it under scheduler.params."""
+    for wrong in (option[:-1], option.replace("_", "-"), option + "s", option.upper()):
+        scheduler = {"type": name, "params": {wrong: 1}}
+        expected = f"schedule '{name}' has no '{wrong}'; did you mean .*'{option}'"
+        with pytest.raises(ValueError, match=expected):
+            ours.SCHEDULES[scheduler["type"]](optimizer(), **scheduler["params"])
 
 
 def in_a_trainer(folder: Path) -> Any:
