@@ -111,6 +111,63 @@ KINDS: dict[Callable[[Rank], None], str] = {
 UNSEEN_BY_ENGINES = (other_unit, other_order)
 
 
+def build_other(way: str, group: _C.Communicator, wrong: int) -> Any:
+    """The mixture as ranks build it, of which the wrong one differs in one way."""
+    differs = group.rank == wrong
+    options: dict[str, Any] = {"flatten_parameters": True}
+    model = Mixture(0)
+    if way == "shape" and differs:
+        model.experts[1].register_parameter("bias", None)
+    elif way == "another unit" and differs:
+        with seeded(1):
+            model.experts.append(nn.Linear(WIDTH, WIDTH))
+    elif way == "frozen" and differs:
+        model.experts[2].bias.requires_grad_(False)
+    elif way == "order" and differs:  # of the parameters in a row, of one size
+        weight = model.experts[0]._parameters.pop("weight")
+        model.experts[0]._parameters["weight"] = weight
+    elif way == "dtype" and differs:
+        options["compute_dtype"] = "bfloat16"
+    elif way == "resharding" and differs:
+        options["reshard_after_forward"] = False
+    return model.shard(group, options)
+
+
+# How ranks may build another module, and what is said of the wrong rank.
+OTHER_MODULES = {
+    "shape": r"^the unit 'experts\.1' with the parameters weight \(12, 12\)$",
+    "another unit": r"^the unit 'experts\.3' with the parameters weight",
+    "frozen": r"^the unit 'experts\.2' with the parameters .*; bias \(12,\) frozen$",
+    "order": r"^the unit 'experts\.0' with the parameters bias \(12,\); weight",
+    "dtype": r"^the root with compute_dtype=torch\.bfloat16$",
+    "resharding": r"^the unit 'experts\.0' with reshard_after_forward=False$",
+}
+
+
+def run_other(way: str, group: _C.Communicator, wrong: int) -> str | None:
+    """What the rank is told; None: nothing, after a step."""
+    model = build_other(way, group, wrong)
+    try:
+        model(torch.ones(2, WIDTH), [0, 1]).square().mean().backward()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def check_other(told: list[str | None], way: str, wrong: int) -> None:
+    """All ranks were told which rank has what, and of most ranks with whom they are."""
+    for rank, text in enumerate(told):
+        assert text is not None, f"{way}: rank {rank} of {len(told)} is quiet"
+        assert "ranks have sharded different modules" in text, text
+        found = re.search(r"rank (\d) has (.*), and rank (\d) (.*); (\d) of", text)
+        assert found, text
+        assert {str(wrong)} <= {found[1], found[3]}, text
+        of_wrong = found[2] if found[1] == str(wrong) else found[4]
+        assert re.search(OTHER_MODULES[way], of_wrong), text
+        assert len(told) == 2 or found[1] == str(wrong), text
+        assert len(told) == 2 or found[5] == str(len(told) - 1), text
+
+
 def run(
     group: _C.Communicator,
     kind: Callable[[Rank], None],

@@ -11,7 +11,8 @@ typedef struct clip_job {
     ct_span *spans;
     size_t n;
     double p, max_norm, total;
-    int alone; /* of this rank's shards */
+    int alone;  /* of this rank's shards */
+    bool ready; /* else an exception is kept, and the others are only told */
     const ct_device *device;
     void *stream;
 } clip_job;
@@ -39,17 +40,45 @@ own_sum(const clip_job *job, double *sum, ct_error *err)
     return status;
 }
 
+/* A rank that fails joins the others all the same: they would wait for it. */
 static ct_status
 norm_over_ranks(clip_job *job, ct_comm *comm, ct_error *err)
 {
-    double sum;
-    ct_status status = own_sum(job, &sum, err);
-    if (status == CT_OK && !job->alone) {
-        status = ct_comm_reduce_numbers(
-            comm, &sum, 1, isinf(job->p) ? CT_REDUCE_MAX : CT_REDUCE_SUM, err);
+    enum {
+        SUM,
+        FAILED,
+        WHO,
+        N
+    };
+    double told[N] = {0.0};
+    ct_error others;
+    const ct_status own = job->ready
+                              ? own_sum(job, &told[SUM], err)
+                              : ct_fail(err, CT_EHOST, "no gradients to measure");
+    if (own != CT_OK) {
+        told[FAILED] = 1.0;
+        told[WHO] = comm->rank;
     }
-    job->total = isinf(job->p) ? sum : pow(sum, 1.0 / job->p);
-    return status;
+    const ct_status status =
+        job->alone
+            ? CT_OK
+            : ct_comm_reduce_numbers(comm, told, N,
+                                     isinf(job->p) ? CT_REDUCE_MAX : CT_REDUCE_SUM,
+                                     own == CT_OK ? err : &others);
+    job->total = isinf(job->p) ? told[SUM] : pow(told[SUM], 1.0 / job->p);
+    if (own != CT_OK || status != CT_OK) {
+        return own != CT_OK ? own : status;
+    }
+    return told[FAILED] == 0.0 ? CT_OK
+           : told[FAILED] == 1.0
+               ? ct_fail(err, CT_ECOMM,
+                         "rank %d of %d failed to measure its gradients, so that there "
+                         "is no norm; its own error says why",
+                         ct_rank_called(&comm->names, (int)told[WHO]), comm->names.of)
+               : ct_fail(err, CT_ECOMM,
+                         "%.0f of %d ranks failed to measure their gradients, so that "
+                         "there is no norm; their own errors say why",
+                         told[FAILED], comm->names.of);
 }
 
 /* NaN in any gradient makes all of them NaN, as a multiplication does. */
@@ -86,20 +115,38 @@ read_grads(FSDPUnit *self, PyObject *params, clip_job *job, PyObject *owners)
     return 0;
 }
 
+/* What is to be measured; -1 with an exception. */
 static int
-run(PyObject *op, PyObject *params, clip_job *job, PyObject *owners)
+prepare(FSDPUnit *self, PyObject *params, clip_job *job, PyObject *owners)
+{
+    job->spans = PyMem_New(ct_span, (size_t)PyList_GET_SIZE(params) + 1);
+    if (job->spans == NULL) {
+        PyErr_NoMemory();
+    }
+    job->ready = job->spans != NULL && owners != NULL &&
+                 read_grads(self, params, job, owners) == 0 &&
+                 fsdp_use_stream(self) == 0;
+    job->device = self->core.config.offload ? &ct_device_cpu : self->core.device;
+    job->stream = self->core.stream;
+    return job->ready ? 0 : -1;
+}
+
+static int
+run(PyObject *op, PyObject *params, clip_job *job)
 {
     FSDPUnit *self = (FSDPUnit *)op;
     Communicator *group = (Communicator *)self->communicator;
     ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), (PyObject *)group);
+    PyObject *owners, *type = NULL, *value = NULL, *trace = NULL;
     ct_status status;
     ct_error err;
-    if (comm == NULL || read_grads(self, params, job, owners) < 0 ||
-        fsdp_use_stream(self) < 0) {
+    if (comm == NULL) {
         return -1;
     }
-    job->device = self->core.config.offload ? &ct_device_cpu : self->core.device;
-    job->stream = self->core.stream;
+    owners = PyList_New(0);
+    if (prepare(self, params, job, owners) < 0) {
+        PyErr_Fetch(&type, &value, &trace);
+    }
     Py_INCREF(group);
     group->busy++;
     Py_BEGIN_ALLOW_THREADS
@@ -107,6 +154,12 @@ run(PyObject *op, PyObject *params, clip_job *job, PyObject *owners)
     Py_END_ALLOW_THREADS
     group->busy--;
     Py_DECREF(group);
+    Py_XDECREF(owners);
+    PyMem_Free(job->spans);
+    if (type != NULL) {
+        PyErr_Restore(type, value, trace);
+        return -1;
+    }
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
@@ -115,7 +168,9 @@ const char FSDPUnit_clip_doc[] =
     "Scale the gradients of a list of parameters, whose shards lie on all ranks, so\n"
     "that their norm together is at most max_norm; return what it was. Collective.\n\n"
     "norm_type: p > 0, or inf. Powers are added in double. alone: the norm is that of\n"
-    "this rank's shards, and nobody else is asked.";
+    "this rank's shards, and nobody else is asked. Where one rank fails all raise, "
+    "the\n"
+    "others a RuntimeError that names it, and no gradient has changed.";
 
 PyObject *
 FSDPUnit_clip(PyObject *op, PyObject *args)
@@ -129,16 +184,5 @@ FSDPUnit_clip(PyObject *op, PyObject *args)
     if (!(job.p > 0.0)) {
         return PyErr_Format(PyExc_ValueError, "norm_type must be above 0 or inf");
     }
-    PyObject *owners = PyList_New(0);
-    job.spans = PyMem_New(ct_span, (size_t)PyList_GET_SIZE(params) + 1);
-    int result = -1;
-    if (job.spans == NULL) {
-        PyErr_NoMemory();
-    }
-    else if (owners != NULL) {
-        result = run(op, params, &job, owners);
-    }
-    PyMem_Free(job.spans);
-    Py_XDECREF(owners);
-    return result < 0 ? NULL : PyFloat_FromDouble(job.total);
+    return run(op, params, &job) < 0 ? NULL : PyFloat_FromDouble(job.total);
 }

@@ -294,6 +294,7 @@ class ShardedModule(nn.Module):
     def _reset_lazy_init(self) -> None:
         """Let the next forward find out anew which unit is the outermost."""
         self._is_root: bool | None = None
+        self._is_alike = False  # on all ranks, as a root: not yet compared
         self._unit.forget_root()
         self.reshard_after_forward = self._orig_reshard_after_forward
 

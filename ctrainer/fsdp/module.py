@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ctrainer.fsdp import _codes, _full, _metadata, optim_state
+from ctrainer.fsdp import _alike, _codes, _full, _metadata, optim_state
 from ctrainer.fsdp._sharded import ShardedModule
 from ctrainer.fsdp._tensors import cast_floats
 from ctrainer.fsdp.state import TrainingState
@@ -148,6 +148,9 @@ class FullyShardedDataParallel(ShardedModule):
         if self._unit.state == TrainingState.SUMMON_FULL_PARAMS.value:
             return self.module(*args, **kwargs)
         self._lazy_init()
+        if self._is_root and not self._is_alike:
+            _alike.compare(self, self.units())
+            self._is_alike = True
         if self.compute_dtype != torch.float32:
             args, kwargs = cast_floats(self.compute_dtype, (args, kwargs))
         run = self._dummy_forward if self._debug_dummy_forward_pass else self.module

@@ -400,6 +400,7 @@ AREAS = {
                    "_tensors", "_views"):
                 "python/test_fsdp.py python/test_fsdp_views.py",
             python("fsdp", "flatten"): "python/test_fsdp_errors.py python/test_fsdp.py",
+            python("fsdp", "_alike"): "python/test_ranks_differ.py",
             python("fsdp", "_copies"): "python/test_fsdp_copies.py",
             python("fsdp", "_codes"): "python/test_fsdp_codes.py",
             python("fsdp", "_frozen"): "python/test_fsdp_freezing.py",

@@ -248,3 +248,44 @@ def test_the_others_are_told_and_go_on_in_a_new_group(
         check_same(group, sharded, whole)
 
     on_ranks(WORLD, go_on)
+
+
+class NoMemory:
+    @property
+    def grad(self) -> None:
+        raise MemoryError
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("failing", [{1}, {0, 2}])
+def test_a_rank_that_cannot_measure_its_gradients_tells_the_others(
+    failing: set[int], norm_type: float
+) -> None:
+    """They would wait for it in the sum of the norms."""
+
+    def clip(group: _C.Communicator) -> str:
+        with seeded(0):
+            linear = nn.Linear(3, 3)
+        model = wrap(group, linear)
+        model(torch.ones(1, 3)).sum().backward()
+        before = [shard.grad.clone() for shard in model.sharded_params]
+        shards = list(model.sharded_params)
+        if group.rank in failing:
+            with pytest.raises(MemoryError):
+                model._unit.clip([*shards, NoMemory()], 1e-3, norm_type)
+            told = ""
+        else:
+            with pytest.raises(RuntimeError, match=r"(its|their) own error") as e:
+                model._unit.clip(shards, 1e-3, norm_type)
+            told = str(e.value)
+        after = [shard.grad for shard in shards]
+        assert all(map(torch.equal, before, after))
+        assert model._unit.clip(shards, 1e-3, norm_type) > 1e-3
+        return told
+
+    for rank, told in enumerate(on_ranks(3, clip)):
+        assert (told == "") == (rank in failing)
+        if failing == {1} and told:
+            assert told.startswith("rank 1 of 3 failed to measure its gradients")
+        elif told and norm_type == 2.0:
+            assert told.startswith("2 of 3 ranks failed to measure their gradients")

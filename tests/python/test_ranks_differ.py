@@ -59,6 +59,42 @@ def test_ranks_over_an_engine_are_told_at_the_next_norm(kind, seed: int) -> None
     assert [then for _, then in told] == [None] * world
 
 
+@pytest.mark.parametrize("way", desync_scenarios.OTHER_MODULES)
+@pytest.mark.parametrize("over", ["threads", "an engine"])
+@pytest.mark.parametrize("seed", range(draws(1, 10)))
+def test_ranks_that_have_sharded_another_module_are_told_before_the_first_gather(
+    way: str, over: str, seed: int
+) -> None:
+    draw = random.Random(f"{way} {seed}")
+    world = draw.choice([2, 3, 4])
+    wrong = draw.randrange(world)
+
+    def train(group):
+        group = group if over == "threads" else _C.Communicator(Counting(group))
+        told = desync_scenarios.run_other(way, group, wrong)
+        return told, desync_scenarios.run_other(way, group, -1)
+
+    told = on_ranks(world, train)
+    desync_scenarios.check_other([first for first, _ in told], way, wrong)
+    assert [then for _, then in told] == [None] * world
+
+
+def test_modules_are_compared_once_with_8_bytes() -> None:
+    def train(group):
+        counting = Counting(group)
+        model = desync_scenarios.build_other("alike", _C.Communicator(counting), -1)
+        sent = []
+        for _ in range(2):
+            counting.sent.clear()
+            model(torch.ones(2, desync_scenarios.WIDTH), [0, 1]).sum().backward()
+            model.zero_grad()
+            sent.append(dict(counting.sent))
+        return sent
+
+    for first, second in on_ranks(2, train):
+        assert first == second | {"all_gather": second["all_gather"] + 8}
+
+
 class Replica(nn.Module):
     """Several buckets of gradients, and a buffer that rank 0 gives to all."""
 
@@ -173,6 +209,10 @@ os.environ["CTRAINER_CHECK_COLLECTIVES"] = "yes"
 found["engine compared"] = train(communicator(), all_kinds)
 compared = over_machines(communicator(), 60.0, machine)
 found["levels compared"] = train(compared, all_kinds)
+found["other modules"] = [
+    scenarios.run_other(way, communicator(), n % 4)
+    for n, way in enumerate(scenarios.OTHER_MODULES)
+]
 found["alone"] = scenarios.run(two, scenarios.other_unit, 3, 1)
 tell(found)
 os._exit(0)  # the second machine's ranks, which leave the others waiting, among them
@@ -192,6 +232,9 @@ def test_ranks_of_processes_are_told_by_their_numbers_in_the_run(
         for number, kind in enumerate(expected):
             told = [rank[way][number] for rank in every]
             desync_scenarios.check(told, kind, number % 4)
+    for number, way in enumerate(desync_scenarios.OTHER_MODULES):
+        told = [rank["other modules"][number] for rank in every]
+        desync_scenarios.check_other(told, way, number % 4)
     for rank in every:  # of two machines that agree each
         assert rank["machine"][-1] is None
         for text in rank["machine"][:-1]:
