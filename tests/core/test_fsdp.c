@@ -71,6 +71,7 @@ gathers_and_releases(ct_comm *comm, void *arg)
     (void)arg;
     open_unit(&f, comm, CT_F32, CT_F32);
     CHECK(ct_fsdp_gather(&f.unit, comm, f.spans, NULL) == CT_OK);
+    CHECK(comm->label == NULL); /* the next collective is not the unit's */
     CHECK(ct_fsdp_gather(&f.unit, comm, f.spans, NULL) == CT_OK); /* nothing to do */
     const float *full = f.full.data;
     for (size_t g = 0; g < GROUPS; g++) {
@@ -197,6 +198,7 @@ check_reduced(fixture *f, ct_comm *comm, bool adds_to_shard, float expected)
         out[i] = 100.0F;
     }
     CHECK(ct_fsdp_reduce(&f->unit, comm, 0, NULL, &span, adds_to_shard, NULL) == CT_OK);
+    CHECK(comm->label == NULL);
     for (size_t i = 0; i < SHARE; i++) {
         CHECK(out[i] == expected + (adds_to_shard ? 100.0F : 0.0F));
     }

@@ -1,5 +1,6 @@
 """Sharded modules on several ranks, in one run of their processes for all scenarios."""
 
+import copy
 import gc
 import inspect
 import math
@@ -192,6 +193,23 @@ def test_clipping_survives_every_failed_allocation() -> None:
             assert clipped.norm().item() == pytest.approx(1.0, abs=1e-5)
     assert ended[-1]
     assert not all(ended)
+
+
+def test_a_frozen_unit_stays_until_the_only_node_of_its_forward_has_run() -> None:
+    """Its output is that of the unit around it, whose hook comes in between."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2).requires_grad_(False))
+    inner = wrap(copy.deepcopy(plain[1]), on_neuron=False)
+    model = wrap(
+        nn.Sequential(copy.deepcopy(plain[0]), wrap(nn.Sequential(inner))),
+        on_neuron=False,
+    )
+    x = torch.randn(4, 3)
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    for shard, param in zip(model.sharded_params, plain[0].parameters(), strict=True):
+        expected = param.grad.flatten()
+        torch.testing.assert_close(shard.grad.flatten()[: len(expected)], expected)
 
 
 def test_shards_have_the_names_and_attributes_of_the_original() -> None:
