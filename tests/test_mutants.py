@@ -24,7 +24,9 @@ f(int a)
     if (a < 3) {
         return fail("a < 3");
     }
-    free(a);
+    for (; a < 3;) {
+        free(a);
+    }
     return c->rank + 1;
 }
 """
@@ -36,8 +38,8 @@ MADE_OF_C = [
     (7, "off by one", "    if (a <= 3) {"),
     (7, "skip a check", "    if (0 && (a < 3)) {"),
     (7, "swap operands", "    if (3 < a) {"),
-    (11, "off by one", "    return c->rank;"),
-    (11, "wrong stream or rank", "    return (c->rank + 1) + 1;"),
+    (13, "off by one", "    return c->rank;"),
+    (13, "wrong stream or rank", "    return (c->rank + 1) + 1;"),
 ]
 PYTHON = """\
 def f(a):

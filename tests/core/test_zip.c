@@ -152,6 +152,19 @@ test_records_are_read_and_compared_with_their_sums_or_the_files(void)
     }
 }
 
+static void
+test_an_archive_is_known_by_its_first_four_bytes(void)
+{
+    static const char bytes[] = "PK\x03\x04 and more";
+    for (size_t n = 0; n < sizeof bytes; n++) {
+        ct_source source;
+        spill(bytes, n);
+        CHECK(ct_source_open(&source, path, NULL, NULL) == CT_OK);
+        CHECK(ct_zip_is(&source) == (n >= 4));
+        ct_source_close(&source);
+    }
+}
+
 int
 main(void)
 {
@@ -160,6 +173,7 @@ main(void)
     test_data_is_aligned_and_verifies();
     test_every_flipped_byte_of_data_and_every_cut_is_found();
     test_records_are_read_and_compared_with_their_sums_or_the_files();
+    test_an_archive_is_known_by_its_first_four_bytes();
     CHECK(ct_remove_tree(folder, NULL) == CT_OK);
     return 0;
 }

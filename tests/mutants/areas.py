@@ -378,7 +378,8 @@ AREAS = {
     ),
     "fsdp": Area(
         {
-            core("fsdp", "fsdp_offload", "fsdp_prefetch"): "core/test_fsdp.c",
+            core("fsdp"): "core/test_fsdp.c python/test_fsdp_codes.py",
+            core("fsdp_offload", "fsdp_prefetch"): "core/test_fsdp.c",
             core("fsdp_codes"): "core/test_fsdp_codes.c",
             core("fsdp_presence"): "core/test_fsdp.c core/test_fsdp_codes.c "
                 "python/test_fsdp_missing_gradients.py",

@@ -68,9 +68,10 @@ Found = tuple[int, str, str]
 
 CALL = re.compile(r"(\s+)(?:\(void\))?([a-z_]\w*(?:(?:->|\.)\w+)*)\(.*\);$")
 IF = re.compile(r"(\s+)((?:\} else )?if|while) \((.*)\) \{$")
+FOR = re.compile(r"\s+for \(")
 SYNCHRONISES = re.compile(r"lock|barrier|sync|wait|fence|join|signal|broadcast")
 RELEASES = re.compile(
-    r"free|decref|clear|close|release|fini|trim|unmap|assert|prefetch|Py_",
+    r"free|decref|clear|close|release|fini(?!sh)|trim|unmap|assert|prefetch|Py_",
     re.IGNORECASE,
 )
 LEAVES = re.compile(r"\s*(return|goto|break|continue|status =|PyErr_)")
@@ -110,8 +111,9 @@ def c_line(number: int, line: str, following: str, whole: bool) -> Iterator[Foun
         yield number, NEGATE, f"{indent}{keyword} (!({test})) {{"
         if LEAVES.match(following) and "if" in keyword:
             yield number, SKIP, f"{indent}{keyword} (0 && ({test})) {{"
-    if '"' in line:
-        return  # what a message says is no fault of the code
+    releasing = CALL.match(following)
+    if '"' in line or (releasing and RELEASES.search(releasing[2]) and FOR.match(line)):
+        return  # what a message says, and which memory a loop gives back
     for found in SWAPPED.finditer(line):
         a, operation, b = found.groups()
         after = f"{line[: found.start()]}{b} {operation} {a}{line[found.end() :]}"

@@ -226,9 +226,10 @@ def test_fault_p8_a_sample_without_memory_is_dropped_and_counted(
         assert torch.equal(a, b)
 
 
-def test_an_update_without_memory_for_any_sample_is_none() -> None:
+@pytest.mark.parametrize("use_bmuf", [False, True])
+def test_an_update_without_memory_for_any_sample_is_none(use_bmuf: bool) -> None:
     sample = tiny.batches(1)[0] | {"oom": "forward"}
-    ours = tiny.trainer(criterion=Hungry())
+    ours = tiny.trainer(criterion=Hungry(), optimization__use_bmuf=use_bmuf)
     assert ours.train_step([sample]) is None
     assert ours.get_num_updates() == 0
     assert metrics.get_smoothed_value("train", "oom") == 1
