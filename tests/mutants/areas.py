@@ -460,11 +460,12 @@ AREAS = {
                 "python/test_any_batch.py python/test_arguments_in_runs.py "
                 "python/test_data_resume.py",
             python("adapters", "_numpy_batches"):
-                "python/test_numpy_adapter.py python/test_data_orders.py",
+                "python/test_batch_shard.py python/test_numpy_adapter.py",
             python("adapters", "_torch_batches"):
                 "python/test_data_orders.py python/test_data_resume.py",
             python("adapters", "_torch_ranks"):
-                "python/test_data_orders.py python/test_data_resume_ranks.py",
+                "python/test_data_orders.py python/test_dispatched_batches.py "
+                "python/test_data_resume_ranks.py",
             python("adapters", "_torch_data", "_torch_reading", "generators",
                    "reading"):
                 "python/test_data_resume.py",
@@ -516,7 +517,8 @@ AREAS = {
                 "python/test_fairseq_checkpoints.py",
             python("fairseq", "_composite", "_optim_options", "_optimizers",
                    "optim"):
-                "python/test_fairseq_optimizers.py python/test_fairseq_precision.py",
+                "python/test_fairseq_optimizers.py python/test_fairseq_precision.py "
+                "python/test_fairseq_checkpoints.py",
             python("fairseq", "_lr_base", "_lr_by_epoch", "_lr_by_update",
                    "lr_scheduler"):
                 "python/test_fairseq_schedules.py",

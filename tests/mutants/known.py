@@ -185,4 +185,11 @@ EQUIVALENT = (
         "/* some have nothing to run at all */",
         "a batch is lent where each rank has its own, which it runs instead",
     ),
+    (
+        "ctrainer/fairseq/checkpoint_utils.py",
+        "return value <= max(values)",
+        "return value < max(values)",
+        "of equal ones the later has the larger number in its name: where lower ones "
+        "are better, it is the first that is deleted after the save",
+    ),
 )

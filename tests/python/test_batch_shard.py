@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctrainer import _C
+from ctrainer._rank_options import Dealing
+from ctrainer.adapters._numpy_batches import DataLoader
 
 
 def batches(n: int, size: int, drop_last: bool) -> list[list[int]]:
@@ -79,6 +81,10 @@ def test_equal_to_accelerate(n, size, ranks, flags) -> None:
         assert ours == list(theirs)
         count = _C.BatchShard.count(len(sampler), rank, ranks, size, **options)
         assert count == len(theirs)
+        dealing = Dealing(rank, ranks, split, False, even, True)
+        loader = DataLoader(range(n), size, range(n), list, drop_last, dealing)
+        assert list(loader) == ours
+        assert len(loader) == count
 
 
 @pytest.mark.parametrize(

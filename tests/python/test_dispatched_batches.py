@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from draws import draws
 from rank_threads import on_ranks
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -52,6 +54,41 @@ def test_rows_are_dealt_out_in_the_batches_own_containers(groups: Any) -> None:
     assert all(isinstance(batch, Pair) for batch in first + second)
     assert [batch.x.tolist() for batch in first] == [[0, 1], [4]]
     assert [batch.y.tolist() for batch in second] == [[20, 30], [0]]
+
+
+@pytest.mark.parametrize("seed", range(draws(40, 1000)))
+def test_every_rank_has_its_part_of_each_round(seed: int, groups: Any) -> None:
+    """A round is a batch that is split, or a batch for each rank. What is left at the
+    end is dropped, or filled up with the first rows, or dealt out as it is."""
+    rng = random.Random(seed)
+    ranks, split, even, drop = rng.randint(1, 3), *(rng.random() < 0.5 for _ in "abc")
+    size = rng.randint(1, 3) * (ranks if split else 1)
+    rows = list(range(rng.randint(ranks, 20)))
+
+    def read(group: _C.Communicator) -> list[list[int]]:
+        groups.group = group
+        dealing = Dealing(group.rank, ranks, split, True, even, True)
+        loader: Any = loading(rows, batch_size=size, drop_last=drop)
+        dispatched = DispatchedLoader(loader, dealing)
+        found = [batch.tolist() for batch in dispatched]
+        assert len(found) == len(dispatched) or not (even or drop)
+        return found
+
+    together = size if split else size * ranks
+    rounds = [rows[at : at + together] for at in range(0, len(rows), together)]
+    left = len(rows) % together
+    if left and drop:
+        rounds.pop()
+    elif even and left % ranks:
+        rounds[-1] += rows[: ranks - left % ranks]
+    expected: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for dealt in rounds:
+        each = -(-len(dealt) // ranks)
+        for rank in range(ranks):
+            part = dealt[rank * each : (rank + 1) * each]
+            if part:
+                expected[rank].append(part)
+    assert on_ranks(ranks, read) == expected
 
 
 class Broken(IterableDataset[int]):

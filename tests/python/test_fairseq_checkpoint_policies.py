@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import draws
 
 from ctrainer.fairseq import checkpoint_utils
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
@@ -148,6 +150,29 @@ def test_the_best_are_kept_and_ties_among_them(tmp_path: Path, maximize: bool) -
         f".best_loss_{mark}1.5000.pt", f".best_loss_{mark}1.5001.pt",
         f".best_loss_{mark}2.0000.pt", "_best.pt", "_last.pt",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(draws(20, 500)))
+def test_of_any_metrics_those_with_the_best_numbers_are_kept(
+    seed: int, tmp_path: Path
+) -> None:
+    """A name has the metric in three decimals and a digit that tells equal ones apart;
+    the new file counts as one of those that are to be kept."""
+    chance = random.Random(seed)
+    most, maximize = chance.randint(1, 3), bool(seed % 2)
+    values = [chance.choice([1.0, 1.5, 2.0, 2.5]) for _ in range(6)]
+    cfg = config(
+        tmp_path, keep_best_checkpoints=most, no_epoch_checkpoints=True,
+        no_last_checkpoints=True, maximize_best_checkpoint_metric=maximize,
+    )  # fmt: skip
+    save_epochs(cfg, values)
+    kept: list[float] = []
+    for value in values:
+        alike = (round(value + digit / 10_000, 4) for digit in range(10))
+        kept.append(next(number for number in alike if number not in kept))
+        kept = sorted(kept, reverse=maximize)[:most]
+    best = {f".best_loss_{number:.4f}.pt" for number in kept}
+    assert names(tmp_path) == {*best, "_best.pt"}
 
 
 def test_the_score_is_a_trainers_own_and_survives_a_restart() -> None:

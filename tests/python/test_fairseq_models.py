@@ -11,7 +11,7 @@ from torch import nn
 
 from ctrainer.fairseq.config import as_config
 from ctrainer.fairseq.data import Dictionary
-from ctrainer.fairseq.models import build_model
+from ctrainer.fairseq.models import FairseqEncoder, FairseqEncoderModel, build_model
 from ctrainer.fairseq.modules import (
     MultiheadAttention,
     PositionalEmbedding,
@@ -213,3 +213,21 @@ def test_older_weights_without_an_output_layer_load() -> None:
     state["decoder.embed_out"] = state.pop("decoder.output_projection.weight")
     apart.load_state_dict(state)
     assert "decoder.embed_out" in state  # the caller's dict is left alone
+
+
+class Encoder(FairseqEncoder):
+    def forward(self, src_tokens: Any, src_lengths: Any = None) -> dict[str, Any]:
+        return {"encoder_out": src_tokens * src_lengths}
+
+
+def test_an_encoders_output_is_normalised_where_it_is_a_tensor() -> None:
+    model = FairseqEncoderModel(Encoder(Dictionary()))
+    scores = torch.randn(3, 5, generator=torch.Generator().manual_seed(2))
+    output = model(scores, src_lengths=2)
+    for log_probs in (True, False):
+        found = model.get_normalized_probs(output, log_probs)
+        expected = (2 * scores).softmax(-1)
+        expected = expected.log() if log_probs else expected
+        torch.testing.assert_close(found, expected)
+        with pytest.raises(NotImplementedError, match="encoder_out is no tensor"):
+            model.get_normalized_probs({"encoder_out": [scores]}, log_probs)
