@@ -114,7 +114,7 @@ class FlattenParamsWrapper(nn.Module):
         self.flat_param_names = names
         hooked: Any = self  # these two have no types in torch
         hooked._register_state_dict_hook(_strip_prefix)
-        hooked._register_load_state_dict_pre_hook(_add_prefix)
+        hooked._register_load_state_dict_pre_hook(_add_prefix, with_module=True)
         if _flatten:
             self._make_flat()
 
@@ -196,17 +196,25 @@ class FlattenParamsWrapper(nn.Module):
     ) -> Iterator[None]:
         """Within it the module has its own parameters, over the flat ones' memory.
 
-        flat_params: other data to be viewed, a tensor for each flat parameter.
+        flat_params: other data to be viewed, a tensor for each flat parameter. Within
+        another one it changes nothing, but for such data.
         """
-        if not self.flat_params:
+        was_flat = any(name in self._parameters for name in self.flat_param_names)
+        if not self.flat_params or (flat_params is None and not was_flat):
             yield
             return
         self._set_views(self.get_param_views(flat_params), as_parameters=True)
         for name in self.flat_param_names:
-            del self._parameters[name]
+            self._parameters.pop(name, None)
         try:
             yield
         finally:
+            self._leave_unflattened(was_flat)
+
+    def _leave_unflattened(self, was_flat: bool) -> None:
+        if not was_flat:
+            self._set_views(self.get_param_views(), as_parameters=True)
+        else:
             for name, flat in zip(self.flat_param_names, self.flat_params, strict=True):
                 self.register_parameter(name, flat)
             self._view_flat_params()
@@ -257,9 +265,12 @@ def _strip_prefix(
     replace_by_prefix(state_dict, f"{prefix}_fpw_module.", prefix)
 
 
-def _add_prefix(state_dict: dict[str, Any], prefix: str, *unused: object) -> None:
+def _add_prefix(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: object
+) -> None:
     replace_by_prefix(state_dict, prefix, f"{prefix}_fpw_module.")
     for key in list(state_dict):  # the flat parameters are the wrapper's own
         name = key.removeprefix(f"{prefix}_fpw_module.")
-        if name != key and name.startswith("flat_param_"):
+        is_flat = name.startswith("flat_param_") or name in module._parameters
+        if name != key and is_flat:
             state_dict[prefix + name] = state_dict.pop(key)

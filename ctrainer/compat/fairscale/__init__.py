@@ -3,7 +3,12 @@ in the place of `from fairscale.nn import ...` and `from fairscale.optim import 
 """
 
 from ctrainer.compat.fairscale._batch_norm import auto_wrap_bn
-from ctrainer.compat.fairscale._checkpoint import checkpoint_wrapper
+from ctrainer.compat.fairscale._checkpoint import (
+    checkpoint_wrapper,
+    disable_checkpointing,
+    is_checkpointing,
+    is_recomputing,
+)
 from ctrainer.compat.fairscale._fsdp import (
     FullyShardedDataParallel,
     get_fsdp_instances,
@@ -34,8 +39,11 @@ __all__ = [
     "checkpoint_wrapper",
     "config_auto_wrap_policy",
     "default_auto_wrap_policy",
+    "disable_checkpointing",
     "enable_wrap",
     "get_fsdp_instances",
+    "is_checkpointing",
+    "is_recomputing",
     "is_singleton_tensor",
     "wrap",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,40 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
+
+
+class _Thread(threading.local):
+    """What a thread is doing: autograd has threads of its own."""
+
+    checkpointing = recomputing = disabled = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def _now(name: str) -> Iterator[None]:
+    before = getattr(_thread, name)
+    setattr(_thread, name, True)
+    try:
+        yield
+    finally:
+        setattr(_thread, name, before)
+
+
+def disable_checkpointing() -> contextlib.AbstractContextManager[None]:
+    """Within it, in this thread, modules keep their activations."""
+    return _now("disabled")
+
+
+def is_checkpointing() -> bool:
+    """Whether a forward runs whose activations are not kept."""
+    return _thread.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether such a forward runs again, for the backward."""
+    return _thread.recomputing
 
 
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
@@ -31,7 +66,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
 
 def _checkpointed_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     forward = type(module).forward
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or _thread.disabled:
         return forward(module, *args, **kwargs)
     with save_on_cpu() if module._offloads_to_cpu else contextlib.nullcontext():
         return checkpoint(
@@ -46,7 +81,13 @@ def _checkpointed_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _contexts(module: nn.Module) -> tuple[Any, Any]:
     """Of the forward, and of its repetition."""
-    return contextlib.nullcontext(), _frozen_statistics(module)
+    return _now("checkpointing"), _again(module)
+
+
+@contextlib.contextmanager
+def _again(module: nn.Module) -> Iterator[None]:
+    with _now("recomputing"), _frozen_statistics(module):
+        yield
 
 
 @contextlib.contextmanager
