@@ -355,7 +355,7 @@ class RunMixin(
         finds."""
         if not getattr(self.args, "dataloader_seed_by_place", True):
             return loader
-        return self._make_reader(loader).evaluate()
+        return self._make_reader(loader).evaluate(self._reader)
 
     def _saves_best_only(self) -> bool:
         """Does an evaluation decide whether this step is saved?"""

@@ -8,6 +8,7 @@ and a worker_init_fn are called as torch calls them.
 from __future__ import annotations
 
 import collections
+import copy
 import inspect
 import itertools
 import json
@@ -358,6 +359,7 @@ class StreamReader(LoaderReader):
         self._stateful = _resumes_exactly(loader.dataset)
         self._workers = loader.num_workers
         self._opened: int | None = None  # the epoch that was begun last
+        self._copy: Any = None  # of the data set, to read in its place
         # A worker that stays hears of the epoch with its first batch, when an __iter__
         # that is no generator has looked already.
         begin: Any = type(loader.dataset).__iter__
@@ -367,9 +369,14 @@ class StreamReader(LoaderReader):
     def _know_draws(self, state: Mapping[str, Any]) -> None:
         super()._know_draws({"drawing": ALL})  # what is read past draws once more
 
-    def evaluate(self) -> Iterator[Any]:
+    def evaluate(self, training: reading.Reader | None = None) -> Iterator[Any]:
+        dataset, trained = self.loader.dataset, getattr(training, "loader", None)
         self._stateful = False
-        return super().evaluate()
+        # What says where it is has one place, but for its copies in workers.
+        shares = getattr(trained, "dataset", None) is dataset
+        if shares and not self._workers and reading.has_state(dataset):
+            self._copy = _copied(dataset)
+        return super().evaluate(training)
 
     def check(self, state: Mapping[str, Any], skip: int) -> None:
         super().check(state, skip)
@@ -434,6 +441,8 @@ class StreamReader(LoaderReader):
 
     def _wraps(self, known: bool) -> dict[str, Any]:
         """Attributes of the loader that let workers tell and take over states."""
+        if self._copy is not None:
+            return {"dataset": self._copy}
         if not self._workers or not self._stateful:
             return {}
         changes: dict[str, Any] = {"collate_fn": _WithState(self.loader.collate_fn)}
@@ -521,6 +530,17 @@ def _resumes_exactly(dataset: Any) -> bool:
     return not getattr(getattr(dataset, "_formatting", None), "is_table", False)
 
 
+def _copied(dataset: Any) -> Any:
+    try:
+        return copy.deepcopy(dataset)
+    except Exception as error:
+        raise ValueError(
+            f"{type(dataset).__name__} is trained on and evaluated on, and has one "
+            f"state: an evaluation reads a copy, and it cannot be copied ({error}). "
+            "Give eval_dataset an object of its own, or set dataloader_num_workers"
+        ) from error
+
+
 class ObjectReader(reading.Reader):
     """Of a loader of which no more is known than that it gives batches."""
 
@@ -531,7 +551,7 @@ class ObjectReader(reading.Reader):
 class HandedOutReader(reading.Reader):
     """Of batches of an evaluation that rank 0 reads and hands out."""
 
-    def evaluate(self) -> Iterator[Any]:
+    def evaluate(self, training: reading.Reader | None = None) -> Iterator[Any]:
         first = self.rank == 0
         inner = reader(self.loader.loader, self.seed).evaluate() if first else None
         found: Iterator[Any] = self.loader.turns(inner)

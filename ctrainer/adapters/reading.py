@@ -145,8 +145,11 @@ class Reader:
         """Draw what the loader's own generators have drawn in an epoch at whose end
         the state was saved."""
 
-    def evaluate(self) -> Iterator[Any]:
-        """The batches of an evaluation, which is no epoch of the training."""
+    def evaluate(self, training: Reader | None = None) -> Iterator[Any]:
+        """The batches of an evaluation, which is no epoch of the training.
+
+        training: the reader of an epoch under way, which is not to be disturbed.
+        """
         try:
             yield from self.start(EVALUATION, 0, None)
         finally:

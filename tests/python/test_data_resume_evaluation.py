@@ -3,13 +3,14 @@ is resumed before or after one goes on as one that was not interrupted."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from data_kinds import BATCH, Batches, Mapped, Stateful, Stream, collate
+from data_kinds import BATCH, Batches, Mapped, Sized, Stateful, Stream, collate
 from draws import EXHAUSTIVE
 from tiny import Net, arguments
 from torch.utils.data import DataLoader
@@ -101,6 +102,44 @@ def test_evaluations_draw_alike_and_leave_the_training_alone(tmp_path: Path) -> 
     without.data_collator = lambda rows: collate(rows) if len(rows) > 1 else batch(rows)
     without.train()
     assert weights(without) == weights(runs[0])
+
+
+SHARED = [
+    (kind, workers, persistent)
+    for kind in (Mapped, Stream, Sized, Stateful)
+    for workers, persistent in WORKERS
+    if EXHAUSTIVE or (kind is Stateful and workers == 0)
+]
+
+
+@pytest.mark.parametrize(("kind", "workers", "persistent"), SHARED)
+def test_what_is_trained_on_may_be_evaluated_on(
+    tmp_path: Path, kind: Any, workers: int, persistent: bool
+) -> None:
+    def trainer(shared: bool, **options: Any) -> Given:
+        made = make(tmp_path, "map-style", workers, persistent, **options)
+        made.train_dataset = kind()
+        made.eval_dataset = made.train_dataset if shared else kind()
+        return made
+
+    apart = trainer(False, save_strategy="no")
+    apart.train()
+    shared = trainer(True)
+    shared.train()
+    assert weights(shared) == weights(apart)
+    assert logged(shared, "loss") == logged(apart, "loss")
+    for step in range(1, STEPS) if EXHAUSTIVE else (5,):
+        again = trainer(True, save_strategy="no")
+        again.train(str(tmp_path / f"checkpoint-{step}"))
+        assert same(again, shared), step
+
+
+def test_a_stream_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
+    run = make(tmp_path, "map-style", 0, False, save_strategy="no")
+    run.train_dataset = run.eval_dataset = Stateful()
+    run.train_dataset.lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"Stateful is trained on and evaluated on"):
+        run.train()
 
 
 def batch(rows: list[Any]) -> dict[str, torch.Tensor]:
