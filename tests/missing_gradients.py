@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ctrainer.fsdp import hybrid_groups
 
 BRANCHES, STEPS, WIDTH = 4, 4, 5
 Case = dict[str, Any]
+Maker = Callable[[nn.Module], torch.optim.Optimizer]
 Trained = tuple[dict[str, torch.Tensor], list[dict[str, bool]]]
 
 
@@ -104,11 +106,11 @@ def missing(model: nn.Module) -> dict[str, bool]:
     return {name: p.grad is None for name, p in named if p.numel() > 0}
 
 
-def train_whole(case: Case) -> Trained:
+def train_whole(case: Case, made: Maker = adamw) -> Trained:
     """In one process, by torch alone."""
     with seeded(0):
         model = Model()
-    optimizer, told = adamw(model), []
+    optimizer, told = made(model), []
     for step, (used, frozen) in enumerate(
         zip(case["used"], case["frozen"], strict=True)
     ):
@@ -123,7 +125,9 @@ def train_whole(case: Case) -> Trained:
     return model.state_dict(), told
 
 
-def train_sharded(case: Case, group: _C.Communicator, **others: Any) -> Trained:
+def train_sharded(
+    case: Case, group: _C.Communicator, made: Maker = adamw, **others: Any
+) -> Trained:
     """A rank's part in it; others: options besides those of the case."""
     options = case["options"] | others
     to_none = options.pop("set_to_none")
@@ -133,7 +137,7 @@ def train_sharded(case: Case, group: _C.Communicator, **others: Any) -> Trained:
         model: Any = Model()
     model.inner = FSDP(model.inner, **options)
     model = FSDP(model, **options)
-    optimizer, told = adamw(model), []
+    optimizer, told = made(model), []
     for step, (used, frozen) in enumerate(
         zip(case["used"], case["frozen"], strict=True)
     ):

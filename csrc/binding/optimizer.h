@@ -68,6 +68,9 @@ int optim_plan_params(OptimEngine *self, PyObject *face);
 /* optimizer_parts.c: finds out which parameters are parts of one, where their group
  * looks at whole ones; a ValueError where it cannot be told of what. */
 int optim_read_parts(OptimEngine *self);
+/* Parts without elements here get an empty gradient where any rank has one of the
+ * parameter: all ranks update the same ones. Collective where there are parts. */
+int optim_share_presence(OptimEngine *self);
 /* Tells the core what is here of a parameter whose memory and shape it knows. */
 int optim_plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param);
 /* Keeps the groups of all parts from being closed, or no longer. */

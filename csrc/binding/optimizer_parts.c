@@ -120,6 +120,81 @@ optim_read_parts(OptimEngine *self)
     return result;
 }
 
+/* ---- which parameters have a gradient on any rank ----------------------------------
+ */
+
+/* 1 where the slot's parameter has a gradient, 0, or -1 with an exception. */
+static int
+has_grad(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *grad = PyObject_GetAttr(slot->param, self->state->str_grad);
+    const int has = grad == NULL ? -1 : !Py_IsNone(grad);
+    Py_XDECREF(grad);
+    return has;
+}
+
+/* An empty gradient, where the parameter has no elements here either. */
+static int
+give_empty_grad(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *count = PyObject_CallMethod(slot->param, "numel", NULL);
+    const long n = count == NULL ? -1 : PyLong_AsLong(count);
+    PyObject *empty = n != 0 ? NULL : PyObject_CallMethod(slot->param, "detach", NULL);
+    const int result =
+        empty == NULL ? (n > 0 ? 0 : -1)
+                      : PyObject_SetAttr(slot->param, self->state->str_grad, empty);
+    Py_XDECREF(empty);
+    Py_XDECREF(count);
+    return result;
+}
+
+/* Of the n slots of one group, which are those behind `first` and itself. */
+static int
+share_presence(OptimEngine *self, size_t first, double *has)
+{
+    PyObject *communicator = self->slots[first].part.communicator;
+    size_t n = 0, at = 0;
+    int found = 0;
+    for (size_t k = first; found >= 0 && k < self->n_slots; k++) {
+        if (self->slots[k].part.communicator == communicator) {
+            found = has_grad(self, &self->slots[k]);
+            has[n++] = found;
+        }
+    }
+    if (found < 0 || ctpy_comm_reduce_numbers(self->state, communicator, NULL, has, n,
+                                              CT_REDUCE_MAX) < 0) {
+        return -1;
+    }
+    for (size_t k = first; found >= 0 && k < self->n_slots; k++) {
+        if (self->slots[k].part.communicator == communicator && has[at++] > 0.0) {
+            found = has_grad(self, &self->slots[k]);
+            found = found == 0 ? give_empty_grad(self, &self->slots[k]) : found;
+        }
+    }
+    return found < 0 ? -1 : 0;
+}
+
+int
+optim_share_presence(OptimEngine *self)
+{
+    double *has = NULL;
+    int result = 0;
+    for (size_t k = 0; result == 0 && k < self->n_slots; k++) {
+        const PyObject *communicator = self->slots[k].part.communicator;
+        bool seen = communicator == NULL;
+        for (size_t i = 0; !seen && i < k; i++) {
+            seen = self->slots[i].part.communicator == communicator;
+        }
+        if (!seen && has == NULL && (has = PyMem_New(double, self->n_slots)) == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        result = seen ? 0 : share_presence(self, k, has);
+    }
+    PyMem_Free(has);
+    return result;
+}
+
 /* What lies behind the parameter's end is padding. */
 int
 optim_plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)

@@ -217,6 +217,9 @@ int
 optim_plan_grads(OptimEngine *self)
 {
     ct_optim_param *params = ct_optim_params_borrow(self->core);
+    if (optim_share_presence(self) < 0) {
+        return -1;
+    }
     for (size_t k = 0; k < self->n_slots; k++) {
         optim_slot *slot = &self->slots[k];
         params[k] = (ct_optim_param){.group = slot->group};

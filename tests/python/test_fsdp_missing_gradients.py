@@ -11,7 +11,7 @@ from draws import draws
 from rank_threads import on_ranks, seeded
 from torch import nn
 
-from ctrainer import _C
+from ctrainer import _C, optim
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 
 
@@ -48,6 +48,36 @@ def test_none_is_told_from_zeros_however_gradients_are_reduced(
     def train(group: _C.Communicator) -> None:
         found = trainings.train_sharded(case, group, **options)
         trainings.compare(case, found, expected, exact=False)
+
+    on_ranks(case["world"], train)
+
+
+@pytest.mark.parametrize("seed", range(draws(6, 200)))
+@pytest.mark.parametrize("kind", ["LAMB", "Adafactor", "LARS"])
+def test_optimizers_of_whole_parameters_update_what_any_rank_has_used(
+    kind: str, seed: int
+) -> None:
+    """A rank without a part of a parameter may not have used it, and joins the rest."""
+    case = trainings.drawn(seed) | {"hybrid": False}
+    options: dict[str, Any] = {"lr": 1e-2}
+    if kind == "Adafactor":
+        options |= {"relative_step": False, "scale_parameter": False}
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(optim, kind)(
+            model.parameters(), **options
+        )
+        return optimizer
+
+    expected = trainings.train_whole(case, made)
+
+    def train(group: _C.Communicator) -> None:
+        found = trainings.train_sharded(case, group, made)
+        trainings.compare(case, found, expected, exact=False)
+        for name, value in expected[0].items():
+            # Where a gradient is next to nothing its sign decides, and rounding that.
+            difference = (found[0][name] - value).abs().max().item()
+            assert difference < 2e-3, (name, difference, case)
 
     on_ranks(case["world"], train)
 
