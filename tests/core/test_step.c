@@ -89,6 +89,30 @@ test_the_loss_scale_is_taken_out_before_clipping(void)
     ct_optim_free(f.optim);
 }
 
+/* By value comes after by norm, and what was left in the gradients is what was used. */
+static void
+test_values_are_clipped_after_the_norm(void)
+{
+    ct_random r = {7};
+    for (int draw = 0; draw < 100; draw++) {
+        fixture f;
+        const double scale = draw % 2 == 0 ? 1.0 : 256.0;
+        const double values[2] = {8.0 * ct_random_unit(&r), 8.0 * ct_random_unit(&r)};
+        const ct_clip clip = {.max_norm = draw % 3 == 0 ? 0.0 : 3.0, .value = 1.5};
+        fixture_init(&f, (float)(scale * values[0]), (float)(scale * values[1]));
+        const ct_step_result result = step(&f, (ct_step_config){.clip = clip}, scale);
+        const double norm = hypot(values[0], values[1]);
+        const double coef =
+            clip.max_norm > 0.0 ? fmin(1.0, clip.max_norm / (norm + 1e-6)) : 1.0;
+        CHECK(result.updated && fabs(result.clip_coef - coef) < 1e-6);
+        for (size_t i = 0; i < 2; i++) {
+            const double expected = fmax(-1.5, fmin(1.5, coef * values[i]));
+            CHECK(fabs(f.grad[i] - expected) < 1e-5 && f.param[i] == -f.grad[i]);
+        }
+        ct_optim_free(f.optim);
+    }
+}
+
 static void
 test_skip_leaves_the_weights_and_the_count_alone_but_drops_the_gradient(void)
 {
@@ -232,6 +256,7 @@ main(void)
     test_a_small_norm_is_not_clipped();
     test_a_large_norm_is_clipped_and_reported_as_it_was();
     test_the_loss_scale_is_taken_out_before_clipping();
+    test_values_are_clipped_after_the_norm();
     test_skip_leaves_the_weights_and_the_count_alone_but_drops_the_gradient();
     test_stop_fails_and_touches_nothing();
     test_keep_updates_all_the_same();

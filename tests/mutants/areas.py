@@ -214,7 +214,8 @@ AREAS = {
                 "binding/test_trainer_hooks.py python/test_arguments_in_runs.py "
                 "python/test_trainer_checkpoints.py parity/test_training.py",
             "ctrainer/_trainer_extra.py ctrainer/introspect.py ctrainer/_hooks.py":
-                "binding/test_trainer_hooks.py parity/test_clients.py",
+                "binding/test_trainer_hooks.py python/test_optimizer_in_trainer.py "
+                "parity/test_clients.py",
             "ctrainer/_trainer_search.py": "python/test_search.py",
             "ctrainer/hf.py": "python/test_hf.py",
             python("adapters", "_torch_optim"):
@@ -246,7 +247,10 @@ AREAS = {
                 "python/test_ranks_evaluation.py",
             "ctrainer/seq2seq.py ctrainer/integrations/generation.py":
                 "python/test_seq2seq.py parity/test_generation.py",
-            binding("trainer_eval", "trainer_eval_batch", "trainer_eval_loop",
+            binding("trainer_eval_batch"):
+                "binding/test_trainer_eval.py python/test_any_batch.py "
+                "parity/test_evaluation.py",
+            binding("trainer_eval", "trainer_eval_loop",
                     "trainer_eval_metrics", "trainer_eval_step", "trainer_eval_store",
                     "trainer_eval_train"):
                 "binding/test_trainer_eval.py parity/test_evaluation.py",
@@ -478,8 +482,10 @@ AREAS = {
             "ctrainer/_settings.py ctrainer/_argument_checks.py":
                 "python/test_settings.py python/test_training_args.py",
             "ctrainer/_argument_setters.py ctrainer/_argument_table.py "
-            "ctrainer/_older_fields.py ctrainer/training_args.py":
+            "ctrainer/_older_fields.py":
                 "python/test_training_args.py",
+            "ctrainer/training_args.py":
+                "python/test_training_args.py python/test_world.py",
         },
         "python/test_arguments_in_runs.py python/test_fsdp_options.py",
     ),

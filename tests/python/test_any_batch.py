@@ -138,3 +138,19 @@ def test_a_batch_that_no_hook_unpacks_is_refused_by_its_type(kind: str) -> None:
     )  # fmt: skip
     with pytest.raises(TypeError, match="compute_loss expects a batch that maps"):
         trainer.train()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MAPPINGS])
+def test_inputs_for_metrics_are_refused_where_they_have_no_names(kind: str) -> None:
+    KEPT.clear()
+    cls = type("Unpacks", (Unpacks,), {"kind": kind})
+    trainer = tiny.make(
+        cls, tiny.gpt2(), tiny.tokens(4), remove_unused_columns=False,
+        include_for_metrics=["inputs"],
+        parts={
+            "data_collator": KINDS[kind][0],
+            "compute_metrics": lambda prediction: {},
+        },
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="include_for_metrics has 'inputs'"):
+        trainer.evaluate(tiny.tokens(4))

@@ -150,3 +150,28 @@ def test_engine_and_step_agree_to_the_bit(
         optimizer.step(max_norm=0.5)
         optimizer.zero_grad()
     assert same([p.detach() for p in model.parameters()], expected)
+
+
+def test_what_a_trainer_tells_of_its_optimizer_is_what_transformers_tells() -> None:
+    transformers = pytest.importorskip("transformers")
+    import tiny
+
+    told = []
+    for cls in (Trainer, transformers.Trainer):
+        made = tiny.make(cls, tiny.gpt2(), tiny.tokens(4), weight_decay=0.1)
+        made.model.transformer.wpe.weight.requires_grad_(False)
+        for ask in (made.get_learning_rates, made.get_optimizer_group):
+            with pytest.raises(ValueError, match="the optimizer|optimizer is None"):
+                ask()
+        made.create_optimizer()
+        groups = [
+            [tuple(p.shape) for p in group] for group in made.get_optimizer_group()
+        ]
+        count = made.get_num_trainable_parameters()
+        told.append((count, made.get_learning_rates(), groups))
+    assert told[0] == told[1]
+    made = tiny.make(Trainer, tiny.gpt2(), tiny.tokens(4), weight_decay=0.1)
+    for group in made.create_optimizer().param_groups:
+        for parameter in group["params"]:
+            assert made.get_optimizer_group(parameter) is group
+    assert made.get_optimizer_group(nn.Parameter(torch.zeros(1))) is None

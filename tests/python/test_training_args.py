@@ -1,8 +1,10 @@
 """TrainingArguments: transformers' face, and nothing silently ignored."""
 
+import contextlib
 import copy
 import dataclasses
 import importlib.util
+import itertools
 import json
 import logging
 import pickle
@@ -10,6 +12,7 @@ import re
 import subprocess
 import sys
 import warnings
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -164,6 +167,19 @@ class TestAgainstTransformers:
             hf.TrainingArguments(str(tmp_path), **given)
         with pytest.raises(ValueError, match="|".join(given)):
             TrainingArguments(tmp_path, **given)
+
+    def test_the_best_model_needs_a_checkpoint_at_evaluations(self, tmp_path) -> None:
+        """Both are counts of updates or both shares of the run, one a multiple of the
+        other. (transformers takes a whole number of shares, too: 2 and 0.5.)"""
+        steps = ("0.05", "0.1", "0.3", "0.5", "0.9", "1", "2", "3", "4", "6")
+        for saved, evaluated in itertools.product(map(Fraction, steps), repeat=2):
+            whole = saved % evaluated == 0 and (saved < 1) == (evaluated < 1)
+            refused = pytest.raises(ValueError, match="a multiple of eval_steps")
+            with contextlib.nullcontext() if whole else refused:
+                TrainingArguments(
+                    tmp_path, load_best_model_at_end=True, eval_strategy="steps",
+                    save_steps=float(saved), eval_steps=float(evaluated),
+                )  # fmt: skip
 
     def test_set_methods_have_the_same_signatures_and_effects(
         self, hf, tmp_path
