@@ -11,7 +11,7 @@
 #   make check-core   the tests of the C core alone
 #   make asan      the core's and the extension's tests under ASan and UBSan
 #   make tsan      the tests that run threads under TSan
-#   make mutants   put 100 faults into a copy of the tree and see that tests fail: hours
+#   make mutants   put 100 faults into a copy of the tree and see that tests fail: an hour
 #   make cuda      build the CUDA plugin with nvcc and test it, its kernels on the CPU
 #   make cuda-emul, cuda-check   the CUDA kernels on the CPU; on a GPU
 #   make bench-kernels   the update against the speed of this memory

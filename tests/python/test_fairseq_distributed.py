@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -34,6 +35,27 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         if name.startswith("SLURM_"):
             monkeypatch.delenv(name)
     return monkeypatch
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize("wanted", ["nccl", "gloo", "mpi"])
+def test_nccl_is_for_tensors_that_gpus_have(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, cpu: bool, wanted: str
+) -> None:
+    processes = pytest.importorskip("ctrainer.comm.processes")
+    joined: list[Any] = []
+    monkeypatch.setattr(logging.getLogger(), "setLevel", lambda level: None)
+    monkeypatch.setattr(processes, "gpus", lambda: gpus)
+    monkeypatch.setattr(processes, "join", lambda *place: joined.append(place) or 1)
+    found = group(
+        distributed_backend=wanted, distributed_init_method="tcp://host:1",
+        distributed_rank=1, distributed_world_size=2, heartbeat_timeout=7,
+    )  # fmt: skip
+    cfg = SimpleNamespace(distributed_training=found, common=SimpleNamespace(cpu=cpu))
+    assert distributed.distributed_init(cfg) == 1
+    backend = "gloo" if wanted == "nccl" and (cpu or gpus == 0) else wanted
+    assert joined == [(backend, "tcp://host:1", 1, 2, 7)]
 
 
 def test_one_worker_meets_nobody(no_launcher: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_what_a_trainer_tells_of_its_optimizer_is_what_transformers_tells() -> N
         made = tiny.make(cls, tiny.gpt2(), tiny.tokens(4), weight_decay=0.1)
         made.model.transformer.wpe.weight.requires_grad_(False)
         for ask in (made.get_learning_rates, made.get_optimizer_group):
-            with pytest.raises(ValueError, match="the optimizer|optimizer is None"):
+            with pytest.raises(ValueError, match=r"the optimizer|optimizer is None"):
                 ask()
         made.create_optimizer()
         groups = [
