@@ -27,7 +27,7 @@ from ctrainer.fairseq.train import parse_args, train
 
 # Powers of two, also as sizes of batches: multiplying by them rounds nothing.
 SEED, EPOCHS, LR = 5, 2, 1 / 16
-UPDATES = EPOCHS * -(-N // BATCH)
+IN_EPOCH = -(-N // BATCH)  # updates
 VALID_ROWS = 10
 Heard = list[tuple[bool, float]]  # is it of the training, loss
 
@@ -260,9 +260,11 @@ def test_a_run_resumed_between_validations_has_the_losses_that_follow(
     run(tmp_path, "--save-interval-updates", "1", "--disable-validation")
     expected = Expected(valid, interval)
     options = options_of(workers, interval, reusable)
-    for update in range(1, UPDATES)[:: 1 if EXHAUSTIVE else 4]:
-        epoch = -(-update // (UPDATES // EPOCHS))
-        saved = tmp_path / f"checkpoint_{epoch}_{update}.pt"
+    for update in range(1, EPOCHS * IN_EPOCH)[:: 1 if EXHAUSTIVE else 4]:
+        epoch, ends = -(-update // IN_EPOCH), update % IN_EPOCH == 0
+        name = f"checkpoint{epoch}.pt" if ends else f"checkpoint_{epoch}_{update}.pt"
+        saved = tmp_path / name
+        assert saved.exists()
         found = run(
             tmp_path / "resumed", "--restore-file", str(saved), "--no-save", *options,
             valid=valid,
