@@ -192,4 +192,10 @@ EQUIVALENT = (
         "of equal ones the later has the larger number in its name: where lower ones "
         "are better, it is the first that is deleted after the save",
     ),
+    (
+        "ctrainer/adapters/_torch_batches.py",
+        "if kind is RandomSampler and not sampler.replacement:",
+        "if False and (kind is RandomSampler and (not sampler.replacement)):",
+        "the short way to a place in a shuffled order; the long one gives the same",
+    ),
 )

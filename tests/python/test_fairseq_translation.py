@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from draws import draws
 
 from ctrainer.__main__ import main
 from ctrainer.fairseq import checkpoint_utils, tasks
 from ctrainer.fairseq.config.tasks import TranslationConfig
 from ctrainer.fairseq.data import Dictionary, LanguagePairDataset
+from ctrainer.fairseq.indexed_dataset import make_builder
+from ctrainer.fairseq.tasks.translation import load_langpair_dataset
 from tests import fairseq_program as program
 
 
@@ -155,3 +158,42 @@ class TestPairs:
             LanguagePairDataset([1, 2], [1, 1], words, [1], [1], words)
         with pytest.raises(ValueError, match="pad must have one number"):
             LanguagePairDataset([1], [1], words, [1], [1], Dictionary(bos="<pad>"))
+
+
+@pytest.mark.parametrize("seed", range(draws(12, 300)))
+def test_pairs_are_cut_marked_and_joined_as_the_options_say(
+    seed: int, tmp_path: Path
+) -> None:
+    """A cut source keeps its end of sentence; the first split comes upsampled."""
+    chance = random.Random(seed)
+    words = Dictionary()
+    for word in range(9):
+        words.add_symbol(f"w{word}")
+    eos, splits = words.eos(), {"train": 3, "train1": 2}
+    pairs: dict[str, list[list[list[int]]]] = {}
+    for split, n in splits.items():
+        pairs[split] = [
+            [[*chance.choices(range(4, 13), k=chance.randint(1, 7)), eos]
+             for _ in range(n)] for _ in "ab"
+        ]  # fmt: skip
+        for language, sentences in zip("ab", pairs[split], strict=True):
+            prefix = str(tmp_path / f"{split}.a-b.{language}")
+            builder = make_builder(f"{prefix}.bin", "mmap", vocab_size=len(words))
+            for ids in sentences:
+                builder.add_item(torch.tensor(ids))
+            builder.finalize(f"{prefix}.idx")
+    most, upsampled = chance.randint(2, 6), chance.randint(1, 3)
+    combine, begins, cuts = (chance.random() < 0.5 for _ in range(3))
+    found = load_langpair_dataset(
+        str(tmp_path), "train", "a", words, "b", words, combine, "mmap", upsampled,
+        True, False, most, 64, prepend_bos=begins, truncate_source=cuts, shuffle=False,
+    )  # fmt: skip
+    used = ["train"] * (upsampled if combine else 1) + ["train1"] * combine
+    expected = []
+    for split in used:
+        for source, target in zip(*pairs[split], strict=True):
+            cut = [*source[:-1][: most - 1], eos] if cuts else source
+            start = [words.bos()] * begins
+            expected.append(([*start, *cut], [*start, *target]))
+    items = (found[i] for i in range(len(found)))
+    assert [(i["source"].tolist(), i["target"].tolist()) for i in items] == expected

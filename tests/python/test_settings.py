@@ -740,3 +740,12 @@ class TestReader:
     def test_what_is_refused(self, value: Any, hint: Any) -> None:
         with pytest.raises(ValueError, match=r"^x(\[0\])? must be"):
             read(value, hint, "x")
+
+
+def test_objects_of_a_class_are_taken_as_they_are_and_nothing_else() -> None:
+    for value, kind in ((Path("a"), Path), (slice(1), slice), (range(2), range | None)):
+        assert read(value, kind, "field") is value
+        with pytest.raises(ValueError, match="field must be a"):
+            read("a", kind, "field")
+    with pytest.raises(TypeError, match=r"field is annotated .* cannot be checked"):
+        read(print, Callable[[int], int], "field")
