@@ -21,6 +21,7 @@ from torch import nn
 from ctrainer.adapters._torch_reading import seed_all
 from ctrainer.adapters.generators import place_word
 from ctrainer.fairseq import criterions, metrics, models, tasks
+from ctrainer.fairseq.config import components
 from ctrainer.fairseq.data import FairseqDataset
 from ctrainer.fairseq.dataclass import FairseqDataclass
 from ctrainer.fairseq.train import parse_args, train
@@ -73,14 +74,12 @@ class Options(FairseqDataclass):
     reusable: bool = field(default=False)
 
 
-@tasks.register_task("drawn_rows", dataclass=Options)
 class DrawnRows(tasks.FairseqTask):
     def load_dataset(self, split: str, **kwargs: Any) -> None:
         first, length = (0, N) if split == "train" else (100, VALID_ROWS)
         self.datasets[split] = Rows(first, length, self.cfg.reusable)
 
 
-@models.register_model("drawn_net", dataclass=FairseqDataclass)
 class DrawnNet(models.BaseFairseqModel):
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +106,6 @@ class Factor(FairseqDataclass):
     drawn_factor: bool = field(default=False)
 
 
-@criterions.register_criterion("drawn_squares", dataclass=Factor)
 class DrawnSquares(criterions.FairseqCriterion):
     def __init__(self, task: Any, drawn_factor: bool) -> None:
         super().__init__(task)
@@ -127,6 +125,24 @@ class DrawnSquares(criterions.FairseqCriterion):
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
         return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    """For these tests alone: others list what there is."""
+    models_by_name = (models.ARCH_MODEL_REGISTRY, models.ARCH_MODEL_NAME_REGISTRY)
+    names: list[dict[str, Any]] = [
+        *components._classes.values(), *models_by_name, models.ARCH_CONFIG_REGISTRY,
+        tasks.TASK_REGISTRY, models.MODEL_REGISTRY, criterions.CRITERION_REGISTRY,
+    ]  # fmt: skip
+    before = [dict(registry) for registry in names]
+    tasks.register_task("drawn_rows", dataclass=Options)(DrawnRows)
+    models.register_model("drawn_net", dataclass=FairseqDataclass)(DrawnNet)
+    criterions.register_criterion("drawn_squares", dataclass=Factor)(DrawnSquares)
+    yield
+    for registry, kept in zip(names, before, strict=True):
+        registry.clear()
+        registry.update(kept)
 
 
 def squares(model: nn.Module, sample: Any, drawn_factor: bool) -> torch.Tensor:
