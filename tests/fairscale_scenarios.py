@@ -335,6 +335,24 @@ def scenario_one_ranks_overflow_skips_everybodys_update(group: Any) -> None:
     assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
 
 
+def scenario_a_rank_without_gradients_skips_the_update_with_the_others(
+    group: Any,
+) -> None:
+    weights = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    scaler = ShardedGradScaler(init_scale=8.0, process_group=group)
+    for factor, scale in ((float("inf"), 4.0), (1.0, 4.0)):
+        optimizer.zero_grad()
+        loss = scaler.scale(weights.sum() * factor)
+        if group.rank == 1:
+            loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+    learnt = 0.0 if group.rank == 1 else 1.0
+    assert weights.tolist() == [learnt, learnt]
+
+
 def scenario_saved_shards_are_consolidated_and_go_on_on_other_ranks(
     group: Any,
 ) -> None:

@@ -248,6 +248,7 @@ LOCAL = {**TWO, "distributed_training__ddp_backend": "slowmo",
          "distributed_training__localsgd_frequency": 2, "optimization__clip_norm": 0.5}
 trainer, found["slowmo"] = train(mine(alike), **LOCAL)
 found["slowmo"]["wrapper"] = type(trainer.model).__name__
+_, found["other weights slowmo"] = train(mine(alike), model=other_model(), **LOCAL)
 _, found["slowmo bf16"] = train(mine(alike), common__bf16=True, **LOCAL)
 
 # With a momentum, a step of it after every third update

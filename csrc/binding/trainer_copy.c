@@ -36,22 +36,26 @@ refuse_running(PyObject *op)
 /* What belongs to this process: modules go by name, and an accelerator is made anew
  * when it is asked for. */
 static int
-leave_out(PyObject *own)
+leave_out(PyObject *own, const ctpy_state *names)
 {
-    static const char *const made_anew[] = {"_accelerator", "_syncs_gradients"};
-    PyObject *adapter = PyDict_GetItemString(own, "_adapter");
+    PyObject *const made_anew[] = {names->str__accelerator,
+                                   names->str__syncs_gradients};
+    PyObject *adapter = PyDict_GetItemWithError(own, names->str__adapter);
+    if (adapter == NULL && PyErr_Occurred()) {
+        return -1;
+    }
     if (adapter != NULL && PyModule_Check(adapter)) {
         PyObject *name = PyModule_GetNameObject(adapter);
         const int failed =
-            name == NULL || PyDict_SetItemString(own, "_adapter", name) < 0;
+            name == NULL || PyDict_SetItem(own, names->str__adapter, name) < 0;
         Py_XDECREF(name);
         if (failed) {
             return -1;
         }
     }
     for (size_t i = 0; i < sizeof made_anew / sizeof made_anew[0]; i++) {
-        if (PyDict_GetItemString(own, made_anew[i]) != NULL &&
-            PyDict_DelItemString(own, made_anew[i]) < 0) {
+        const int found = PyDict_Contains(own, made_anew[i]);
+        if (found < 0 || (found && PyDict_DelItem(own, made_anew[i]) < 0)) {
             return -1;
         }
     }
@@ -71,7 +75,8 @@ Trainer___getstate__(PyObject *op, PyObject *Py_UNUSED(unused))
     }
     PyObject *state =
         ctpy_copy_state_steal(op, PyObject_CallMethod(op, "_loss_state", NULL));
-    if (state != NULL && leave_out(PyTuple_GET_ITEM(state, 0)) < 0) {
+    if (state != NULL &&
+        leave_out(PyTuple_GET_ITEM(state, 0), ctpy_state_borrow(op)) < 0) {
         Py_CLEAR(state);
     }
     return state;

@@ -324,6 +324,61 @@ test_no_memory_is_an_error(void)
     comm->ops->free(comm);
 }
 
+static int n_begun, n_waited;
+
+/* No second collective begins. */
+static ct_status
+start_one(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
+{
+    (void)comm;
+    (void)request;
+    if (n_begun == 1) {
+        return ct_fail(err, CT_ECOMM, "another rank did not come");
+    }
+    *work = (ct_work *)&n_begun;
+    n_begun++;
+    return CT_OK;
+}
+
+static ct_status
+wait_for_one(ct_comm *comm, ct_work *work, ct_error *err)
+{
+    (void)comm;
+    (void)err;
+    CHECK(work == (ct_work *)&n_begun);
+    n_waited++;
+    return CT_OK;
+}
+
+/* Nothing of a block is on its way where one of its sums could not begin. */
+static void
+test_a_sum_that_has_begun_is_waited_for_where_the_next_fails(void)
+{
+    float single = 3.0f;
+    double twice = 4.0;
+    const ct_bmuf_tensor tensors[] = {
+        {.span = {&single, 1, CT_F32}},
+        {.span = {&twice, 1, CT_F64}},
+    };
+    const ct_bmuf_list list = {tensors, 2};
+    ct_comm *alone = ct_comm_self_new();
+    ct_comm_ops ops = *alone->ops;
+    ct_comm comm = *alone;
+    ct_error err;
+    ct_bmuf b;
+    ops.start = start_one;
+    ops.wait = wait_for_one;
+    comm.ops = &ops;
+    ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
+    CHECK(ct_bmuf_take_over(&b, &configs[0], &comm, &list, NULL) == CT_OK);
+    n_begun = n_waited = 0;
+    CHECK(ct_bmuf_depart(&b, &comm, &list, &err) == CT_ECOMM);
+    CHECK(strcmp(err.message, "another rank did not come") == 0);
+    CHECK(n_begun == 1 && n_waited == 1 && !b.is_away);
+    ct_bmuf_fini(&b);
+    alone->ops->free(alone);
+}
+
 static void
 test_when_workers_meet(void)
 {
@@ -378,6 +433,7 @@ main(void)
     test_a_loaded_global_model_is_compared_before_the_next_block();
     test_integers_are_refused();
     test_no_memory_is_an_error();
+    test_a_sum_that_has_begun_is_waited_for_where_the_next_fails();
     test_when_workers_meet();
     test_bad_options_are_named();
     return 0;

@@ -435,6 +435,29 @@ test_scaling_stops_at_the_limit_and_keeps_nan(void)
 _Static_assert(LISTS < 25 || LISTS * RULES_OF_A_LIST >= 3 * CT_RULE_COUNT,
                "every rule has three lists or more");
 
+/* All numbers are even and small: nothing is rounded in any dtype. */
+static void
+test_sums_of_other_dtypes_and_with_a_factor_are_added_to_the_last(void)
+{
+    static const size_t lengths[] = {0, 1, 511, 512, 513, 1024, 1300};
+    static double sums[1301], values[1301];
+    for (size_t k = 0; k < 4 * 4 * 7; k++) {
+        const ct_dtype to = dtypes[k % 4], from = dtypes[k / 4 % 4];
+        const size_t n = lengths[k / 16];
+        const double factor = k % 3 == 0 ? 0.5 : 1.0;
+        for (size_t i = 0; i <= n; i++) {
+            ct_store(to, sums, i, 2.0 * (double)(i % 40));
+            ct_store(from, values, i, 2.0 * (double)(i % 27) - 30.0);
+        }
+        const ct_span sum = {sums, n, to}, value = {values, n, from};
+        CHECK(ct_device_cpu.add(NULL, &sum, &value, 1, factor, NULL) == CT_OK);
+        for (size_t i = 0; i <= n; i++) { /* the last is not of the span */
+            const double added = i < n ? factor * (2.0 * (double)(i % 27) - 30.0) : 0.0;
+            CHECK(ct_load(to, sums, i) == 2.0 * (double)(i % 40) + added);
+        }
+    }
+}
+
 static void
 test_an_empty_list_is_no_work(void)
 {
@@ -474,6 +497,7 @@ main(void)
 {
     test_random_lists_equal_plain_loops_over_the_formulas();
     test_scaling_stops_at_the_limit_and_keeps_nan();
+    test_sums_of_other_dtypes_and_with_a_factor_are_added_to_the_last();
     test_an_empty_list_is_no_work();
     test_dtypes_that_are_no_floats_are_refused_and_named();
     return 0;

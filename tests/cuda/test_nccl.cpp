@@ -327,6 +327,21 @@ test_what_has_begun_is_waited_for()
     comm->ops->free(comm);
 }
 
+static void
+test_a_stream_cannot_be_followed_without_an_event()
+{
+    ct_comm *comm = join_alone(30.0);
+    ct_error err;
+    int stream = 0;
+    const size_t orders = emul::seen.orders;
+    emul::no_events = true;
+    CHECK(ct_comm_follow(comm, &stream, &err) == CT_EDEVICE);
+    emul::no_events = false;
+    CHECK(strstr(err.message, "cannot make an event: CUDA says ") == err.message);
+    CHECK(emul::seen.orders == orders);
+    comm->ops->free(comm);
+}
+
 /* What is asked of a group from the host: its operands are copied there and back. */
 static void
 test_host_memory_is_copied()
@@ -404,6 +419,7 @@ main()
     test_broadcast_and_barrier();
     test_wrong_operands_are_refused();
     test_nothing_to_send_is_no_collective();
+    test_a_stream_cannot_be_followed_without_an_event();
     test_host_memory_is_copied();
     test_groups_are_split();
     test_a_refused_collective_breaks_the_group();

@@ -217,7 +217,7 @@ AREAS = {
                 "binding/test_trainer_hooks.py python/test_optimizer_in_trainer.py "
                 "parity/test_clients.py",
             "ctrainer/_trainer_search.py": "python/test_search.py",
-            "ctrainer/hf.py": "python/test_hf.py",
+            "ctrainer/hf.py": "python/test_hf.py python/test_fsdp_meta.py",
             python("adapters", "_torch_optim"):
                 "parity/test_training.py python/test_optimizer_names.py",
             python("adapters", "_torch_precision"):

@@ -172,6 +172,12 @@ EQUIVALENT = (
         "of a message without rows, nobody reads more than its head",
     ),
     (
+        "csrc/binding/fsdp_clip.c",
+        "if (status != CT_OK || job->n == 0 || factor >= 1.0) {",
+        "if (status != CT_OK || job->n == 0 || factor > 1.0) {",
+        "where the factor is exactly 1, every gradient times it is itself",
+    ),
+    (
         "csrc/core/ct_reducer.c",
         "while (status == CT_OK && r->has_owners && r->settled + 1 < r->started &&",
         "while (status == CT_OK && r->has_owners && r->settled + 1 <= r->started &&",

@@ -257,7 +257,21 @@ def resume_within(overlap):
     second.finish()
     first.finish()  # nothing is left to do
     model = first.state_dict()["bmuf"]
-    return [*found, first.is_away, bits_of(whole) == bits_of(again), "left" in model]
+    finished = [first.is_away, bits_of(whole) == bits_of(again), "left" in model]
+    # An average on its way is no part of blocks that begin anew.
+    run(first, whole, range(10, 13))
+    run(second, again, range(10, 13))
+    second.finish()
+    left = first.is_away
+    for bmuf, mine in ((first, whole), (second, again)):
+        for p in mine.param_groups[0]["params"]:
+            p[:] = 0.25
+        bmuf.load_blocks_state_dict({"num_updates": 0})
+    stays = first.is_away
+    run(first, whole, range(13, 21))
+    run(second, again, range(13, 21))
+    anew = [left, stays, bits_of(whole) == bits_of(again)]
+    return [*found, *finished, *anew]
 
 def resume(width):
     cfg = config(block_momentum=0.5, warmup_iterations=0, global_sync_iter=2,
@@ -424,7 +438,9 @@ def test_an_average_that_is_taken_later_is_the_formulas(told: Told) -> None:
 
 def test_an_average_on_its_way_is_saved_and_can_be_finished(told: Told) -> None:
     away, refused, same, away_again = True, True, True, True
+    left, stays, as_new = True, False, True
     expected = [away, refused, same, away_again, False, True, False]
+    expected += [left, stays, as_new]
     assert [r["overlapped resume"] for r in told] == [expected] * 4
 
 

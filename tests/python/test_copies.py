@@ -7,6 +7,7 @@ import copy
 import multiprocessing
 import pickle
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,36 @@ def test_an_accelerator_is_made_anew() -> None:
     other = WAYS["pickle"](original)
     assert other.accelerator.sync_gradients
     assert all(map(torch.equal, trained(other), trained(original)))
+
+
+def test_a_copy_for_which_there_is_no_memory_is_none() -> None:
+    testcapi = pytest.importorskip("_testcapi")
+    trainer, state = made(ctrainer.Trainer), None
+    trainer.__getstate__()  # makes what is made once
+    for start in range(200):
+        testcapi.set_nomemory(start)
+        try:
+            state = trainer.__getstate__()
+        except MemoryError:
+            pass
+        finally:
+            testcapi.remove_mem_hooks()
+        if state is not None:
+            break
+    assert start > 2
+    assert state is not None
+    other = ctrainer.Trainer.__new__(ctrainer.Trainer)
+    other.__setstate__(pickle.loads(pickle.dumps(state)))
+    assert all(map(torch.equal, trained(other), trained(trainer)))
+
+
+def test_an_adapter_without_a_name_has_no_copies() -> None:
+    trainer = made(ctrainer.Trainer)
+    adapter = types.ModuleType("own")
+    del adapter.__name__
+    trainer._adapter = adapter
+    with pytest.raises(SystemError, match="nameless module"):
+        trainer.__getstate__()
 
 
 def in_another_process(trainer: Any, results: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -363,3 +364,34 @@ def test_a_module_whose_wrapper_has_gone_is_a_rank_of_its_own(
 ) -> None:
     assert [rank["closed"] for rank in found] == [[[1.0, 1.0]], [[2.0, 2.0]]]
     assert [rank["gone"] for rank in found] == [[[1.0, 1.0]], [[2.0, 2.0]]]
+
+
+JOINS = """
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from torch import nn
+from ctrainer.comm import data_parallel, processes
+
+given = []
+def wrapper(module, device_ids, **options):  # this machine may have no GPU
+    given.extend((device_ids, options))
+    return torch.nn.parallel.DistributedDataParallel(module, **options)
+
+data_parallel.DistributedDataParallel = wrapper
+args = SimpleNamespace(device="cuda:7", ddp_backend="gloo", ddp_timeout=30)
+for _ in range(2):  # the second finds the group
+    module = nn.Linear(1, 1)
+    wrapped = data_parallel.torch_data_parallel(module, args, bucket_cap_mb=3)
+    wrapped(torch.full((1, 1), 2.0 * rank + 1)).sum().backward()
+    tell([dist.get_rank(), dist.get_world_size(), dist.get_backend(), given,
+          module.weight.grad.item()])
+"""
+
+
+def test_a_module_on_a_gpu_gets_torchs_wrapper_in_the_launchers_group(
+    tmp_path: Path,
+) -> None:
+    given = [["cuda:7"], {"bucket_cap_mb": 3}] * 2
+    found = told(run_ranks(tmp_path, JOINS))
+    assert found == [[rank, 2, "gloo", given, 2.0] for rank in range(2)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ctrainer.__main__ import main
+from ctrainer.adapters.fairseq_parameters import state_in_order
 from ctrainer.adapters.torch_fairseq import load_file, save_file
 from ctrainer.fairseq import checkpoint_utils, metrics, train
 from tests import fairseq_layouts as layouts
@@ -201,6 +202,27 @@ def test_a_run_with_sharded_parameters_goes_on_from_one_without(
     for name, value in ends[0]["model"].items():
         # The same updates; a norm of one flat parameter adds in another order.
         torch.testing.assert_close(ends[1]["model"][name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ([], "0 parameters"),
+        ([5], "1 parameter of 5 elements"),
+        ([6, 2, 2], "3 parameters"),  # the first of as many elements as all of ours
+    ],
+)
+def test_the_state_of_another_number_of_parameters_is_refused(
+    sizes: list[int], told: str
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    shapes = [parameter.shape for parameter in model.parameters()]
+    saved = {
+        "state": {i: {"exp_avg": torch.zeros(n)} for i, n in enumerate(sizes)},
+        "param_groups": [{"params": list(range(len(sizes)))}],
+    }
+    with pytest.raises(ValueError, match=f"has {told}, and this one 2 .* of 6 elem"):
+        state_in_order(saved, model, model.state_dict(), shapes)
 
 
 @pytest.mark.parametrize("kind", layouts.KINDS)

@@ -288,6 +288,8 @@ def test_slowmo_averages_the_models_and_logs_every_update_of_all(
             found["slowmo"]["losses"], np.mean(losses, axis=0), atol=2e-3
         )
         assert found["slowmo"]["weights"] == both[0]["slowmo"]["weights"]
+        other = found["other weights slowmo"]  # at the start: those of rank 0 count
+        assert other["weights"] == found["slowmo"]["weights"]
         assert found["slowmo bf16"]["weights"] == both[0]["slowmo bf16"]["weights"]
         np.testing.assert_allclose(
             found["slowmo bf16"]["losses"], found["slowmo"]["losses"], rtol=0.02

@@ -333,6 +333,15 @@ def test_plateau_is_torch_s_after_the_warm_up(maximize: bool) -> None:
     assert other.get_lr() < LR
 
 
+def test_plateau_without_a_warm_up_leaves_the_rate_to_the_epochs() -> None:
+    scheduler = build("reduce_lr_on_plateau", lr_shrink=0.5)
+    rates = []
+    for epoch in range(1, 5):
+        rates.append(scheduler.step_update(epoch))
+        scheduler.step(epoch, 1.0)
+    assert rates == [LR, LR, LR / 2, LR / 4]
+
+
 def test_plateau_takes_a_state_of_fairseq_s() -> None:
     scheduler = build("reduce_lr_on_plateau", lr_patience=1)
     scheduler.step(1, 3.0)

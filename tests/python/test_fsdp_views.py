@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +261,17 @@ def test_a_group_of_one_rank_has_whole_parameters() -> None:
         mse(model, 0).backward()
         optim.LAMB(model.parameters()).step()
     check_parameters(sharded, plain)
+
+
+def test_no_rank_goes_on_before_all_have_sharded_on_init() -> None:
+    comes = threading.Event()
+    modules = [nn.Linear(2, 2) for _ in range(2)]
+
+    def work(group: _C.Communicator) -> bool:
+        if group.rank == 1:
+            time.sleep(0.3)  # who does not wait goes on meanwhile
+            comes.set()
+        wrap(group, modules[group.rank], execute_sharding_on_init=True)
+        return comes.is_set()
+
+    assert on_ranks(2, work) == [True, True]

@@ -8,7 +8,7 @@ from ctrainer import comm
 from ctrainer.comm import run
 
 WORK = """
-import os, sys
+import os, sys, time
 import numpy as np
 from ctrainer.comm import run, world
 from ctrainer.training_args import TrainingArguments
@@ -17,6 +17,7 @@ args = TrainingArguments(sys.argv[1], ddp_timeout=120, disable_tqdm=True)
 with args.main_process_first(local=False):
     made = os.path.exists(sys.argv[1] + "/made")
     assert made == (args.process_index > 0)
+    time.sleep(0 if made else 0.5)  # who does not wait comes in between
     open(sys.argv[1] + "/made", "w").close()
 group = world()
 assert group is world(1.0)

@@ -14,6 +14,7 @@
 namespace emul {
 
 size_t fail_malloc;
+bool no_events;
 size_t busy;
 int n_devices = 1;
 
@@ -316,6 +317,9 @@ cudaStreamSynchronize(cudaStream_t)
 cudaError_t
 cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
 {
+    if (emul::no_events) {
+        return cudaErrorMemoryAllocation;
+    }
     *event = (cudaEvent_t)malloc(1);
     return cudaSuccess;
 }
