@@ -635,6 +635,34 @@ class TestObject:
             IntervalStrategy("daily")
 
 
+class TestDevice:
+    @pytest.mark.parametrize(("index", "ranks", "gpus"), [
+        (0, 1, 1), (0, 1, 2), (0, 2, 2), (1, 2, 2), (1, 2, 1), (3, 8, 4), (4, 8, 4),
+    ])  # fmt: skip
+    def test_each_process_of_a_machine_has_its_own_gpu(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture, index: int, ranks: int, gpus: int,
+    ) -> None:  # fmt: skip
+        chosen: list[object] = []
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+        monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+        for name, value in (("RANK", index), ("LOCAL_RANK", index)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        args = TrainingArguments(str(tmp_path))
+        if index >= gpus:
+            with pytest.raises(
+                ValueError, match=f"process {index} .*no GPU of its own"
+            ):
+                assert args.device
+            return
+        assert str(args.device) == f"cuda:{index}"
+        assert list(map(str, chosen)) == [f"cuda:{index}"]
+        unused = [r.getMessage() for r in caplog.records if "visible" in r.getMessage()]
+        assert len(unused) == (ranks == 1 and gpus > 1)
+
+
 class TestAdopt:
     def test_ours_comes_back_and_later_changes_are_checked(self, tmp_path) -> None:
         args = TrainingArguments(tmp_path)
