@@ -70,14 +70,12 @@ static int
 read_gather(ctpy_eval_loop *loop, const ctpy_state *names)
 {
     PyObject *fields = PyObject_GenericGetDict(loop->op, NULL);
-    if (fields == NULL) {
-        PyErr_Clear();
-        return 0;
-    }
-    PyObject *found = PyDict_GetItemWithError(fields, names->str_gather_function);
+    PyObject *found = fields == NULL
+                          ? NULL
+                          : PyDict_GetItemWithError(fields, names->str_gather_function);
     loop->gather = found == NULL || found == Py_None ? NULL : Py_NewRef(found);
     loop->ranks.gathered = loop->gather != NULL;
-    Py_DECREF(fields);
+    Py_XDECREF(fields);
     return PyErr_Occurred() ? -1 : 0;
 }
 

@@ -415,7 +415,8 @@ AREAS = {
             python("fsdp", "_device"): "cuda/test_fsdp_device.py",
             python("fsdp", "memory_tables"): "python/test_fsdp_memory.py",
             python("fsdp", "_optim_rows", "_optimizer_state", "optim_state"):
-                "python/test_fsdp.py python/test_fsdp_world_sizes.py",
+                "python/test_fsdp.py python/test_fsdp_world_sizes.py "
+                "python/test_fsdp_checkpoints.py",
             python("fsdp", "_trained", "_units"):
                 "python/test_fsdp_trainer.py python/test_fsdp_meta.py "
                 "parity/test_fine_tuning.py",
@@ -626,8 +627,10 @@ AREAS = {
             "cuda/factor.cu": "cuda/test_measure.cpp",
             "cuda/gemm.cu cuda/cublas.c": "cuda/test_gemm.cpp cuda/test_dynlib.cpp",
             "cuda/dynlib.c": "cuda/test_dynlib.cpp",
-            "cuda/device.cu cuda/launch.cuh cuda/status.h":
+            "cuda/device.cu cuda/launch.cuh":
                 "cuda/test_launch.cpp cuda/test_mapping.cpp",
+            "cuda/status.h":
+                "cuda/test_launch.cpp cuda/test_mapping.cpp cuda/test_nccl.cpp",
             "cuda/driver.c": "cuda/test_mapping.cpp",
             "cuda/nccl.c cuda/nccl_join.c": "cuda/test_nccl.cpp cuda/test_fsdp.cpp",
             "cuda/module.c": "cuda/test_nccl_groups.py cuda/test_fsdp_device.py",

@@ -133,6 +133,12 @@ EQUIVALENT = (
         "where nothing was written, nothing is added to the length either way",
     ),
     (
+        "csrc/core/ct_schedule_fairseq.c",
+        "if (decaying < 0.0 || (decaying == 0.0 && o[DECAY_STEPS] == 0.0)) {",
+        "if (decaying <= 0.0 || (decaying == 0.0 && o[DECAY_STEPS] == 0.0)) {",
+        "where a decay begins, its rate is LR * exp(-factor * 0), which is LR",
+    ),
+    (
         "csrc/core/ct_scaler.c",
         "const int64_t steps = scaler->iter - scaler->last_overflow;",
         "const int64_t steps = scaler->last_overflow - scaler->iter;",

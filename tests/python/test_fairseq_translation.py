@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,3 +198,23 @@ def test_pairs_are_cut_marked_and_joined_as_the_options_say(
             expected.append(([*start, *cut], [*start, *target]))
     items = (found[i] for i in range(len(found)))
     assert [(i["source"].tolist(), i["target"].tolist()) for i in items] == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "used"), [(None, [0, 1, 2, 3]), ((5, 5), [0, 2]), ((7, 1), [0, 2, 3])]
+)
+def test_batches_are_of_the_samples_within_the_limits(
+    limit: Any, used: list[int]
+) -> None:
+    lengths, words = [3, 9, 5, 7], Dictionary()
+    texts = [torch.full((n,), words.add_symbol("w")) for n in lengths]
+    dataset = LanguagePairDataset(texts, lengths, words, shuffle=False)
+    task = tasks.FairseqTask(SimpleNamespace())
+    options = {"max_sentences": 2, "max_positions": limit}
+    options["disable_iterator_cache"] = True
+    batches = task.get_batch_iterator(dataset, ignore_invalid_inputs=True, **options)
+    found = [i for batch in batches.next_epoch_itr() for i in batch["id"].tolist()]
+    assert sorted(found) == used
+    if limit is not None:
+        with pytest.raises(Exception, match=r"^Size of sample #\d is invalid"):
+            task.get_batch_iterator(dataset, **options)
