@@ -51,6 +51,10 @@ struct fixture {
         case 3:
             return ct_device_cuda.norms(stream, &scratch, 2.0, &x, 1, sum, &err);
         case 4:
+            return ct_device_cuda.average(stream, &x, &y, 1, 0.5, &err);
+        case 5:
+            return ct_device_cuda.add(stream, &x, &y, 1, 0.5, &err);
+        case 6:
             return ct_device_cuda.zero(stream, &x, 1, &err);
         default:
             return ct_device_cuda.copy(stream, &y, &x, 1, &err);
@@ -59,8 +63,8 @@ struct fixture {
 };
 
 enum {
-    N_ENTRIES = 6,
-    N_FLOAT_ENTRIES = 4 /* zero and copy take any dtype */
+    N_ENTRIES = 8,
+    N_FLOAT_ENTRIES = 6 /* zero and copy take any dtype */
 };
 
 static void

@@ -198,6 +198,12 @@ EQUIVALENT = (
         "a batch is lent where each rank has its own, which it runs instead",
     ),
     (
+        "ctrainer/_trainer_run.py",
+        "if self._communicator.world_size > 1:",
+        "if (self._communicator.world_size + 1) > 1:",
+        "a group of one rank gives itself the generator that it has",
+    ),
+    (
         "ctrainer/fairseq/checkpoint_utils.py",
         "return value <= max(values)",
         "return value < max(values)",
