@@ -78,8 +78,9 @@ def test_a_full_disk_and_a_killed_command_leave_nothing_half_written(
     assert "File too large" in done.stderr
     assert done.returncode == -signal.SIGXFSZ
     assert not result.exists()
-    left = contents(tmp_path).keys() - shards.keys()
-    assert left == {f"{result.name}.ctrainer-saving"}  # of the process that was killed
+    (left,) = contents(tmp_path).keys() - shards.keys()  # of the one that was killed
+    assert left.startswith(result.name)
+    assert left.endswith(".ctrainer-saving")
     full, _ = consolidate_sharded_model_checkpoints(prefix, "*", str(result))
     assert torch.equal(full["w"], whole(job)["w"])
     assert contents(tmp_path).keys() == shards.keys() | {result.name}
