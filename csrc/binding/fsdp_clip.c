@@ -168,9 +168,8 @@ const char FSDPUnit_clip_doc[] =
     "Scale the gradients of a list of parameters, whose shards lie on all ranks, so\n"
     "that their norm together is at most max_norm; return what it was. Collective.\n\n"
     "norm_type: p > 0, or inf. Powers are added in double. alone: the norm is that of\n"
-    "this rank's shards, and nobody else is asked. Where one rank fails all raise, "
-    "the\n"
-    "others a RuntimeError that names it, and no gradient has changed.";
+    "this rank's shards, and nobody else is asked. Where one rank fails all raise,\n"
+    "the others a RuntimeError that names it, and no gradient has changed.";
 
 PyObject *
 FSDPUnit_clip(PyObject *op, PyObject *args)

@@ -60,8 +60,9 @@ def _described(unit: Any) -> list[str]:
 
 def _differs(group: _C.Communicator, made: Made) -> bool:
     digest = hashlib.sha256(json.dumps(made).encode()).digest()[:8]
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
-    every = torch.empty(group.world_size, dtype=own.dtype)
+    word = int.from_bytes(digest, "little", signed=True)
+    own = torch.tensor([word], device="cpu")
+    every = torch.empty(group.world_size, dtype=own.dtype, device="cpu")
     group.all_gather(every, own)
     return bool((every != own).any())
 

@@ -322,3 +322,13 @@ def test_unequal_data_is_told_with_the_length_on_each_rank(
     assert first["asked for"] == 5
     assert isinstance(first["equal"], int)
     assert first["equal streams"] == 3
+
+
+def test_what_ranks_compare_is_in_host_memory_whatever_the_default_device() -> None:
+    def run(group: _C.Communicator) -> bool:
+        model = desync_scenarios.build_other("none", group, 0)
+        with torch.device("meta"):
+            loss = model(torch.ones(2, desync_scenarios.WIDTH, device="cpu"), [0, 1])
+        return bool(loss.isfinite().all())
+
+    assert on_ranks(2, run) == [True, True]
