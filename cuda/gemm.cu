@@ -2,8 +2,7 @@
  *
  * cuBLAS is column major, and a row-major matrix read by columns is its transpose: the
  * product is asked for as C' = op(B)' op(A)', with the operands in turned order. fp32
- * stays fp32: TF32 is off unless a handle is told otherwise. A symmetric result is
- * multiplied as any other. */
+ * stays fp32: TF32 is off unless a handle is told otherwise. */
 #include "cublas.h"
 #include "kernels.h"
 

@@ -21,7 +21,7 @@ extern "C" {
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 20
+#define CT_DEVICE_VERSION 21
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -101,7 +101,6 @@ typedef ct_status ct_add_fn(void *stream, const ct_span *sums, const ct_span *va
 typedef struct ct_gemm {
     ct_dtype dtype; /* CT_F32, CT_F64 or CT_BF16 */
     bool trans_a, trans_b;
-    bool symmetric; /* the result is known to be: one half of it may be multiplied */
     size_t m, n, k;
     double alpha, beta;
     const void *a, *b;

@@ -1,9 +1,10 @@
-/* Matrix product on the CPU, in tiles of the result. Mirrors cuda/gemm.cu.
+/* Matrix product on the CPU: by the BLAS of the process, else in tiles of the result.
+ * Mirrors cuda/gemm.cu.
  *
- * For processes without a BLAS; a tile of the result, the packed
- * blocks of both factors and their sums stay in the first two levels of cache. */
+ * A tile of the result, the packed blocks of both factors and their sums stay in the
+ * first two levels of cache. Factors in bfloat16 are converted to float32, which holds
+ * each of their values exactly, and the product is rounded once. */
 #include "cpu/blas.h"
-#include "cpu/gemm_bf16.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 
@@ -74,8 +75,8 @@ check(const ct_gemm *g, ct_error *err)
     return status == CT_OK ? check_matrix("c", g->c, g->m, g->n, g->ldc, err) : status;
 }
 
-void
-ct_cpu_gemm_real(ct_isa isa, const ct_gemm *gemm)
+static void
+multiply(ct_isa isa, const ct_gemm *gemm)
 {
     if (ct_blas_gemm(gemm)) {
         return;
@@ -86,6 +87,75 @@ ct_cpu_gemm_real(ct_isa isa, const ct_gemm *gemm)
         .tiles_across = (gemm->n - 1) / TILE + 1,
     };
     ct_pool_run(run_tile, &job, job.tiles_across * ((gemm->m - 1) / TILE + 1));
+}
+
+typedef struct matrix {
+    ct_dtype dtype;
+    void *data;
+    size_t rows, cols, ld;
+} matrix;
+
+static ct_status
+convert(const matrix *to, const matrix *from, ct_error *err)
+{
+    const bool adjacent = to->ld == to->cols && from->ld == to->cols;
+    const size_t rows = adjacent ? 1 : to->rows;
+    const size_t cols = adjacent ? to->rows * to->cols : to->cols;
+    ct_status status = CT_OK;
+    for (size_t row = 0; status == CT_OK && row < rows; row++) {
+        char *const t = (char *)to->data + row * to->ld * ct_dtype_size(to->dtype);
+        char *const f =
+            (char *)from->data + row * from->ld * ct_dtype_size(from->dtype);
+        const ct_span target = {t, cols, to->dtype}, source = {f, cols, from->dtype};
+        status = ct_cpu_copy(NULL, &target, &source, 1, err);
+    }
+    return status;
+}
+
+/* The matrix in float32 at `floats`, its rows adjacent. */
+static matrix
+widened(const matrix *m, float *floats)
+{
+    return (matrix){CT_F32, floats, m->rows, m->cols, m->cols};
+}
+
+static ct_status
+multiply_bf16(ct_isa isa, ct_scratch *scratch, const ct_gemm *g, ct_error *err)
+{
+    const size_t m = g->m, n = g->n, k = g->k;
+    const matrix a = {CT_BF16, (void *)g->a, g->trans_a ? k : m, g->trans_a ? m : k,
+                      g->lda};
+    const matrix b = {CT_BF16, (void *)g->b, g->trans_b ? n : k, g->trans_b ? k : n,
+                      g->ldb};
+    const matrix c = {CT_BF16, g->c, m, n, g->ldc};
+    ct_status status = ct_device_cpu.scratch_grow(
+        scratch, (m * k + k * n + m * n) * sizeof(float), err);
+    if (status != CT_OK) {
+        return status;
+    }
+    float *const floats = scratch->data;
+    const matrix wide_a = widened(&a, floats), wide_b = widened(&b, floats + m * k);
+    const matrix wide_c = widened(&c, floats + m * k + k * n);
+    ct_gemm wide = *g;
+    wide.dtype = CT_F32;
+    wide.a = wide_a.data;
+    wide.b = wide_b.data;
+    wide.c = wide_c.data;
+    wide.lda = wide_a.ld;
+    wide.ldb = wide_b.ld;
+    wide.ldc = wide_c.ld;
+    status = convert(&wide_a, &a, err);
+    if (status == CT_OK) {
+        status = convert(&wide_b, &b, err);
+    }
+    if (status == CT_OK && g->beta != 0.0) {
+        status = convert(&wide_c, &c, err);
+    }
+    if (status == CT_OK) {
+        multiply(isa, &wide);
+        status = convert(&c, &wide_c, err);
+    }
+    return status;
 }
 
 ct_status
@@ -101,8 +171,8 @@ ct_cpu_gemm(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *er
         return status;
     }
     if (gemm->dtype == CT_BF16) {
-        return ct_cpu_gemm_bf16(isa, scratch, gemm, err);
+        return multiply_bf16(isa, scratch, gemm, err);
     }
-    ct_cpu_gemm_real(isa, gemm);
+    multiply(isa, gemm);
     return CT_OK;
 }

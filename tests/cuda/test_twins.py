@@ -8,8 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # How the CPU's kernels cut their work and choose an instruction set is theirs alone.
 CPU_ONLY = {
-    "amx", "blas", "cuts", "dither", "gemm_amx", "gemm_bf16", "isa", "quant",
-    "quant_gather", "stretch", "tile",
+    "blas", "cuts", "dither", "isa", "quant", "quant_gather", "stretch", "tile",
 }  # fmt: skip
 
 

@@ -611,8 +611,7 @@ AREAS = {
             "csrc/cpu/cuts.c": "core/test_cuts.c",
             "csrc/cpu/isa.c": "core/test_isa.c",
             "csrc/cpu/measure.c": "core/test_measure.c",
-            "csrc/cpu/blas.c csrc/cpu/gemm.c csrc/cpu/gemm_bf16.c "
-            "csrc/cpu/gemm_body.h":
+            "csrc/cpu/blas.c csrc/cpu/gemm.c csrc/cpu/gemm_body.h":
                 "core/test_gemm.c",
         },
         "core/test_optim.c core/test_step.c core/test_codecs.c",
@@ -648,7 +647,6 @@ AREAS = {
 }  # fmt: skip
 
 NOT_DRAWN = {
-    "csrc/cpu/amx.c csrc/cpu/gemm_amx.c": "instructions that few machines have",
     "ctrainer/__init__.py ctrainer/fairseq/__init__.py ctrainer/fsdp/__init__.py":
         "names that are imported when they are asked for",
     "ctrainer/__main__.py": "the table of commands",
