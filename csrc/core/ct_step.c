@@ -3,6 +3,11 @@
 #include "core/ct_history.h"
 
 #include <math.h>
+#include <string.h>
+
+/* What a rank whose gradients could not be measured counts for among those whose
+ * gradients are bad, one each: more than there are ranks. */
+static const double NOT_MEASURED = 0x1p40;
 
 static ct_status
 check(const ct_step_config *config, double loss_scale, ct_error *err)
@@ -14,9 +19,12 @@ check(const ct_step_config *config, double loss_scale, ct_error *err)
     return ct_clip_check(&config->clip, err);
 }
 
-/* Inf or NaN on one rank is one for all; global_norm adds up what each rank summed. */
+/* Inf or NaN on one rank is one for all; global_norm adds up what each rank summed. A
+ * rank that failed before, with the status `own`, comes all the same, or the others
+ * would wait for it until their time is up. */
 static ct_status
-agree(const ct_step_config *config, ct_grads *grads, bool *finite, ct_error *err)
+agree(const ct_step_config *config, ct_grads *grads, ct_status own, bool *finite,
+      ct_error *err)
 {
     double *bad = ct_grads_total(grads) + 1, *from = bad;
     const ct_reduce_op op =
@@ -24,13 +32,21 @@ agree(const ct_step_config *config, ct_grads *grads, bool *finite, ct_error *err
     if (config->global_norm) {
         from = ct_clip_by_group(&config->clip, grads) ? grads->sums : bad - 1;
     }
-    *bad = *finite ? 0.0 : 1.0;
-    ct_status status =
-        ct_comm_reduce_numbers(config->comm, from, (size_t)(bad - from) + 1, op, err);
-    if (status == CT_OK) {
-        *finite = *bad == 0.0;
+    if (own != CT_OK) {
+        memset(grads->sums, 0, (grads->n_groups + 1) * sizeof *grads->sums);
     }
-    return status;
+    *bad = own != CT_OK ? NOT_MEASURED : *finite ? 0.0 : 1.0;
+    ct_status status = ct_comm_reduce_numbers(
+        config->comm, from, (size_t)(bad - from) + 1, op, own == CT_OK ? err : NULL);
+    *finite = *bad == 0.0;
+    if (own != CT_OK) {
+        return own;
+    }
+    return status == CT_OK && *bad >= NOT_MEASURED
+               ? ct_fail(err, CT_ECOMM,
+                         "the gradients could not be measured on another rank, which "
+                         "reports why: none of the ranks updates")
+               : status;
 }
 
 ct_status
@@ -39,9 +55,9 @@ ct_step_measure(ct_optim *optim, void *stream, const ct_step_config *config,
 {
     ct_grads *grads = NULL;
     bool finite = true;
-    ct_status status = check(config, loss_scale, err);
+    ct_status status = ct_optim_grads(optim, &grads, err);
     if (status == CT_OK) {
-        status = ct_optim_grads(optim, &grads, err);
+        status = check(config, loss_scale, err);
     }
     if (status == CT_OK) {
         status = ct_clip_measure(&config->clip, grads, stream, err);
@@ -49,8 +65,8 @@ ct_step_measure(ct_optim *optim, void *stream, const ct_step_config *config,
     if (status == CT_OK) {
         finite = isfinite(ct_clip_norm(&config->clip, *ct_grads_total(grads)));
     }
-    if (status == CT_OK && config->comm != NULL) {
-        status = agree(config, grads, &finite, err);
+    if (config->comm != NULL) {
+        status = agree(config, grads, status, &finite, err);
     }
     if (status == CT_OK) {
         const double norm = ct_clip_decide(&config->clip, grads, loss_scale);

@@ -45,7 +45,8 @@ typedef struct ct_step_result {
  * ct_optim_grads.
  *
  * With config->comm it is a collective: `finite` is the same on every rank, so all
- * update or none, and loss scalers that are told of it stay equal. */
+ * update or none, and loss scalers that are told of it stay equal. Where it fails on
+ * one rank before the ranks meet, as when memory runs out, all others get CT_ECOMM. */
 CT_NODISCARD ct_status ct_step_measure(ct_optim *optim, void *stream,
                                        const ct_step_config *config, double loss_scale,
                                        ct_step_result *result, ct_error *err);

@@ -1,4 +1,6 @@
 /* Steps of several ranks, which must do the same or drift apart. */
+#include "core/ct_alloc.h"
+#include "core/ct_history.h"
 #include "core/ct_scaler.h"
 #include "core/ct_step.h"
 #include "ct_ranks.h"
@@ -199,9 +201,66 @@ test_a_step_without_one_of_the_ranks_fails(void)
     run_ranks(RANKS, 60.0, lose_a_rank, NULL);
 }
 
+/* Rank 2 has measured nothing yet, and gets no memory to do it. */
+static void
+fail_on_one_rank(ct_comm *comm, void *arg)
+{
+    fixture f;
+    ct_error err;
+    double own = 0.0;
+    ct_step_result r = {.grad_norm = -1.0};
+    const bool fails = comm->rank == 2;
+    fixture_init(&f, comm);
+    f.config = *(const ct_step_config *)arg;
+    f.config.comm = comm;
+    f.grad = 1.0f;
+    CHECK(fails || ct_optim_norm(f.optim, NULL, &own, NULL) == CT_OK);
+    CHECK(ct_comm_reduce_numbers(comm, &own, 1, CT_REDUCE_SUM, NULL) == CT_OK);
+    if (fails) {
+        ct_alloc_fail_after(1);
+    }
+    CHECK(ct_step_measure(f.optim, NULL, &f.config, 1.0, &r, &err) ==
+          (fails ? CT_ENOMEM : CT_ECOMM));
+    ct_alloc_fail_after(0);
+    CHECK(fails || strstr(err.message, "not be measured on another rank") != NULL);
+    CHECK(r.grad_norm == -1.0 && f.param == 0.0f);
+    CHECK(step(&f, 1.0).updated && f.param == -1.0f); /* nothing has changed */
+    ct_optim_free(f.optim);
+}
+
+/* A rank whose own scale is no number. */
+static void
+refuse_on_one_rank(ct_comm *comm, void *arg)
+{
+    fixture f;
+    ct_error err;
+    ct_step_result r;
+    (void)arg;
+    fixture_init(&f, comm);
+    CHECK(ct_step_measure(f.optim, NULL, &f.config, comm->rank == 1 ? NAN : 1.0, &r,
+                          &err) == (comm->rank == 1 ? CT_EINVAL : CT_ECOMM));
+    ct_optim_free(f.optim);
+}
+
+static void
+test_what_fails_on_one_rank_before_they_meet_fails_on_all(void)
+{
+    ct_step_config configs[] = {
+        {.zero_grads = false},
+        {.global_norm = true},
+        {.global_norm = true, .clip = {.max_norm = 100.0, .by_group = true}},
+        {.global_norm = true, .clip = {.norm_type = INFINITY}},
+    };
+    for (size_t i = 0; i < sizeof configs / sizeof *configs; i++) {
+        run_ranks(RANKS, 60.0, fail_on_one_rank, &configs[i]);
+    }
+    run_ranks(RANKS, 60.0, refuse_on_one_rank, NULL);
+}
+
 int
 main(void)
 {
+    test_what_fails_on_one_rank_before_they_meet_fails_on_all();
     test_an_overflow_on_any_rank_skips_the_step_on_all();
     test_the_norm_is_a_ranks_own_unless_that_of_all_is_asked_for();
     test_groups_are_clipped_by_their_norm_over_all_ranks();
