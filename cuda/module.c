@@ -151,6 +151,11 @@ encode_path(const char **folders, Py_ssize_t capacity, size_t *n)
         PyObject *entry = PyList_GET_ITEM(path, i);
         PyObject *bytes =
             PyUnicode_Check(entry) ? PyUnicode_EncodeFSDefault(entry) : NULL;
+        if (bytes == NULL && PyErr_Occurred() &&
+            PyErr_ExceptionMatches(PyExc_MemoryError)) {
+            Py_DECREF(owner);
+            return NULL;
+        }
         if (bytes == NULL) { /* not a folder's name: nothing to look below */
             PyErr_Clear();
             continue;

@@ -43,9 +43,8 @@ accepted_cached(PyObject *op, PyObject *callable)
     if (found != NULL) {
         return Py_NewRef(found);
     }
-    if (PyErr_Occurred()) {
-        PyErr_Clear(); /* an unhashable callable: ask every time */
-        return accepted_keywords(callable);
+    if (PyErr_Occurred()) { /* an unhashable callable: ask every time */
+        return ctpy_forgive() ? accepted_keywords(callable) : NULL;
     }
     found = accepted_keywords(callable);
     if (found != NULL && PyDict_SetItem(cache, key, found) < 0) {

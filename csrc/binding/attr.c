@@ -12,6 +12,28 @@ ctpy_lookup(PyObject *op, PyObject *name, PyObject **value)
 #endif
 }
 
+int
+ctpy_item(PyObject *mapping, const char *name, PyObject **value)
+{
+    *value = PyMapping_GetItemString(mapping, name);
+    if (*value == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
+        PyErr_Clear();
+        return 0;
+    }
+    return *value == NULL ? -1 : 1;
+}
+
+bool
+ctpy_forgive(void)
+{
+    if (PyErr_Occurred() && (!PyErr_ExceptionMatches(PyExc_Exception) ||
+                             PyErr_ExceptionMatches(PyExc_MemoryError))) {
+        return false;
+    }
+    PyErr_Clear();
+    return true;
+}
+
 static int
 bool_steal(PyObject *found, int *value)
 {

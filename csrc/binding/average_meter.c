@@ -265,9 +265,9 @@ AverageMeter_load_state_dict(PyObject *op, PyObject *state)
         (count = PyMapping_GetItemString(state, "count")) == NULL) {
         goto done;
     }
-    digits = PyMapping_HasKeyString(state, "round")
-                 ? PyMapping_GetItemString(state, "round")
-                 : Py_NewRef(Py_None);
+    if (ctpy_item(state, "round", &digits) == 0) {
+        digits = Py_NewRef(Py_None);
+    }
     if (digits != NULL) {
 #define KEEP(name, value) Py_XSETREF(self->name, Py_NewRef(value))
         KEEP(val, val);

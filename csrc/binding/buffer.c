@@ -29,9 +29,8 @@ find_object(const char *module_name, const char *name)
     if (module != NULL) {
         found = PyObject_GetAttrString(module, name);
     }
-    if (found == NULL && PyErr_Occurred() &&
-        !PyErr_ExceptionMatches(PyExc_MemoryError)) {
-        PyErr_Clear();
+    if (found == NULL) {
+        (void)ctpy_forgive();
     }
     Py_XDECREF(module);
     Py_XDECREF(key);
@@ -50,6 +49,8 @@ find_types(ctpy_state *state)
         PyObject *tensor = parameter == NULL ? NULL : find_object("torch", "Tensor");
         if (tensor != NULL) {
             state->dlpack = ctpy_exchange_table(tensor);
+        }
+        if (tensor != NULL && !PyErr_Occurred()) {
             Py_XSETREF(state->torch_parameter, Py_NewRef(parameter));
             state->torch_tensor = Py_NewRef(tensor);
         }
@@ -151,10 +152,9 @@ raise_problem(ctpy_state *state, PyObject *op, const ctpy_place *place,
               ctpy_problem what)
 {
     if (what == CTPY_PROBLEM_ADDRESS) {
-        if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        if (!ctpy_forgive()) { /* torch's own text is a page of C++ frames */
             return -1;
         }
-        PyErr_Clear(); /* torch's own text is a page of C++ frames */
     }
     const message how = message_of(what);
     PyObject *text = ctpy_place_text(place), *value = NULL;

@@ -16,7 +16,7 @@ ctpy_exchange_table(PyObject *tensor_type)
         Py_DECREF(capsule);
     }
     if (api == NULL) {
-        PyErr_Clear(); /* an older torch: addresses come from data_ptr() */
+        (void)ctpy_forgive(); /* an older torch: addresses come from data_ptr() */
     }
     while (api != NULL && api->major != CTPY_DLPACK_MAJOR) {
         api = api->older;

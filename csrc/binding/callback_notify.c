@@ -11,17 +11,6 @@
 #include <stdbool.h>
 #include <string.h>
 
-/* 1 and *found a new reference, 0 where op has no such attribute, -1 on an error. */
-static int
-find_attr(PyObject *op, PyObject *name, PyObject **found)
-{
-#if PY_VERSION_HEX >= 0x030d0000
-    return PyObject_GetOptionalAttr(op, name, found);
-#else
-    return _PyObject_LookupAttr(op, name, found);
-#endif
-}
-
 /* New references to the handler's current values, from *values on. A callback may
  * replace any of them, so they are read anew for each. */
 static size_t
@@ -116,8 +105,7 @@ plan_of(CallbackHandler *self, PyObject *method)
         return Py_NewRef(plan);
     }
     bool hashable = !PyErr_Occurred();
-    PyErr_Clear();
-    plan = make_plan(key);
+    plan = ctpy_forgive() ? make_plan(key) : NULL;
     if (plan != NULL && hashable && PyDict_SetItem(self->plans, key, plan) < 0) {
         Py_CLEAR(plan);
     }
@@ -126,14 +114,21 @@ plan_of(CallbackHandler *self, PyObject *method)
 
 /* Puts what a callback returned in the control's place, unless it is None. */
 static int
-take_control(PyObject *callback, PyObject *event, PyObject *result, PyObject **control)
+take_control(CallbackHandler *self, PyObject *callback, PyObject *event,
+             PyObject *result, PyObject **control)
 {
     if (result == Py_None || result == *control) {
         return 0;
     }
-    if (PyObject_HasAttrString(result, "should_training_stop")) {
+    PyObject *stops = NULL;
+    const ctpy_state *names = ctpy_state_borrow((PyObject *)self);
+    const int found = ctpy_lookup(result, names->str_should_training_stop, &stops);
+    Py_XDECREF(stops);
+    if (found > 0) {
         Py_SETREF(*control, Py_NewRef(result));
-        return 0;
+    }
+    if (found != 0) {
+        return found < 0 ? -1 : 0;
     }
     PyErr_Format(PyExc_TypeError,
                  "%s.%U returned %.100s; return the TrainerControl, or None to leave "
@@ -147,7 +142,7 @@ notify(CallbackHandler *self, PyObject *callback, event_call *call, PyObject **c
 {
     PyObject *method = NULL, *plan = NULL, *result = NULL;
     PyObject **passed = &call->stack[1 + N_POSITIONAL];
-    int status = find_attr(callback, call->event, &method);
+    int status = ctpy_lookup(callback, call->event, &method);
     if (status <= 0) {
         return status; /* an object without this method does not listen */
     }
@@ -164,7 +159,7 @@ notify(CallbackHandler *self, PyObject *callback, event_call *call, PyObject **c
         Py_DECREF(passed[i]);
     }
     if (result != NULL) {
-        status = take_control(callback, call->event, result, control);
+        status = take_control(self, callback, call->event, result, control);
     }
 done:
     Py_XDECREF(result);
@@ -204,8 +199,7 @@ listens(CallbackHandler *self, PyObject *callback, PyObject *event)
     const char *name = module == NULL ? NULL : PyUnicode_AsUTF8(module);
     bool own = name != NULL && strncmp(name, "ctrainer.", 9) == 0;
     Py_XDECREF(module);
-    PyErr_Clear();
-    int status = own ? 0 : find_attr(callback, event, &method);
+    int status = own ? 0 : ctpy_forgive() ? ctpy_lookup(callback, event, &method) : -1;
     if (status > 0) {
         plan = plan_of(self, method);
         status = plan == NULL ? -1 : plan != Py_False;

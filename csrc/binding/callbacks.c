@@ -316,18 +316,21 @@ static PyObject *
 CallbackHandler_setstate(PyObject *op, PyObject *state)
 {
     CallbackHandler *self = (CallbackHandler *)op;
-    PyObject *fields = ctpy_take_copy_state_borrow(op, state);
-    PyObject *callbacks =
-        fields == NULL ? NULL : PyDict_GetItemString(fields, "callbacks");
-    if (callbacks == NULL || !PyList_Check(callbacks)) {
-        if (fields != NULL) {
-            PyErr_SetString(PyExc_TypeError, "the state has no list of callbacks");
-        }
+    PyObject *fields = ctpy_take_copy_state_borrow(op, state), *found = NULL;
+    if (fields == NULL || ctpy_item(fields, "callbacks", &found) < 0) {
         return NULL;
     }
-    Py_SETREF(self->callbacks, Py_NewRef(callbacks));
+    if (found == NULL || !PyList_Check(found)) {
+        Py_XDECREF(found);
+        PyErr_SetString(PyExc_TypeError, "the state has no list of callbacks");
+        return NULL;
+    }
+    Py_SETREF(self->callbacks, found);
 #define TAKE(name)                                                                     \
-    Py_XSETREF(self->name, Py_XNewRef(PyDict_GetItemString(fields, #name)));
+    if (ctpy_item(fields, #name, &found) < 0) {                                        \
+        return NULL;                                                                   \
+    }                                                                                  \
+    Py_XSETREF(self->name, found);
     CTPY_PASSED(TAKE)
 #undef TAKE
     Py_RETURN_NONE;

@@ -9,6 +9,8 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <stdbool.h>
+
 #include "core/ct_status.h"
 
 struct ctpy_dlpack_api;
@@ -55,6 +57,13 @@ int ctpy_raise_int(const ct_error *err);
 /* op.name where it may be missing: 1 and a new reference in *value; 0 and NULL, no
  * exception; or -1 with the exception. */
 int ctpy_lookup(PyObject *op, PyObject *name, PyObject **value);
+
+/* mapping[name] where it may be missing: as ctpy_lookup. */
+int ctpy_item(PyObject *mapping, const char *name, PyObject **value);
+
+/* Clears the exception that is set, if any: true. A lack of memory and what is no
+ * Exception, such as Ctrl-C, stay set: false. */
+bool ctpy_forgive(void);
 
 /* tp_traverse and tp_dealloc of a type that holds no Python object but its type. */
 int ctpy_leaf_traverse(PyObject *op, visitproc visit, void *arg);

@@ -182,18 +182,15 @@ take_value(ct_scaler *scaler, const field *f, PyObject *value)
 static int
 take_field(ct_scaler *scaler, const field *f, PyObject *state)
 {
-    PyObject *value = PyMapping_GetItemString(state, f->key);
-    if (value != NULL) {
+    PyObject *value;
+    const int found = ctpy_item(state, f->key, &value);
+    if (found > 0) {
         int result = take_value(scaler, f, value);
         Py_DECREF(value);
         return result;
     }
-    if (!PyErr_ExceptionMatches(PyExc_KeyError)) {
-        return -1;
-    }
-    PyErr_Clear();
-    if (!f->required) {
-        return 0;
+    if (found < 0 || !f->required) {
+        return found;
     }
     PyObject *keys = PyMapping_Keys(state);
     if (keys != NULL) {

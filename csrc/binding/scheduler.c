@@ -91,10 +91,14 @@ typedef struct init_arguments {
     long long last_epoch;
 } init_arguments;
 
+/* 1 where it is, 0 where not, -1 with an exception. */
 static int
 is_in(PyObject *options, const char *name)
 {
-    return PyDict_Check(options) && PyDict_GetItemString(options, name) != NULL;
+    PyObject *key = PyDict_Check(options) ? PyUnicode_FromString(name) : NULL;
+    const int found = key == NULL ? 0 : PyDict_Contains(options, key);
+    Py_XDECREF(key);
+    return PyErr_Occurred() ? -1 : found;
 }
 
 /* Rates in the options of "polynomial" and the like are told in those of the optimizer:
@@ -108,9 +112,12 @@ take_default_rate(PyObject *op, ct_schedule *schedule, const init_arguments *a)
     if (!ct_schedule_takes(schedule, (size_t)i)) {
         return 0;
     }
-    if (is_in(a->options, "lr_init")) {
+    found = is_in(a->options, "lr_init");
+    if (found > 0) {
         PyErr_SetString(PyExc_ValueError, "lr_init is no option of a scheduler: it is "
                                           "the optimizer's defaults['lr']");
+    }
+    if (found != 0) {
         return -1;
     }
     found = ctpy_lookup(a->optimizer, ctpy_state_borrow(op)->str_defaults, &defaults);
@@ -136,12 +143,12 @@ take_steps(ct_schedule *schedule, const char *name, PyObject *steps,
     if (steps == Py_None || !ct_schedule_takes(schedule, (size_t)i)) {
         return 0;
     }
-    if (is_in(a->options, name)) {
+    const int twice = is_in(a->options, name);
+    if (twice > 0) {
         PyErr_Format(PyExc_ValueError, "%s is given twice: by itself and in options",
                      name);
-        return -1;
     }
-    return ctpy_schedule_set_option(schedule, name, steps);
+    return twice != 0 ? -1 : ctpy_schedule_set_option(schedule, name, steps);
 }
 
 static int

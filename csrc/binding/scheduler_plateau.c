@@ -159,10 +159,9 @@ ReduceLROnPlateau_state_dict(PyObject *op, PyObject *Py_UNUSED(unused))
 static PyObject *
 default_limit(PyObject *state)
 {
-    PyObject *found = PyMapping_GetItemString(state, "default_min_lr");
-    if (found == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
-        PyErr_Clear();
-        found = Py_NewRef(Py_None);
+    PyObject *found;
+    if (ctpy_item(state, "default_min_lr", &found) == 0) {
+        return Py_NewRef(Py_None);
     }
     if (found != NULL && found != Py_None) {
         Py_SETREF(found, PyNumber_Float(found));

@@ -119,11 +119,13 @@ const char LRScheduler_reduce_doc[] =
 static PyObject *
 own_options(const ct_schedule *schedule)
 {
-    PyObject *options = ctpy_schedule_options(schedule);
-    if (options != NULL && PyDict_GetItemString(options, "lr_init") != NULL &&
-        PyDict_DelItemString(options, "lr_init") < 0) {
+    PyObject *options = ctpy_schedule_options(schedule), *found = NULL;
+    if (options != NULL &&
+        (ctpy_item(options, "lr_init", &found) < 0 ||
+         (found != NULL && PyDict_DelItemString(options, "lr_init") < 0))) {
         Py_CLEAR(options);
     }
+    Py_XDECREF(found);
     return options;
 }
 

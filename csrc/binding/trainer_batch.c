@@ -66,8 +66,7 @@ ctpy_count_targets(PyObject *op, PyObject *batch, int *failed)
         span.dtype == CT_I64 && last_dimension(labels, names, &row) == 0) {
         n = (int64_t)ct_count_targets(span.data, span.n, row, shifted);
     }
-    else {
-        PyErr_Clear();
+    else if (ctpy_forgive()) {
         n = count_by_framework(op, labels, shifted, names);
     }
     Py_DECREF(labels);

@@ -16,14 +16,12 @@ loop_fini(ctpy_eval_loop *loop)
     ctpy_eval_store_fini(&loop->store);
 }
 
-/* len(op), or -1 where it has none. */
+/* len(op), or -1 where it has none, and with an exception that cannot be forgiven. */
 static Py_ssize_t
 length_or_unknown(PyObject *op)
 {
     const Py_ssize_t n = PyObject_Size(op);
-    if (n < 0) {
-        PyErr_Clear();
-    }
+    (void)(n < 0 && ctpy_forgive());
     return n;
 }
 
@@ -32,12 +30,9 @@ dataset_length(PyObject *loader, const ctpy_state *names)
 {
     int failed;
     PyObject *dataset = ctpy_get_optional(loader, names->str_dataset, &failed);
-    if (dataset == NULL) {
-        PyErr_Clear();
-        return -1;
-    }
-    const Py_ssize_t n = length_or_unknown(dataset);
-    Py_DECREF(dataset);
+    const Py_ssize_t n = dataset == NULL ? -1 : length_or_unknown(dataset);
+    Py_XDECREF(dataset);
+    (void)(n < 0 && ctpy_forgive());
     return n;
 }
 
@@ -162,9 +157,10 @@ static int
 run(ctpy_eval_loop *loop, PyObject *description, PyObject *loss_only, ctpy_state *names)
 {
     PyObject *adapter = PyObject_GetAttr(loop->op, names->str__adapter);
-    const Py_ssize_t n_rows = dataset_length(loop->loader, names);
+    const Py_ssize_t n_rows =
+        adapter == NULL ? -1 : dataset_length(loop->loader, names);
     int result = -1;
-    if (adapter != NULL &&
+    if (!PyErr_Occurred() &&
         ctpy_eval_ranks_init(&loop->ranks, loop->op, loop->loader) == 0 &&
         read_settings(loop, loss_only, names) == 0 &&
         ctpy_eval_store_init(&loop->store, loop->op, loop->args, n_rows) == 0 &&
@@ -184,14 +180,14 @@ static int
 count_samples(const ctpy_eval_loop *loop, const ctpy_state *names, Py_ssize_t *n)
 {
     *n = dataset_length(loop->loader, names);
-    if (*n < 0 && length_or_unknown(loop->loader) >= 0) {
+    if (*n < 0 && !PyErr_Occurred() && length_or_unknown(loop->loader) >= 0) {
         PyObject *answer =
             PyObject_CallMethodOneArg(loop->op, names->str_num_examples, loop->loader);
         *n = answer == NULL ? -1 : PyLong_AsSsize_t(answer);
         Py_XDECREF(answer);
-        if (PyErr_Occurred()) {
-            return -1;
-        }
+    }
+    if (*n < 0 && PyErr_Occurred()) {
+        return -1;
     }
     if (*n <= 0) {
         *n = loop->store.n_rows;

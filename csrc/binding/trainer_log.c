@@ -14,8 +14,7 @@ host_scalar(ctpy_state *names, PyObject *loss, double *value)
         return 1;
     }
     if (ctpy_span_from(names, loss, "loss", 0, &span) < 0) {
-        PyErr_Clear();
-        return 0;
+        return ctpy_forgive() ? 0 : -1;
     }
     if (span.n != 1) {
         PyErr_Format(

@@ -141,3 +141,53 @@ def test_state_that_is_no_number(value) -> None:
         return
     with pytest.raises(TypeError, match="must be real number, not str"):
         Flow().on_step_end(ARGS, state, SimpleNamespace())
+
+
+def test_a_copy_has_every_object_or_there_was_no_memory_for_it() -> None:
+    testcapi = pytest.importorskip("_testcapi")
+    state = CallbackHandler([Narrow()], 1, 2, 3, 4).__getstate__()
+    for start in range(200):
+        copy = CallbackHandler([], None, None, None, None)
+        taken = False
+        testcapi.set_nomemory(start)
+        try:
+            copy.__setstate__(state)
+            taken = True
+        except MemoryError:
+            pass
+        finally:
+            testcapi.remove_mem_hooks()
+        if taken:
+            break
+    assert start > 2
+    assert copy.__getstate__() == state
+
+
+class Interrupting:
+    """Asked for what it can do, or for its hash, it is interrupted."""
+
+    should_training_stop = property(lambda self: interrupt())
+
+    def __hash__(self) -> int:
+        return interrupt()
+
+    def __call__(self, args, state, control, **kwargs):
+        return control
+
+
+def interrupt() -> int:
+    raise KeyboardInterrupt
+
+
+def test_an_interruption_while_a_callback_is_looked_at_goes_on() -> None:
+    class Answers:
+        def on_save(self, args, state, control, **kwargs):
+            return Interrupting()
+
+    handler = CallbackHandler([Answers()], 1, 2, 3, 4)
+    with pytest.raises(KeyboardInterrupt):
+        handler.on_save(ARGS, STATE, SimpleNamespace(should_training_stop=False))
+    listening = SimpleNamespace(on_save=Interrupting())
+    handler = CallbackHandler([listening], 1, 2, 3, 4)
+    with pytest.raises(KeyboardInterrupt):
+        handler.on_save(ARGS, STATE, SimpleNamespace(should_training_stop=False))

@@ -445,3 +445,22 @@ def test_survives_every_failed_allocation() -> None:
         finally:
             testcapi.remove_mem_hooks()
     pytest.fail("never had memory enough")
+
+
+class Interrupting(str):
+    """A key that is interrupted while it is compared with another."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("linear", "num_warmup_steps"), ("polynomial", "lr_init")]
+)
+def test_an_interruption_while_options_are_searched_goes_on(
+    name: str, key: str
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        LRScheduler(optimizer(), name, 3, 20, {Interrupting(key): 1})

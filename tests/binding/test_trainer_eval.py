@@ -506,3 +506,25 @@ def test_metric_that_the_learning_rate_needs_is_named(tmp_path: Path) -> None:
     trainer = plateau_trainer(tmp_path, "other")
     with pytest.raises(KeyError, match=r"eval_constant.*eval_other"):
         trainer.train()
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
+def test_what_stops_the_program_while_rows_are_counted_goes_on(
+    tmp_path: Path, stop: type[BaseException]
+) -> None:
+    class Uncounted(Data):
+        stops = True
+
+        def __len__(self) -> int:
+            if self.stops:
+                self.stops = False
+                raise stop
+            return self.n
+
+    class Own(ctrainer.Trainer):
+        def get_eval_dataloader(self, dataset: Any = None) -> Any:
+            return torch.utils.data.DataLoader(Uncounted(8), sampler=range(8))
+
+    trainer = make(tmp_path, Own, n=8)
+    with pytest.raises(stop):
+        trainer.evaluate()

@@ -344,3 +344,23 @@ def test_a_loader_goes_with_the_trainer(max_steps: int) -> None:
 def test_the_tokenizer_of_older_releases_is_the_processing_class() -> None:
     trainer = ctrainer.Trainer(Net(), arguments(), tokenizer="tokenizer")
     assert trainer.processing_class == trainer.tokenizer == "tokenizer"
+
+
+def test_an_interruption_while_a_hook_is_looked_at_goes_on() -> None:
+    class Hook:
+        def __init__(self, stop: type[BaseException]) -> None:
+            self.stop = stop
+
+        def __hash__(self) -> int:
+            raise self.stop
+
+        def __call__(self, model: Any, inputs: Any) -> Any:
+            return model(**inputs)["loss"]
+
+    trainer = make(ctrainer.Trainer, Net(), rows(24), max_steps=1)
+    trainer.compute_loss = Hook(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer = make(ctrainer.Trainer, Net(), rows(24), max_steps=1)
+    trainer.compute_loss = Hook(TypeError)  # no more than unhashable
+    assert trainer.train().global_step == 1
