@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         TrainerCallback,
     )
     from ctrainer.comm.data_parallel import DataParallel
+    from ctrainer.display.plotting import plot
+    from ctrainer.display.progress import ProgressCallback
     from ctrainer.enums import IntervalStrategy, SchedulerType
-    from ctrainer.plotting import plot
-    from ctrainer.progress import ProgressCallback
     from ctrainer.seq2seq import Seq2SeqTrainer
     from ctrainer.trainer import Trainer
     from ctrainer.trainer_state import TrainerControl, TrainerState
@@ -41,7 +41,7 @@ _HOMES = {
     "IntervalStrategy": "enums",
     "LossScaler": "_C",
     "PrinterCallback": "callbacks",
-    "ProgressCallback": "progress",
+    "ProgressCallback": "display.progress",
     "SchedulerType": "enums",
     "Seq2SeqTrainer": "seq2seq",
     "Seq2SeqTrainingArguments": "training_args",
@@ -50,7 +50,7 @@ _HOMES = {
     "TrainerControl": "trainer_state",
     "TrainerState": "trainer_state",
     "TrainingArguments": "training_args",
-    "plot": "plotting",
+    "plot": "display.plotting",
     "set_seed": "trainer_utils",
 }
 _MODULES = {

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Self
 
 from ctrainer import _C
-from ctrainer._settings import Range, read_options
 from ctrainer.adapters import blocks
+from ctrainer.arguments.settings import Range, read_options
 from ctrainer.comm import from_environment
 
 __all__ = ["BMUF"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
-from ctrainer._settings import read
+from ctrainer.arguments.settings import read
 from ctrainer.trainer_state import ExportableState, TrainerControl, TrainerState
 
 if TYPE_CHECKING:

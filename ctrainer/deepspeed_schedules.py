@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, cast
 
 from ctrainer._C import Schedule, write_rates
-from ctrainer._settings import refuse_unknown
+from ctrainer.arguments.settings import refuse_unknown
 
 __all__ = [
     "SCHEDULES",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrainer._C import GreedyLR, LRScheduler, ReduceLROnPlateau, Schedule
-from ctrainer._settings import plain, read_keywords
+from ctrainer.arguments.settings import plain, read_keywords
 
 __all__ = [
     "GreedyLR",

@@ -12,7 +12,7 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer._C import find_batch_size, nested_detach, nested_numpify
-from ctrainer._rank_options import AcceleratorConfig as AcceleratorConfig
+from ctrainer.arguments.accelerator import AcceleratorConfig as AcceleratorConfig
 from ctrainer.comm import world
 
 __all__ = [

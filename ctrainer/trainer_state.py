@@ -9,8 +9,8 @@ import os
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ctrainer._checkpoint_files import read_object
-from ctrainer._state_schema import TRAINER_STATE, check_fields
+from ctrainer.checkpoint.files import read_object
+from ctrainer.checkpoint.schema import TRAINER_STATE, check_fields
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ctrainer import _argument_checks, _argument_table, _rank_options
-from ctrainer._argument_setters import Setters
-from ctrainer._fsdp_options import sharding_of
-from ctrainer._older_fields import ALIASES, default_of, take_shadowed
-from ctrainer._training_fields import arg
+from ctrainer.arguments import accelerator, checks, table
+from ctrainer.arguments.fields import arg
+from ctrainer.arguments.fsdp import sharding_of
+from ctrainer.arguments.older_fields import ALIASES, default_of, take_shadowed
+from ctrainer.arguments.setters import Setters
 from ctrainer.comm import run, world
 from ctrainer.enums import (
     HubStrategy,
@@ -74,13 +74,13 @@ class TrainingArguments(Setters):
     deepspeed_plugin: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        _argument_table.check_environment()
+        table.check_environment()
         take_shadowed(self)
-        _argument_checks.normalize(self)
-        _argument_checks.derive(self)
-        _argument_checks.validate(self)
-        _argument_table.check(self, self._default_of)
-        _argument_table.tell(self, self._default_of)
+        checks.normalize(self)
+        checks.derive(self)
+        checks.validate(self)
+        table.check(self, self._default_of)
+        table.tell(self, self._default_of)
         self._ready = True
 
     @classmethod
@@ -154,7 +154,7 @@ class TrainingArguments(Setters):
 
         Imports torch, and sets TF32 there as `tf32` says.
         """
-        if _rank_options.config_of(self.accelerator_config).use_configured_state:
+        if accelerator.config_of(self.accelerator_config).use_configured_state:
             from ctrainer.integrations import configured_state
 
             return configured_state().device  # type: ignore[no-any-return]
@@ -230,7 +230,7 @@ class TrainingArguments(Setters):
     def get_process_log_level(self) -> int:
         """Level of the logging module for this process."""
         name = self.log_level if self.should_log else self.log_level_replica
-        return _LEVELS.get(name, _argument_checks.current_log_level())
+        return _LEVELS.get(name, checks.current_log_level())
 
     @contextlib.contextmanager
     def main_process_first(
@@ -301,13 +301,13 @@ def adopt(args: Any) -> Any:
     that is there is changed. Raises TypeError for an object of another kind, ValueError
     for a value that is refused.
     """
-    _argument_table.check_environment()
+    table.check_environment()
     if not isinstance(args, TrainingArguments):
-        _argument_checks.require_arguments(args)
-        _argument_checks.complete(args, TrainingArguments)
-    _argument_checks.check_types(args, TrainingArguments)
-    _argument_table.check(args, TrainingArguments._default_of)
-    _rank_options.take_accumulation(args)
+        checks.require_arguments(args)
+        checks.complete(args, TrainingArguments)
+    checks.check_types(args, TrainingArguments)
+    table.check(args, TrainingArguments._default_of)
+    accelerator.take_accumulation(args)
     sharding_of(args)
     if args.save_strategy == "best" and args.metric_for_best_model is None:
         raise ValueError(

@@ -9,11 +9,11 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from ctrainer._argument_checks import read_table
-from ctrainer._argument_table import status_of
-from ctrainer._older_fields import ALIASES, OlderFields
-from ctrainer._settings import choices_of, describe
-from ctrainer._training_fields import CurrentFields
+from ctrainer.arguments.checks import read_table
+from ctrainer.arguments.fields import CurrentFields
+from ctrainer.arguments.older_fields import ALIASES, OlderFields
+from ctrainer.arguments.settings import choices_of, describe
+from ctrainer.arguments.table import status_of
 from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments
 
 PAGE = Path(__file__).with_name("arguments.md")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from ctrainer._settings import describe, hints
+from ctrainer.arguments.settings import describe, hints
 from ctrainer.fairseq import models  # noqa: F401, which registers itself
 from ctrainer.fairseq.config.command_line import only_refers, spellings
 from ctrainer.fairseq.config.components import component_class, component_names

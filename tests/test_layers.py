@@ -88,20 +88,28 @@ FRAMEWORKS = {
     "fairseq": ("fairseq/_cures.py", "fairseq/_guest.py", "fairseq/_install.py"),
     "fairscale": (),
 }
-# Modules of ctrainer that know nothing of a trainer.
+# Packages and modules of ctrainer that know nothing of a trainer.
 BELOW_TRAINER = (
     "adapters/",
+    "arguments/",
+    "average.py",
+    "callbacks.py",
+    "checkpoint/",
     "comm/",
-    "integrations/",
-    "_argument",
+    "display/",
     "enums.py",
+    "fsdp/",
+    "integrations/",
+    "introspect.py",
+    "memory_tracker.py",
     "optim/",
-    "progress.py",
+    "runtime/",
+    "schedules.py",
     "trainer_state.py",
     "trainer_utils.py",
     "training_args.py",
 )
-TRAINERS = re.compile(r"(trainer|_trainer_\w+|seq2seq|hf|fairseq|cli|__main__)$")
+TRAINERS = re.compile(r"(trainer|seq2seq|hf|fairseq|__main__)$")
 
 
 def c_sources() -> list[Path]:

@@ -24,7 +24,7 @@ is_native(PyObject *callable)
 static PyObject *
 accepted_keywords(PyObject *callable)
 {
-    PyObject *module = PyImport_ImportModule("ctrainer._hooks");
+    PyObject *module = PyImport_ImportModule("ctrainer.runtime.hooks");
     if (module == NULL) {
         return NULL;
     }

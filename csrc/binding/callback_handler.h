@@ -14,7 +14,7 @@
     F(eval_dataloader)
 
 /* `callbacks` is the list that users edit; `plans` maps a function to what
- * ctrainer._events.wanted said of it; `names` are those of CTPY_PASSED, as a tuple.
+ * runtime.events.wanted said of it; `names` are those of CTPY_PASSED, as a tuple.
  * The last two are never NULL. */
 #define CTPY_HANDLER_FIELDS(F) F(callbacks) F(plans) F(names) CTPY_PASSED(F)
 

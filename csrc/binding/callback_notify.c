@@ -3,7 +3,7 @@
  * A step fires four events and most callbacks listen to one of them, so the cost of an
  * event that nobody listens to is what counts. The method is looked up on the instance
  * each time (an attribute set on the instance or the class wins at once); what its body
- * wants is worked out once per function by ctrainer._events and remembered: nothing at
+ * wants is worked out once per function by runtime.events and remembered: nothing at
  * all for an empty body, which is then not called. */
 #include "binding/callback_handler.h"
 #include "binding/ctpy_callbacks.h"
@@ -79,11 +79,11 @@ call_method(CallbackHandler *self, PyObject *method, event_call *call, PyObject 
     return result;
 }
 
-/* New reference: what ctrainer._events.wanted says of the callable. */
+/* New reference: what ctrainer.runtime.events.wanted says of the callable. */
 static PyObject *
 make_plan(PyObject *function)
 {
-    PyObject *module = PyImport_ImportModule("ctrainer._events");
+    PyObject *module = PyImport_ImportModule("ctrainer.runtime.events");
     if (module == NULL) {
         return NULL;
     }

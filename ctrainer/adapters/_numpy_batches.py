@@ -9,9 +9,9 @@ from typing import Any, Self
 import numpy as np
 
 from ctrainer import _C
-from ctrainer._rank_options import Dealing
 from ctrainer.adapters import reading
 from ctrainer.adapters.generators import place_word
+from ctrainer.arguments.accelerator import Dealing
 
 _AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
 

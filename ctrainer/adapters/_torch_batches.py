@@ -15,7 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ctrainer._rank_options import config_of
+from ctrainer.arguments.accelerator import config_of
 
 _AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
 

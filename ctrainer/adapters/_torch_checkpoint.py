@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import expected_of, is_there, naming
 from ctrainer.adapters import _saved_names
 from ctrainer.adapters._torch_files import load_plain
 from ctrainer.checkpoint import Sink, shard_names
+from ctrainer.checkpoint.files import expected_of, is_there, naming
 
 logger = logging.getLogger("ctrainer.checkpoint")
 

@@ -18,7 +18,7 @@ import torch
 from torch import _weights_only_unpickler as plain
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import Expected
+from ctrainer.checkpoint.files import Expected
 
 FILE_LIMIT = 1 << 40  # bytes
 

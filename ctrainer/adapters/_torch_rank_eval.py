@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ctrainer._rank_options import Dealing
+from ctrainer.arguments.accelerator import Dealing
 from ctrainer.comm import world
 
 

@@ -19,7 +19,6 @@ from torch.utils.data import (
 )
 
 from ctrainer import _C
-from ctrainer._rank_options import Dealing
 from ctrainer.adapters._torch_batches import (
     DrawnSampler,
     SeededSampler,
@@ -27,6 +26,7 @@ from ctrainer.adapters._torch_batches import (
     after,
 )
 from ctrainer.adapters._torch_rank_eval import HandedOut, hand_out, receive
+from ctrainer.arguments.accelerator import Dealing
 
 
 class RankBatches(BatchSampler, Seekable):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ctrainer import _C, _rank_options, schedules
+from ctrainer import _C, schedules
 from ctrainer.adapters import _numpy_average as averages  # noqa: F401
 from ctrainer.adapters import _numpy_batches as batches
 from ctrainer.adapters import _numpy_checkpoint as checkpoints  # noqa: F401
@@ -35,6 +35,7 @@ from ctrainer.adapters._numpy_optim import (
     Optimizer,
     RMSprop,
 )
+from ctrainer.arguments import accelerator
 
 __all__ = [
     "SGD",
@@ -87,7 +88,7 @@ def prepare_args(args: Any) -> None:
                 f"{name}={value!r} needs a torch model; a NumPy model is trained with "
                 f"{name}={unused!r}"
             )
-    if not _rank_options.config_of(args.accelerator_config).use_seedable_sampler:
+    if not accelerator.config_of(args.accelerator_config).use_seedable_sampler:
         _refuse("use_seedable_sampler=False in accelerator_config")
     vars(args).setdefault("_device", Host())
 
@@ -349,7 +350,7 @@ def data_loader(
     of a data set that all of them read."""
     return batches.DataLoader(
         dataset, sampler=sampler, drop_last=args.dataloader_drop_last,
-        dealing=_rank_options.dealing(args, training), **options,
+        dealing=accelerator.dealing(args, training), **options,
     )  # fmt: skip
 
 

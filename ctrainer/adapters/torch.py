@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from ctrainer import _C, _rank_options
+from ctrainer import _C
 from ctrainer.adapters import _torch_average as averages  # noqa: F401
 from ctrainer.adapters import _torch_batches as batches
 from ctrainer.adapters import _torch_checkpoint as checkpoints  # noqa: F401
@@ -21,6 +21,7 @@ from ctrainer.adapters import _torch_optim as optimizers
 from ctrainer.adapters import _torch_precision as precision
 from ctrainer.adapters import _torch_ranks as ranks
 from ctrainer.adapters import reading
+from ctrainer.arguments import accelerator
 
 Args = Any
 Model = nn.Module
@@ -332,7 +333,7 @@ def is_iterable(dataset: Any) -> bool:
 def random_sampler(dataset: Any, args: Args) -> Sampler[int]:
     """A shuffled order that depends on the seed and the epoch alone, unless
     use_seedable_sampler is off: then on torch's generator."""
-    if not _rank_options.config_of(args.accelerator_config).use_seedable_sampler:
+    if not accelerator.config_of(args.accelerator_config).use_seedable_sampler:
         return torch.utils.data.RandomSampler(dataset)
     return batches.SeededSampler(dataset, args)
 
@@ -361,7 +362,7 @@ def data_loader(
         context = getattr(args, "dataloader_multiprocessing_context", None)
         options["multiprocessing_context"] = context
         options["in_order"] = args.dataloader_in_order
-    dealing = _rank_options.dealing(args, training)
+    dealing = accelerator.dealing(args, training)
     if not is_iterable(dataset):
         dealt = dealing is not None and not dealing.dispatch_batches
         chosen = batches.seeded(sampler, args, dealt) if training else sampler

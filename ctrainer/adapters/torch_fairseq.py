@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import expected_of, is_there
 from ctrainer.adapters._torch_checkpoint import archive_records, numpy_names
 from ctrainer.adapters._torch_files import FILE_LIMIT, load_plain
 from ctrainer.adapters.generators import rng_state, set_rng_state
 from ctrainer.adapters.torch import empty_cache, no_grad
+from ctrainer.checkpoint.files import expected_of, is_there
 
 __all__ = ["empty_cache", "no_grad", "rng_state", "set_rng_state"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ctrainer._settings import (
+from ctrainer.arguments.settings import (
     Count,
     hints,
     parse_json,

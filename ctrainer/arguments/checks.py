@@ -11,13 +11,13 @@ from dataclasses import Field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ctrainer import _rank_options
-from ctrainer._block_options import way_of
-from ctrainer._fsdp_options import sharding_of
-from ctrainer._loss_scaler import make_loss_scaler
-from ctrainer._older_fields import ALIASES, default_of
-from ctrainer._settings import hints, parse_json, read
-from ctrainer._training_fields import read_field
+from ctrainer.arguments import accelerator
+from ctrainer.arguments.bmuf import way_of
+from ctrainer.arguments.fields import read_field
+from ctrainer.arguments.fsdp import sharding_of
+from ctrainer.arguments.loss_scaler import make_loss_scaler
+from ctrainer.arguments.older_fields import ALIASES, default_of
+from ctrainer.arguments.settings import hints, parse_json, read
 from ctrainer.enums import (
     IntervalStrategy,
     SaveStrategy,
@@ -68,7 +68,7 @@ def normalize(args: TrainingArguments) -> None:
     args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
     if args.logging_dir is not None:
         args.logging_dir = os.path.expanduser(args.logging_dir)
-    dealt: Any = _rank_options.config_of(args.accelerator_config)
+    dealt: Any = accelerator.config_of(args.accelerator_config)
     args.accelerator_config = dealt
     args.debug = args.debug.split() if isinstance(args.debug, str) else args.debug or []
     if isinstance(args.include_num_input_tokens_seen, bool):
@@ -247,7 +247,7 @@ def _take_mixed_precision(args: TrainingArguments) -> None:
 def validate(args: TrainingArguments) -> None:
     """Raise ValueError for a value out of range or a contradiction."""
     _validate_epochs(args)
-    if _rank_options.config_of(args.accelerator_config).use_configured_state:
+    if accelerator.config_of(args.accelerator_config).use_configured_state:
         from ctrainer.integrations import configured_state
 
         configured_state()

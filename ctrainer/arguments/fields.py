@@ -3,7 +3,7 @@
 
 Positional arguments depend on the order. HfArgumentParser looks at the second member
 of a union, hence the unusual places of None. What becomes of each field is in
-_argument_table.
+the table beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field
 from functools import cache
 from typing import Any, Literal, Self
 
-from ctrainer._settings import (
+from ctrainer.arguments.settings import (
     Count,
     Finite,
     Natural,

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ctrainer._settings import Natural, nearest, parse_json, read, refuse_unknown
+from ctrainer.arguments.settings import (
+    Natural,
+    nearest,
+    parse_json,
+    read,
+    refuse_unknown,
+)
 
 _STRATEGIES = (
     "full_shard",

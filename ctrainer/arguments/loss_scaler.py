@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ctrainer._C import LossScaler
-from ctrainer._settings import nearest, read_keywords
+from ctrainer.arguments.settings import nearest, read_keywords
 
 PRESETS = ("torch", "fairseq", "deepspeed", "static")
 

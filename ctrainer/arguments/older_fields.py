@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from ctrainer._settings import Count, Natural, NotNegative, Range, hints
-from ctrainer._training_fields import CurrentFields, arg, read_field
+from ctrainer.arguments.fields import CurrentFields, arg, read_field
+from ctrainer.arguments.settings import Count, Natural, NotNegative, Range, hints
 from ctrainer.enums import IntervalStrategy
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ctrainer._settings import nearest, read
+from ctrainer.arguments.settings import nearest, read
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from ctrainer._older_fields import OwnFields
+from ctrainer.arguments.older_fields import OwnFields
 from ctrainer.enums import (
     HubStrategy,
     IntervalStrategy,

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ctrainer import _fsdp_options, _optimizer_names, _rank_options
-from ctrainer._settings import nearest, read
+from ctrainer.arguments import accelerator, fsdp, optimizers
+from ctrainer.arguments.settings import nearest, read
 
 HONOURED = frozenset(
     """
@@ -126,10 +126,10 @@ def one_of(*words: Any, instead: str = "") -> Limit:
 
 LIMITED = {
     "optim": Limit(
-        _optimizer_names.honoured,
-        ", ".join(map(repr, _optimizer_names.RECIPES)) + " and those of packages",
+        optimizers.honoured,
+        ", ".join(map(repr, optimizers.RECIPES)) + " and those of packages",
         "install the package, or make the optimizer and pass it as optimizers",
-        _optimizer_names.instead,
+        optimizers.instead,
     ),
     "train_sampling_strategy": one_of(
         "random",
@@ -138,8 +138,8 @@ LIMITED = {
         instead="override _get_train_sampler",
     ),
     "accelerator_config": Limit(
-        lambda config: _rank_options.config_of(config) is not None,
-        "None, a JSON file, or a dict of " + ", ".join(_rank_options.NAMES),
+        lambda config: accelerator.config_of(config) is not None,
+        "None, a JSON file, or a dict of " + ", ".join(accelerator.NAMES),
         "",
     ),
     "ddp_backend": one_of(
@@ -151,7 +151,7 @@ LIMITED = {
     ),
     "fsdp_config": Limit(
         lambda config: True,  # read, and refused, by sharding_of
-        _fsdp_options.describe_keys(),
+        fsdp.describe_keys(),
         "",
     ),
     "include_num_input_tokens_seen": one_of("all", "non_padding", "no", True, False),

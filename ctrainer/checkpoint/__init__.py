@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import (
+from ctrainer.checkpoint.files import (
     MANIFEST_NAME,
     expected_of,
     naming,
     read_object,
 )
-from ctrainer._state_schema import (
+from ctrainer.checkpoint.schema import (
     LOSS_SUMS,
     OWN_STATE,
     POSITION,

@@ -12,7 +12,7 @@ import mpi4py
 import numpy as np
 
 from ctrainer import _C
-from ctrainer._fork import by_parent_alone
+from ctrainer.runtime.fork import by_parent_alone
 
 # mpi4py ends MPI in every process that exits, in a forked child too, which ends it for
 # its parent. Where nobody has settled the question yet, the parent alone does so.

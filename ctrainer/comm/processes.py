@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from ctrainer._fork import by_parent_alone
+from ctrainer.runtime.fork import by_parent_alone
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from ctrainer import _C
-from ctrainer._fork import keep_torch_groups
 from ctrainer.comm import environment
 from ctrainer.comm.environment import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -14,6 +13,7 @@ from ctrainer.comm.environment import (
     place_of,
     torch_place,
 )
+from ctrainer.runtime.fork import keep_torch_groups
 
 _joined: list[_C.Communicator] = []  # the group of the run, or nothing
 _is_child: list[int] = []  # this process, if it was forked off one that had joined

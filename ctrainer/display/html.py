@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ctrainer.progress_text import (
+from ctrainer.display.text import (
     Progress,
     clock,
     columns_of,

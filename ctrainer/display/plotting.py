@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ctrainer.progress_html import COLORS, curves
+from ctrainer.display.html import COLORS, curves
 
 Points = list[tuple[float, float]]
 

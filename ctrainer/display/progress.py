@@ -18,8 +18,7 @@ from typing import Any, TextIO
 
 from ctrainer import _C
 from ctrainer.callbacks import TrainerCallback
-from ctrainer.memory_tracker import resident_bytes
-from ctrainer.progress_text import (
+from ctrainer.display.text import (
     Progress,
     evaluation_line,
     log_json,
@@ -28,6 +27,7 @@ from ctrainer.progress_text import (
     render,
     summary,
 )
+from ctrainer.memory_tracker import resident_bytes
 from ctrainer.trainer_utils import has_length
 
 MODES = ("live", "plain", "json", "notebook")
@@ -320,7 +320,7 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
     def _show(self) -> None:
         from IPython.display import HTML, display
 
-        from ctrainer.progress_html import page
+        from ctrainer.display.html import page
 
         frame = HTML(page(self.meter.progress, self.history, self.warnings))
         if self.handle is None:

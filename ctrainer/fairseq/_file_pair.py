@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from ctrainer._disk import sync_folder_of
+from ctrainer.checkpoint.disk import sync_folder_of
 
 # What an index calls a dtype. 6 was once a float of Python's, 7 a double: both 8 bytes.
 CODES: dict[int, Any] = {

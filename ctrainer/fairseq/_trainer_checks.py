@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Annotated, Any, get_origin
 
-from ctrainer._settings import hints, without_none
+from ctrainer.arguments.settings import hints, without_none
 from ctrainer.fairseq import _sharding, _zero
 from ctrainer.fairseq.config.trees import groups, is_dict_config, tree_of
 from ctrainer.fairseq.config.values import convert

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ctrainer._checkpoint_files import is_there, naming
 from ctrainer.adapters import fairseq_parameters
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.checkpoint.files import is_there, naming
 from ctrainer.fairseq import _code_feedback, _sharding, _worker_states, _zero
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
 from ctrainer.fairseq._trainer_checks import setting

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ctrainer._checkpoint_files import naming
-from ctrainer._disk import replacing
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.checkpoint.disk import replacing
+from ctrainer.checkpoint.files import naming
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
 
 logger = logging.getLogger(__name__)

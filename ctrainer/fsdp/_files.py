@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import naming, unchanged
 from ctrainer.adapters._torch_checkpoint import (
     DTYPES,
     TAGS,
     Pickler,
     archive_records,
 )
+from ctrainer.checkpoint.files import naming, unchanged
 from ctrainer.fsdp._shard_layout import dtype_name
 from ctrainer.fsdp._shards import KEYS, METADATA_KEY, MODEL, OPTIMIZER
 from ctrainer.fsdp._stored import Item, Stored, read_safetensors_index

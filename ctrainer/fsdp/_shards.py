@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import parse_json
+from ctrainer.checkpoint.files import parse_json
 from ctrainer.fsdp._shard_checks import check_metadata, check_optimizer, is_list_of
 from ctrainer.fsdp._shard_layout import Part, parts_of
 from ctrainer.fsdp._stored import Stored, read_safetensors_index

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import expected_of, unchanged
+from ctrainer.checkpoint.files import expected_of, unchanged
 
 # (path or None for zeros, offset, bytes): what C copies from file to file.
 Excerpt = tuple[bytes | None, int, int]

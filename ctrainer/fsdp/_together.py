@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from ctrainer._disk import sync_folder_of
+from ctrainer.checkpoint.disk import sync_folder_of
 
 SAVING = ".ctrainer-saving"  # ends the name of a file that is being written
 KEPT = f".kept{SAVING}"  # ends the name of a file that is about to be replaced

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import expected_of
+from ctrainer.checkpoint.files import expected_of
 from ctrainer.fsdp._stored import ITEM_BYTES, Stored, read_into
 
 _STORAGES = {

@@ -22,7 +22,7 @@ from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.module import FullyShardedDataParallel
 
 if TYPE_CHECKING:
-    from ctrainer._fsdp_options import Sharding
+    from ctrainer.arguments.fsdp import Sharding
 
 logger = logging.getLogger("ctrainer.trainer")
 

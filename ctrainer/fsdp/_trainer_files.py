@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ctrainer import _C
-from ctrainer._checkpoint_files import expected_of, unchanged
 from ctrainer.adapters import _saved_names
 from ctrainer.adapters._torch_checkpoint import raise_unless_all, weight_files
 from ctrainer.adapters._torch_files import load_plain
+from ctrainer.checkpoint.files import expected_of, unchanged
 from ctrainer.fsdp import _files, _full, _metadata
 from ctrainer.fsdp._optimizer_state import consolidate_optimizers
 from ctrainer.fsdp._shard_set import find_shards, shard_paths

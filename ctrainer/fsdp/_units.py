@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 if TYPE_CHECKING:
-    from ctrainer._fsdp_options import Sharding
+    from ctrainer.arguments.fsdp import Sharding
 
 logger = logging.getLogger("ctrainer.trainer")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ctrainer._checkpoint_files import unchanged
+from ctrainer.checkpoint.files import unchanged
 from ctrainer.fsdp import _files
 from ctrainer.fsdp._optimizer_state import (
     check_same_update,

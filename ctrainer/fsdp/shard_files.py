@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ctrainer._checkpoint_files import unchanged
+from ctrainer.checkpoint.files import unchanged
 from ctrainer.fsdp import _files
 from ctrainer.fsdp._shards import read_shard
 from ctrainer.fsdp._stored import Item, Stored

@@ -6,7 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
-from ctrainer._rank_options import config_of
+from ctrainer.arguments.accelerator import config_of
 from ctrainer.comm.environment import meet_on_this_machine
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-from ctrainer._hooks import accepted_keywords
+from ctrainer.runtime.hooks import accepted_keywords
 
 
 def _documented() -> None:

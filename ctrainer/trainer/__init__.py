@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ctrainer import adapters
-from ctrainer._trainer_run import RunMixin
 from ctrainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
     EmptyCacheCallback,
     PrinterCallback,
 )
+from ctrainer.display.progress import ProgressCallback
 from ctrainer.memory_tracker import TrainerMemoryTracker
-from ctrainer.progress import ProgressCallback
+from ctrainer.trainer.run import RunMixin
 from ctrainer.trainer_state import TrainerControl, TrainerState
 from ctrainer.trainer_utils import has_length
 from ctrainer.training_args import TrainingArguments, adopt, set_log_level

@@ -7,9 +7,9 @@ import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ctrainer._block_options import options_of, way_of
-from ctrainer._checkpoint_files import naming
-from ctrainer._trainer_ckpt import CheckpointMixin
+from ctrainer.arguments.bmuf import options_of, way_of
+from ctrainer.checkpoint.files import naming
+from ctrainer.trainer.checkpoint import CheckpointMixin
 
 if TYPE_CHECKING:
     from ctrainer.bmuf import BMUF

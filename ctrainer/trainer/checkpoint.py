@@ -8,16 +8,16 @@ import os
 import shutil
 from typing import Any
 
-from ctrainer._checkpoint_files import naming
-from ctrainer._disk import replacing
-from ctrainer._trainer_base import TrainerBase
-from ctrainer._trainer_rank_files import RankFilesMixin
 from ctrainer.checkpoint import (
     PREFIX,
     Sink,
     find_checkpoints,
     last_whole_checkpoint,
 )
+from ctrainer.checkpoint.disk import replacing
+from ctrainer.checkpoint.files import naming
+from ctrainer.trainer.base import TrainerBase
+from ctrainer.trainer.rank_files import RankFilesMixin
 from ctrainer.trainer_state import TrainerState, is_exportable
 
 logger = logging.getLogger("ctrainer.trainer")

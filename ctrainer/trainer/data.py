@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ctrainer._hooks import takes_positional
-from ctrainer._trainer_base import TrainerBase
+from ctrainer.runtime.hooks import takes_positional
+from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer_utils import has_length
 
 logger = logging.getLogger("ctrainer.trainer")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ctrainer import integrations, trainer_utils
-from ctrainer._trainer_base import TrainerBase
+from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer_utils import speed_metrics
 
 logger = logging.getLogger("ctrainer.trainer")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ctrainer import average
-from ctrainer._trainer_base import TrainerBase
+from ctrainer.trainer.base import TrainerBase
 
 
 class OptimMixin(TrainerBase):
@@ -46,7 +46,7 @@ class OptimMixin(TrainerBase):
         args: Any, model: Any = None
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The class that args.optim names and its keywords, without the parameters."""
-        from ctrainer._optimizer_names import optimizer_class
+        from ctrainer.arguments.optimizers import optimizer_class
 
         return optimizer_class(args, model)
 

@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ctrainer._checkpoint_files import is_there, naming
-from ctrainer._fork import temporary_folder
-from ctrainer._rank_options import config_of
-from ctrainer._trainer_base import TrainerBase
+from ctrainer.arguments.accelerator import config_of
 from ctrainer.checkpoint import Sink, read_own_state, to_json
+from ctrainer.checkpoint.files import is_there, naming
+from ctrainer.runtime.fork import temporary_folder
+from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer_state import TrainerState
 from ctrainer.trainer_utils import has_length
 

@@ -10,16 +10,17 @@ import threading
 import time
 from typing import Any
 
-from ctrainer import _C, _rank_options
-from ctrainer._checkpoint_files import naming
-from ctrainer._loss_scaler import make_loss_scaler
-from ctrainer._trainer_blocks import BlocksMixin
-from ctrainer._trainer_data import DataMixin
-from ctrainer._trainer_extra import ExtraMixin
-from ctrainer._trainer_optim import OptimMixin
-from ctrainer._trainer_search import SearchMixin
-from ctrainer._trainer_shards import ShardsMixin, is_on_meta
+from ctrainer import _C
+from ctrainer.arguments import accelerator
+from ctrainer.arguments.loss_scaler import make_loss_scaler
+from ctrainer.checkpoint.files import naming
 from ctrainer.comm import world
+from ctrainer.trainer.blocks import BlocksMixin
+from ctrainer.trainer.data import DataMixin
+from ctrainer.trainer.extra import ExtraMixin
+from ctrainer.trainer.optim import OptimMixin
+from ctrainer.trainer.search import SearchMixin
+from ctrainer.trainer.shards import ShardsMixin, is_on_meta
 from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import (
     TrainOutput,
@@ -53,7 +54,7 @@ class RunMixin(
     def _ranks_differ(self, what: str, told: list[bytes]) -> None:
         """Raise on every rank what all of them have, unless that may differ: where
         batches need not be even, or rank 0 alone reads them."""
-        config = _rank_options.config_of(getattr(self.args, "accelerator_config", None))
+        config = accelerator.config_of(getattr(self.args, "accelerator_config", None))
         dispatches = config.dispatch_batches
         if dispatches is None:
             dispatches = not hasattr(self.train_dataset, "__getitem__")
@@ -244,7 +245,7 @@ class RunMixin(
         self._make_blocks()
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
-        self._syncs_each_batch = _rank_options.syncs_each_batch(self.args)
+        self._syncs_each_batch = accelerator.syncs_each_batch(self.args)
         self._loss_scaler = self._make_loss_scaler()
         self._make_weight_average()
         if resume_from_checkpoint is not None:

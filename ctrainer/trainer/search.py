@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ctrainer._argument_checks import as_its_type
-from ctrainer._settings import nearest
-from ctrainer._trainer_base import TrainerBase
+from ctrainer.arguments.checks import as_its_type
+from ctrainer.arguments.settings import nearest
 from ctrainer.integrations import search_backend
+from ctrainer.trainer.base import TrainerBase
 from ctrainer.training_args import TrainingArguments
 
 logger = logging.getLogger("ctrainer.trainer")

@@ -8,9 +8,9 @@ import os
 from typing import Any
 
 from ctrainer import _C
-from ctrainer._fsdp_options import Sharding, sharding_of
-from ctrainer._trainer_ckpt import CheckpointMixin, is_overridden
+from ctrainer.arguments.fsdp import Sharding, sharding_of
 from ctrainer.checkpoint import Sink
+from ctrainer.trainer.checkpoint import CheckpointMixin, is_overridden
 
 logger = logging.getLogger("ctrainer.trainer")
 

@@ -96,8 +96,8 @@ AREAS = {
             python("optim", "_precision"): "binding/test_precision.py",
             python("adapters", "_torch_average"):
                 "python/test_trainer_average.py",
-            "ctrainer/_optimizer_names.py": "python/test_optimizer_names.py",
-            "ctrainer/_trainer_optim.py":
+            "ctrainer/arguments/optimizers.py": "python/test_optimizer_names.py",
+            "ctrainer/trainer/optim.py":
                 "python/test_optimizer_in_trainer.py parity/test_schedules.py",
             "ctrainer/average.py":
                 "binding/test_weight_average.py python/test_trainer_average.py",
@@ -135,7 +135,7 @@ AREAS = {
         {
             core("scaler"): "core/test_scaler.c binding/test_loss_scaler.py",
             binding("loss_scaler", "loss_scaler_state"): "binding/test_loss_scaler.py",
-            "ctrainer/_loss_scaler.py": "python/test_fp16_training.py",
+            "ctrainer/arguments/loss_scaler.py": "python/test_fp16_training.py",
         },
         "python/test_fp16_training.py python/test_fairseq_precision.py",
     ),
@@ -149,12 +149,12 @@ AREAS = {
             binding("flow"):
                 "python/test_callbacks.py binding/test_gradient_metrics.py",
             binding("ticker"): "binding/test_callback_handler.py",
-            "ctrainer/_events.py": "python/test_callbacks.py",
-            "ctrainer/progress_html.py ctrainer/plotting.py": "python/test_progress.py",
+            "ctrainer/runtime/events.py": "python/test_callbacks.py",
+            python("display", "html", "plotting", "progress", "text"):
+                "python/test_progress.py",
             "ctrainer/memory_tracker.py": "python/test_memory_tracker.py",
             "ctrainer/integrations/__init__.py": "python/test_integrations.py",
             "ctrainer/callbacks.py": "python/test_callbacks.py",
-            "ctrainer/progress.py ctrainer/progress_text.py": "python/test_progress.py",
             "ctrainer/trainer_state.py": "python/test_trainer_state.py",
         },
         "binding/test_trainer_hooks.py",
@@ -170,7 +170,7 @@ AREAS = {
             binding("bmuf_state"): "python/test_bmuf_ranks.py",
             math("block_formula", "block_math"):
                 "core/test_bmuf.c core/test_kernels.c",
-            "ctrainer/_block_options.py ctrainer/_trainer_blocks.py "
+            "ctrainer/arguments/bmuf.py ctrainer/trainer/blocks.py "
             "ctrainer/adapters/blocks.py":
                 "python/test_ranks_blocks.py",
         },
@@ -210,13 +210,14 @@ AREAS = {
                 "python/test_ranks_training.py python/test_ranks_differ.py",
             binding("trainer_ranks"):
                 "python/test_ranks_training.py python/test_ranks_evaluation.py",
-            "ctrainer/_trainer_run.py ctrainer/trainer.py":
+            "ctrainer/trainer/run.py ctrainer/trainer/__init__.py":
                 "binding/test_trainer_hooks.py python/test_arguments_in_runs.py "
                 "python/test_trainer_checkpoints.py parity/test_training.py",
-            "ctrainer/_trainer_extra.py ctrainer/introspect.py ctrainer/_hooks.py":
+            "ctrainer/trainer/extra.py ctrainer/introspect.py "
+            "ctrainer/runtime/hooks.py":
                 "binding/test_trainer_hooks.py python/test_optimizer_in_trainer.py "
                 "parity/test_clients.py",
-            "ctrainer/_trainer_search.py": "python/test_search.py",
+            "ctrainer/trainer/search.py": "python/test_search.py",
             "ctrainer/hf.py": "python/test_hf.py python/test_fsdp_meta.py",
             python("adapters", "_torch_optim"):
                 "parity/test_training.py python/test_optimizer_names.py",
@@ -317,10 +318,10 @@ AREAS = {
                 "binding/test_checkpoint.py",
             binding("trainer_ckpt", "trainer_ckpt_folder"):
                 "python/test_trainer_checkpoints.py python/test_ranks_checkpoints.py",
-            "ctrainer/_checkpoint_files.py ctrainer/_state_schema.py":
+            "ctrainer/checkpoint/files.py ctrainer/checkpoint/schema.py":
                 "python/test_damaged_checkpoints.py python/test_trainer_checkpoints.py",
-            "ctrainer/_disk.py": "python/test_durable_files.py",
-            "ctrainer/_trainer_rank_files.py": "python/test_ranks_checkpoints.py",
+            "ctrainer/checkpoint/disk.py": "python/test_durable_files.py",
+            "ctrainer/trainer/rank_files.py": "python/test_ranks_checkpoints.py",
             python("adapters", "_saved_names"):
                 "python/test_loading_weights.py parity/test_saved_weights.py",
             python("adapters", "_torch_checkpoint", "_torch_files"):
@@ -328,8 +329,8 @@ AREAS = {
                 "parity/test_checkpoint_exchange.py",
             python("adapters", "_numpy_checkpoint"):
                 "python/test_numpy_adapter.py python/test_numpy_training.py",
-            "ctrainer/_trainer_ckpt.py": "python/test_trainer_checkpoints.py",
-            "ctrainer/checkpoint.py":
+            "ctrainer/trainer/checkpoint.py": "python/test_trainer_checkpoints.py",
+            "ctrainer/checkpoint/__init__.py":
                 "binding/test_checkpoint.py python/test_trainer_checkpoints.py "
                 "parity/test_checkpoint_exchange.py",
         },
@@ -372,7 +373,7 @@ AREAS = {
                 "cuda/test_nccl_groups.py",
             python("comm", "environment"):
                 "python/test_ranks_of_one_machine.py python/test_world.py",
-            python("comm", "processes", "run") + " ctrainer/_fork.py":
+            python("comm", "processes", "run") + " ctrainer/runtime/fork.py":
                 "python/test_world.py python/test_process_group_exit.py "
                 "python/test_forked_children.py",
             python("comm", "mpi"): "python/test_groups_over_mpi.py",
@@ -399,7 +400,7 @@ AREAS = {
             core("mapping"): "core/test_mapping.c",
             binding("mapped_memory", "mapped_memory_dlpack"):
                 "python/test_copies.py cuda/test_fsdp_device.py",
-            "ctrainer/_fsdp_options.py " + python("fsdp", "_options"):
+            "ctrainer/arguments/fsdp.py " + python("fsdp", "_options"):
                 "python/test_fsdp_options.py python/test_fsdp_errors.py",
             python("fsdp", "module", "unit", "_full", "_layout", "_sharded",
                    "_tensors", "_views"):
@@ -420,7 +421,7 @@ AREAS = {
             python("fsdp", "_trained", "_units"):
                 "python/test_fsdp_trainer.py python/test_fsdp_meta.py "
                 "parity/test_fine_tuning.py",
-            "ctrainer/_trainer_shards.py " + python("fsdp", "_trainer_files"):
+            "ctrainer/trainer/shards.py " + python("fsdp", "_trainer_files"):
                 "python/test_fsdp_trainer.py",
             python("fsdp", "_files", "_metadata", "_shard_checks", "_shard_layout",
                    "_shard_set", "_shards", "_stored", "_torch_archive",
@@ -459,9 +460,9 @@ AREAS = {
             binding("batch_digest"): "binding/test_batch_digest.py",
             binding("batch_shard"): "python/test_batch_shard.py",
             binding("object_watch"): "binding/test_object_watch.py",
-            "ctrainer/_rank_options.py":
+            "ctrainer/arguments/accelerator.py":
                 "python/test_dispatched_batches.py python/test_settings.py",
-            "ctrainer/_trainer_data.py":
+            "ctrainer/trainer/data.py":
                 "python/test_any_batch.py python/test_arguments_in_runs.py "
                 "python/test_data_resume.py",
             python("adapters", "_numpy_batches"):
@@ -480,10 +481,10 @@ AREAS = {
     ),
     "settings": Area(
         {
-            "ctrainer/_settings.py ctrainer/_argument_checks.py":
+            "ctrainer/arguments/settings.py ctrainer/arguments/checks.py":
                 "python/test_settings.py python/test_training_args.py",
-            "ctrainer/_argument_setters.py ctrainer/_argument_table.py "
-            "ctrainer/_older_fields.py":
+            "ctrainer/arguments/setters.py ctrainer/arguments/table.py "
+            "ctrainer/arguments/older_fields.py":
                 "python/test_training_args.py",
             "ctrainer/training_args.py":
                 "python/test_training_args.py python/test_world.py",
@@ -650,7 +651,7 @@ NOT_DRAWN = {
     "ctrainer/__init__.py ctrainer/fairseq/__init__.py ctrainer/fsdp/__init__.py":
         "names that are imported when they are asked for",
     "ctrainer/__main__.py": "the table of commands",
-    "ctrainer/_training_fields.py": "a table of fields and their defaults",
+    "ctrainer/arguments/fields.py": "a table of fields and their defaults",
 }  # fmt: skip
 
 

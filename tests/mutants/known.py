@@ -46,7 +46,7 @@ FIXED = (
         "core/test_bmuf.c",
     ),
     Fixed(
-        "ctrainer/_trainer_ckpt.py",
+        "ctrainer/trainer/checkpoint.py",
         "skip a check",
         "if new is None and every:",
         "if False and new is None and every:",
@@ -198,7 +198,7 @@ EQUIVALENT = (
         "a batch is lent where each rank has its own, which it runs instead",
     ),
     (
-        "ctrainer/_trainer_run.py",
+        "ctrainer/trainer/run.py",
         "if self._communicator.world_size > 1:",
         "if (self._communicator.world_size + 1) > 1:",
         "a group of one rank gives itself the generator that it has",

@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 
 from ctrainer.callbacks import CallbackHandler, DefaultFlowCallback
-from ctrainer.progress import ProgressCallback
+from ctrainer.display.progress import ProgressCallback
 from ctrainer.trainer_state import TrainerControl, TrainerState
 
 STEPS, EVAL_EVERY, BATCHES = 30, 15, 6

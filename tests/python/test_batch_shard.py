@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctrainer import _C
-from ctrainer._rank_options import Dealing
 from ctrainer.adapters._numpy_batches import DataLoader
+from ctrainer.arguments.accelerator import Dealing
 
 
 def batches(n: int, size: int, drop_last: bool) -> list[list[int]]:

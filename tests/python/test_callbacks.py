@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from ctrainer import _C
-from ctrainer._events import is_empty
 from ctrainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -20,7 +19,8 @@ from ctrainer.callbacks import (
     TrainerControl,
     TrainerState,
 )
-from ctrainer.progress import ProgressCallback
+from ctrainer.display.progress import ProgressCallback
+from ctrainer.runtime.events import is_empty
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 

@@ -18,10 +18,10 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from ctrainer._rank_options import Dealing
 from ctrainer.adapters import _torch_batches as batches
 from ctrainer.adapters import torch as torch_adapter
 from ctrainer.adapters._torch_ranks import RankBatches
+from ctrainer.arguments.accelerator import Dealing
 
 ARGS: Any = SimpleNamespace(data_seed=7)
 

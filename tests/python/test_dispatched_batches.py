@@ -15,9 +15,9 @@ from rank_threads import on_ranks
 from torch.utils.data import DataLoader, IterableDataset
 
 from ctrainer import _C
-from ctrainer._rank_options import Dealing
 from ctrainer.adapters import _torch_rank_eval
 from ctrainer.adapters._torch_ranks import DispatchedLoader
+from ctrainer.arguments.accelerator import Dealing
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 

@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
-from ctrainer._settings import describe, hints
+from ctrainer.arguments.settings import describe, hints
 from ctrainer.fairseq.config import (
     MISSING,
     FairseqConfig,

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from ctrainer._settings import hints
+from ctrainer.arguments.settings import hints
 from ctrainer.fairseq._trainer_checks import check_config
 from ctrainer.fairseq.config import as_config, component_class
 from ctrainer.fairseq.config.command_line import only_refers

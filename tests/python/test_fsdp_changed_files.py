@@ -16,7 +16,7 @@ import pytest
 import torch
 from draws import draws
 
-from ctrainer import _checkpoint_files as files
+from ctrainer.checkpoint import files
 from ctrainer.fsdp import consolidate as command
 from ctrainer.fsdp.shard_files import load_shard, save_shard
 from tests.fsdp_shards import nested_job, save

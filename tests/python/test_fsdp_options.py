@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ctrainer import TrainingArguments
-from ctrainer._fsdp_options import Sharding, sharding_of
+from ctrainer.arguments.fsdp import Sharding, sharding_of
 
 
 def read(fsdp: Any, **config: Any) -> Sharding | None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 from ctrainer import _C
-from ctrainer._fsdp_options import Sharding
+from ctrainer.arguments.fsdp import Sharding
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp._trained import shard
 

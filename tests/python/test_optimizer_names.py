@@ -10,8 +10,9 @@ import transformers
 from torch import nn
 
 import ctrainer
-from ctrainer import Trainer, TrainingArguments, _optimizer_names, optim
+from ctrainer import Trainer, TrainingArguments, optim
 from ctrainer.adapters import numpy as arrays
+from ctrainer.arguments import optimizers
 from ctrainer.enums import OptimizerNames
 
 
@@ -28,24 +29,24 @@ def made(folder: Path, name: str, **options: Any) -> Any:
 
 
 def test_every_name_is_honoured_or_has_its_package() -> None:
-    known = _optimizer_names.RECIPES.keys() | _optimizer_names.PACKAGES.keys()
+    known = optimizers.RECIPES.keys() | optimizers.PACKAGES.keys()
     assert known == {n.value for n in OptimizerNames}
-    assert not _optimizer_names.RECIPES.keys() & _optimizer_names.PACKAGES.keys()
+    assert not optimizers.RECIPES.keys() & optimizers.PACKAGES.keys()
 
 
-@pytest.mark.parametrize("name", sorted(_optimizer_names.RECIPES))
+@pytest.mark.parametrize("name", sorted(optimizers.RECIPES))
 def test_every_name_that_is_honoured_makes_its_class(name: str, tmp_path: Path) -> None:
     optimizer = made(tmp_path, name, learning_rate=0.25)
-    assert type(optimizer) is getattr(optim, _optimizer_names.RECIPES[name].cls)
+    assert type(optimizer) is getattr(optim, optimizers.RECIPES[name].cls)
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-@pytest.mark.parametrize("name", sorted(_optimizer_names.PACKAGES))
+@pytest.mark.parametrize("name", sorted(optimizers.PACKAGES))
 def test_a_name_of_another_package_says_which(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = _optimizer_names.PACKAGES[name]
-    monkeypatch.setattr(_optimizer_names.Package, "installed", False)
+    package = optimizers.PACKAGES[name]
+    monkeypatch.setattr(optimizers.Package, "installed", False)
     told = package.reason or f"pip install {package.name}"
     with pytest.raises(
         ValueError, match=f"optim='{name}'.* package {package.name}.*{told}"
@@ -78,7 +79,7 @@ class Ravine(nn.Module):
 def test_a_package_s_optimizer_trains_as_in_transformers(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    module = _optimizer_names.PACKAGES[name].module
+    module = optimizers.PACKAGES[name].module
     pytest.importorskip(module, exc_type=ImportError)
     generator = torch.Generator().manual_seed(2)
     rows = [
@@ -228,7 +229,7 @@ def trainer(folder: Path, name: str, **options: Any) -> Trainer:
     return Trainer(model=Model(), args=args, train_dataset=DATA, eval_dataset=DATA)
 
 
-@pytest.mark.parametrize("name", sorted(_optimizer_names.RECIPES))
+@pytest.mark.parametrize("name", sorted(optimizers.RECIPES))
 def test_every_name_trains(name: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, name)
     before = run.evaluate()["eval_loss"]

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ctrainer import progress, progress_html, progress_text
-from ctrainer.progress import ProgressCallback, choose_mode
-from ctrainer.progress_text import Progress, render
+from ctrainer.display import html, progress, text
+from ctrainer.display.progress import ProgressCallback, choose_mode
+from ctrainer.display.text import Progress, render
 from ctrainer.trainer_state import TrainerState
 
 HERE = Path(__file__).resolve().parent
@@ -130,36 +130,36 @@ class TestLiveLine:
         ],
     )
     def test_sparkline(self, values: list[float], sparks: str) -> None:
-        assert progress_text.sparkline(values) == sparks
+        assert text.sparkline(values) == sparks
 
     @pytest.mark.parametrize(
         ("share", "drawn"),
         [(0, "────"), (0.125, "╸───"), (0.5, "━━──"), (1, "━━━━"), (7, "━━━━")],
     )
     def test_bar(self, share: float, drawn: str) -> None:
-        assert progress_text.bar(share, 4) == drawn
+        assert text.bar(share, 4) == drawn
 
     def test_numbers(self) -> None:
-        assert [progress_text.number(v) for v in (0, 1.4123, -12.5, 1e-5, 123456)] == [
+        assert [text.number(v) for v in (0, 1.4123, -12.5, 1e-5, 123456)] == [
             "0.000",
             "1.412",
             "-12.500",
             "1e-05",
             "1.23e+05",
         ]
-        assert [progress_text.rate(v) for v in (8.12, 312.4, 12400, 3e6)] == [
+        assert [text.rate(v) for v in (8.12, 312.4, 12400, 3e6)] == [
             "8.1",
             "312",
             "12.4k",
             "3.0M",
         ]
-        assert [progress_text.clock(s) for s in (0, 61.4, 3600, -5)] == [
+        assert [text.clock(s) for s in (0, 61.4, 3600, -5)] == [
             "00:00",
             "01:01",
             "1:00:00",
             "00:00",
         ]
-        assert progress_text.memory(312 << 20) == "312M"
+        assert text.memory(312 << 20) == "312M"
 
 
 class TestLines:
@@ -172,19 +172,19 @@ class TestLines:
             "epoch": 1.0,
         }
         line = "eval 120  loss 1.683  accuracy 0.661  (3.1 s)"
-        assert progress_text.evaluation_line(120, metrics) == line
+        assert text.evaluation_line(120, metrics) == line
 
     def test_evaluation_without_a_common_prefix(self) -> None:
         line = "eval 7  a_loss 1.000  b_loss 2.000"
-        assert progress_text.evaluation_line(7, {"a_loss": 1, "b_loss": 2.0}) == line
+        assert text.evaluation_line(7, {"a_loss": 1, "b_loss": 2.0}) == line
 
     def test_log(self) -> None:
         logs = {"loss": 1.23456789, "name": "a b", "n": 3, "step": 9}
         line = '2026-01-02T03:04:05Z step=7 loss=1.23457 name="a b" n=3'
-        assert progress_text.log_line(logs, 7, "2026-01-02T03:04:05Z") == line
+        assert text.log_line(logs, 7, "2026-01-02T03:04:05Z") == line
 
     def test_json_has_the_logs_and_fairseqs_names(self) -> None:
-        line = progress_text.log_json({"loss": 1.5, "learning_rate": 0.1}, 7, "t", 2.0)
+        line = text.log_json({"loss": 1.5, "learning_rate": 0.1}, 7, "t", 2.0)
         assert json.loads(line) == {
             "time": "t",
             "step": 7,
@@ -196,7 +196,7 @@ class TestLines:
         }
 
     def test_summary(self) -> None:
-        assert progress_text.summary(HISTORY, 20) == [
+        assert text.summary(HISTORY, 20) == [
             "ctrainer: 20 updates in 01:15, 1.2k samples/s, 0.3 updates/s, "
             "train loss 2.000, 3 of them with gradients NaN or Inf",
             "step  epoch  train loss  eval loss     f1",
@@ -205,12 +205,12 @@ class TestLines:
         ]
 
     def test_summary_of_a_run_without_logs(self) -> None:
-        assert progress_text.summary([], 0) == ["ctrainer: 0 updates"]
+        assert text.summary([], 0) == ["ctrainer: 0 updates"]
 
 
 class TestPicture:
     def test_page_is_svg_and_table_without_script(self) -> None:
-        page = progress_html.page(a_run(), HISTORY, ["<careful> & so on"])
+        page = html.page(a_run(), HISTORY, ["<careful> & so on"])
         assert "<script" not in page
         assert page.count("<svg") == 1
         assert page.count("<polyline") == 2
@@ -222,23 +222,23 @@ class TestPicture:
         )
 
     def test_page_before_the_first_log(self) -> None:
-        page = progress_html.page(Progress(total=5), [])
+        page = html.page(Progress(total=5), [])
         assert "<svg" not in page
         assert "max='5'" in page
 
     def test_points_that_are_not_finite_are_left_out(self) -> None:
         history = [{"loss": float("nan"), "step": 1}, {"loss": 1.0, "step": 2}]
-        assert progress_html.curves(history) == {"train": [(2.0, 1.0)]}
-        assert "nan" not in progress_html.page(a_run(), history)
+        assert html.curves(history) == {"train": [(2.0, 1.0)]}
+        assert "nan" not in html.page(a_run(), history)
 
     def test_a_frame_of_a_long_run_stays_small_and_keeps_spikes(self) -> None:
         points = [(float(i), 1.0) for i in range(100_000)]
         points[54_321] = (54_321.0, 9.0)
-        kept = progress_html.thin(points)
+        kept = html.thin(points)
         assert len(kept) <= 400
         assert points[54_321] in kept
         history = [{"loss": y, "step": x} for x, y in points]
-        assert len(progress_html.page(a_run(losses=points), history)) < 8192
+        assert len(html.page(a_run(losses=points), history)) < 8192
 
 
 class TestModes:
@@ -549,7 +549,7 @@ class TestNotebook:
 class TestPlot:
     def test_draws_losses_and_metrics(self, tmp_path) -> None:
         pytest.importorskip("matplotlib")
-        from ctrainer.plotting import metric_curves, plot
+        from ctrainer.display.plotting import metric_curves, plot
 
         assert metric_curves(HISTORY) == {"f1": [(10.0, 0.5), (20.0, 0.625)]}
         plot(HISTORY, tmp_path / "run.svg", title="A run")
@@ -559,7 +559,7 @@ class TestPlot:
         assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
     def test_nothing_to_draw_is_an_error(self, tmp_path) -> None:
-        from ctrainer.plotting import plot
+        from ctrainer.display.plotting import plot
 
         with pytest.raises(ValueError, match="neither a loss nor a metric"):
             plot([{"step": 1}], tmp_path / "x.png")

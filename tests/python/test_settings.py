@@ -25,11 +25,11 @@ import pytest
 import torch
 
 from ctrainer import BMUF, EarlyStoppingCallback
-from ctrainer._argument_checks import read_table
-from ctrainer._argument_table import check_environment
-from ctrainer._fsdp_options import sharding_of
-from ctrainer._optimizer_names import parse_options
-from ctrainer._settings import hints, read
+from ctrainer.arguments.checks import read_table
+from ctrainer.arguments.fsdp import sharding_of
+from ctrainer.arguments.optimizers import parse_options
+from ctrainer.arguments.settings import hints, read
+from ctrainer.arguments.table import check_environment
 from ctrainer.fairseq.config import FairseqBMUFConfig, as_config
 from ctrainer.fairseq.config.trees import groups, known_options
 from ctrainer.fsdp import FullyShardedDataParallel

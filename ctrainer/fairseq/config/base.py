@@ -12,7 +12,7 @@ from enum import Enum, StrEnum
 from types import SimpleNamespace
 from typing import Annotated, Any, cast
 
-from ctrainer._settings import Filled, NotNegative, Range
+from ctrainer.arguments.settings import Filled, NotNegative, Range
 
 MISSING = "???"  # the value of an option that has to be given
 

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from ctrainer._settings import hints
+from ctrainer.arguments.settings import hints
 from ctrainer.fairseq.config.base import MISSING, OpenConfig
 from ctrainer.fairseq.config.components import component_class
 from ctrainer.fairseq.config.files import override_tree, read_yaml

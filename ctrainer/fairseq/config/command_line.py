@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import Any, NoReturn
 
-from ctrainer._settings import choices_of, hints, without_none
+from ctrainer.arguments.settings import choices_of, hints, without_none
 from ctrainer.fairseq.config.base import MISSING
 from ctrainer.fairseq.config.build import as_config
 from ctrainer.fairseq.config.common import CommonConfig, EMAConfig, FairseqBMUFConfig

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from ctrainer._settings import Count, Natural, NotNegative, Portion, Seed
+from ctrainer.arguments.settings import Count, Natural, NotNegative, Portion, Seed
 from ctrainer.fairseq.config.base import II, CodeBits, FairseqDataclass, OrOff, opt
 
 LogFormat = Literal["json", "none", "simple", "tqdm"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ctrainer._settings import Count, Filled, Natural, NotNegative, Range
+from ctrainer.arguments.settings import Count, Filled, Natural, NotNegative, Range
 from ctrainer.fairseq.config.base import II, FairseqDataclass, OrOff, Rates, opt
 
 DatasetImpl = Literal["raw", "lazy", "cached", "mmap", "fasta", "huffman"]

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-from ctrainer._settings import Count, Natural, Range, Share
+from ctrainer.arguments.settings import Count, Natural, Range, Share
 from ctrainer.fairseq.config.base import II, CodeBits, FairseqDataclass, OrOff, opt
 
 DdpBackend = Literal[

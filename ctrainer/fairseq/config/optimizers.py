@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ctrainer._settings import NotNegative, Portion, Positive, Range, Share
+from ctrainer.arguments.settings import NotNegative, Portion, Positive, Range, Share
 from ctrainer.fairseq.config.base import II, FairseqDataclass, Pair, Rates, opt
 
 _WD = "Weight decay."

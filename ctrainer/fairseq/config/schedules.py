@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from ctrainer._settings import (
+from ctrainer.arguments.settings import (
     Count,
     Natural,
     NotNegative,

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ctrainer._settings import hints, plain
+from ctrainer.arguments.settings import hints, plain
 from ctrainer.fairseq.config.base import OpenConfig
 from ctrainer.fairseq.config.root import FairseqConfig
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from ctrainer._settings import Mismatch, Reader, plain
+from ctrainer.arguments.settings import Mismatch, Reader, plain
 from ctrainer.fairseq.config.base import MISSING
 
 

@@ -1,0 +1,1 @@
+"""The arguments of a run: fields, their table, checks, and what each family means."""

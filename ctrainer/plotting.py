@@ -1,0 +1,3 @@
+"""The picture of a run under the name that scripts have for it."""
+
+from ctrainer.display.plotting import plot as plot

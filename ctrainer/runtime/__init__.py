@@ -1,0 +1,1 @@
+"""What every part asks of the interpreter: functions' signatures, forked children."""
