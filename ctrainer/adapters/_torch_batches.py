@@ -68,7 +68,7 @@ class DrawnSampler(Sampler[int], Seekable):
     def __init__(self, dataset: Any, num_samples: int) -> None:
         self.data_source = dataset
         self.num_samples = num_samples
-        self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        self.seed = _drawn_seed()
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -85,9 +85,14 @@ class DrawnSampler(Sampler[int], Seekable):
         rows = len(self.data_source)
         sizes = _permutations(rows, self.num_samples)
         for _ in range(self.epoch * len(sizes)):
-            torch.randperm(rows, generator=generator)
+            torch.randperm(rows, generator=generator, device="cpu")
         self.epoch += 1
         yield from _permuted(rows, sizes, generator, n, keep)
+
+
+def _drawn_seed() -> int:
+    """What torch's samplers seed their generators with, of torch's own."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def _permutations(rows: int, num_samples: int) -> list[int]:
@@ -108,7 +113,7 @@ def _permuted(
     """
     first = 0  # the permutation's place in the order
     for size in filter(None, sizes):
-        order = torch.randperm(rows, generator=generator)[:size]
+        order = torch.randperm(rows, generator=generator, device="cpu")[:size]
         for begin, end in ((0, keep), (n, first + size)):
             part = order[max(begin - first, 0) : max(end - first, 0)]
             for at in range(0, len(part), _AT_ONCE):
@@ -122,12 +127,12 @@ def _randomly(sampler: RandomSampler, n: int, keep: int) -> Iterator[int]:
     rows = len(sampler.data_source)
     sizes = _permutations(rows, sampler.num_samples)
     if generator is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed = _drawn_seed()
         generator = torch.Generator()
         generator.manual_seed(seed)
     yield from _permuted(rows, sizes, generator, n, keep)
     if not sizes[-1] and sampler.generator is not None:
-        torch.randperm(rows, generator=generator)
+        torch.randperm(rows, generator=generator, device="cpu")
 
 
 def seeded(sampler: Any, args: Any, dealt: bool) -> Any:
@@ -167,7 +172,7 @@ class LengthGroupedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         n, lengths = len(self.lengths), self.lengths
         stretch = max(min(n // (self.batch_size * 4), 50), 1) * self.batch_size
-        order = torch.randperm(n, generator=self.generator).tolist()
+        order = torch.randperm(n, generator=self.generator, device="cpu").tolist()
         parts = [
             sorted(order[i : i + stretch], key=lengths.__getitem__, reverse=True)
             for i in range(0, n, stretch)

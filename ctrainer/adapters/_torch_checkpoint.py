@@ -77,7 +77,7 @@ def archive_records(
 
 def _storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     host = storage if storage.device.type == "cpu" else storage.cpu()  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8).set_(host)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(host)
 
 
 def save_object(sink: Sink, name: str, obj: Any) -> None:
@@ -394,7 +394,7 @@ def _fits(tensor: torch.Tensor, tag: str, shape: tuple[int, ...]) -> bool:
 def _empty(tag: str, shape: tuple[int, ...]) -> torch.Tensor:
     if tag not in DTYPES:
         raise ValueError(f"torch has no dtype for safetensors' {tag}")
-    return torch.empty(shape, dtype=DTYPES[tag])
+    return torch.empty(shape, dtype=DTYPES[tag], device="cpu")
 
 
 def _raw(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -121,5 +121,5 @@ class _Loader:
 
 def _storage_of(memory: memoryview) -> torch.UntypedStorage:
     if len(memory) == 0:
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()

@@ -229,7 +229,8 @@ class LoaderReader(reading.Reader):
         if stay and self.seed is not None:
             # An epoch of workers that stay takes as much of the run's generator as one
             # of workers that begin, or of none.
-            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+            taken = torch.empty((), dtype=torch.int64, device="cpu")
+            taken.random_(generator=self.loader.generator)
         try:
             attributes.update(changes)
             return iter(self.loader)

@@ -50,7 +50,8 @@ def describe(tensors: dict[str, torch.Tensor]) -> str:
 def allocate(params: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A flat tensor, and views of it with the sizes and strides of params, which are
     of one dtype and have no gaps."""
-    flat = torch.empty(sum(p.numel() for p in params), dtype=params[0].dtype)
+    numel = sum(p.numel() for p in params)
+    flat = torch.empty(numel, dtype=params[0].dtype, device="cpu")
     views, at = [], 0
     for p in params:
         views.append(flat.as_strided(p.size(), p.stride(), at))

@@ -50,7 +50,7 @@ def autocast(module: Module, enabled: bool) -> contextlib.AbstractContextManager
 
 
 def scalar(value: float) -> torch.Tensor:
-    return torch.tensor(value)
+    return torch.tensor(value, device="cpu")
 
 
 # Modules

@@ -171,7 +171,7 @@ class ProcessGroupBackend:
     def _tensor(view: memoryview, dtype: str) -> torch.Tensor:
         kind = torch.uint8 if dtype == "bool" else getattr(torch, dtype)
         if view.nbytes == 0:
-            return torch.empty(0, dtype=kind)
+            return torch.empty(0, dtype=kind, device="cpu")
         return torch.frombuffer(view, dtype=kind)
 
 

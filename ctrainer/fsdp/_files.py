@@ -50,7 +50,7 @@ def tag_of(dtype: torch.dtype) -> str:
 def tensor_of(item: Item) -> torch.Tensor:
     """In memory."""
     if 0 in item.shape:  # what has no bytes cannot be viewed as another dtype
-        return torch.empty(item.shape, dtype=DTYPES[item.tag])
+        return torch.empty(item.shape, dtype=DTYPES[item.tag], device="cpu")
     flat = torch.from_numpy(item.read())
     return flat.view(DTYPES[item.tag]).view(item.shape)
 

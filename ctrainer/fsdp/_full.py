@@ -16,7 +16,7 @@ from ctrainer.fsdp.state import TrainingState
 
 def gathered(unit: Any, group: Group, shard: torch.Tensor) -> torch.Tensor:
     """A group's values from all ranks, flat, of float32. Collective."""
-    full = torch.empty(group.size, device=shard.device)
+    full = torch.empty(group.size, dtype=torch.float32, device=shard.device)
     unit.communicator.all_gather(full, shard.detach().reshape(-1))
     return full
 

@@ -56,7 +56,7 @@ def tensor_over(
         row = row[begin : begin + shape.numel() * dtype.itemsize]
         return row.view(dtype).view(shape)
     if shape.numel() == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(
         memory,
         dtype=dtype,

@@ -63,7 +63,9 @@ class Views:
                 continue
             if base.view(-1)[begin:].data_ptr() == grad.data_ptr():
                 return base.view(-1)
-        return torch.zeros(self.numel, device=self.pieces[0][0].device)
+        return torch.zeros(
+            self.numel, dtype=torch.float32, device=self.pieces[0][0].device
+        )
 
     def follow(self, shard: nn.Parameter) -> None:
         """Be views of another shard: optimizers go on with them."""

@@ -121,6 +121,7 @@ def _agreed(row: Row, found: list[tuple[Held, Any]]) -> list[Any]:
     most = torch.tensor(
         [float(v) if one.param.numel() else -math.inf for one, v in found],
         dtype=torch.float64,
+        device="cpu",
     )
     row.unit.communicator.all_reduce(most, "max")
     return [
@@ -144,11 +145,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _gathered(row: Row, found: list[tuple[Held, torch.Tensor]]) -> torch.Tensor:
-    own = torch.zeros(row.numel, dtype=found[0][1].dtype)
+    own = torch.zeros(row.numel, dtype=found[0][1].dtype, device="cpu")
     for one, value in found:
         at = one.begin - row.unit.rank * row.numel
         own[at : at + value.numel()] = value.detach().reshape(-1)
-    full = torch.empty(row.group.size, dtype=own.dtype)
+    full = torch.empty(row.group.size, dtype=own.dtype, device="cpu")
     row.unit.communicator.all_gather(full, own)
     return full
 
@@ -263,7 +264,7 @@ def _own_value(owner: Held, key: str, values: list[Any]) -> Any:
 def _own_part(
     owner: Held, key: str, values: list[Any], dtype: torch.dtype
 ) -> torch.Tensor:
-    made = torch.zeros(owner.param.shape, dtype=dtype)
+    made = torch.zeros(owner.param.shape, dtype=dtype, device="cpu")
     for name, entry, value in zip(owner.names, owner.entries, values, strict=True):
         if value is None:
             continue

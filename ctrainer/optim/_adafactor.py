@@ -84,9 +84,9 @@ class Adafactor(Face):
         shape = shape_of(param)
         if len(shape) >= 2:
             by_column = shape[:-2] + shape[-1:]
-            state["exp_avg_sq_row"] = torch.zeros(shape[:-1], dtype=wide)
-            state["exp_avg_sq_col"] = torch.zeros(by_column, dtype=wide)
+            state["exp_avg_sq_row"] = torch.zeros(shape[:-1], dtype=wide, device="cpu")
+            state["exp_avg_sq_col"] = torch.zeros(by_column, dtype=wide, device="cpu")
         else:
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=wide)
-        state["RMS"] = torch.zeros((), dtype=wide)
+        state["RMS"] = torch.zeros((), dtype=wide, device="cpu")
         return state

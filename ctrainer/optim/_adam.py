@@ -198,7 +198,7 @@ class NAdam(Face, torch.optim.NAdam):
         )
 
     def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        one = torch.ones((), dtype=torch.float32)
+        one = torch.ones((), dtype=torch.float32, device="cpu")
         moments = {"exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
         return {"step": count(), "mu_product": one, **moments}
 

@@ -58,9 +58,11 @@ class Adagrad(Face, torch.optim.Adagrad):
         for group in self.param_groups:
             first = group["initial_accumulator_value"]
             wide = group.get("master_weights") or group.get("fp32_state")
-            if wide or first != initial_accumulator_value:
-                for param in group["params"]:
-                    self.state.pop(param)
+            late = wide or first != initial_accumulator_value
+            for param in group["params"]:
+                made = self.state.pop(param)
+                if not late:  # torch's count is on its default device
+                    self.state[param] = {**made, "step": count()}
 
     def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         first = group["initial_accumulator_value"]

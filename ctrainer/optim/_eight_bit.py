@@ -24,10 +24,10 @@ def dynamic_map(signed: bool) -> torch.Tensor:
     Source: Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016;
     equal to bitsandbytes.functional.create_dynamic_map in every bit.
     """
-    numbers = [torch.tensor([0.0, 1.0])]
+    numbers = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
     for decade in range(7):
         parts = 2**decade if signed else 2 ** (decade + 1)
-        edges = torch.linspace(0.1, 1, parts + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, parts + 1, dtype=torch.float32, device="cpu")
         middles = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
         numbers += [middles, -middles] if signed else [middles]
     return torch.cat(numbers).sort().values
@@ -108,7 +108,9 @@ class _EightBit(Face):
             if coded:
                 blocks = -(-param.numel() // BLOCK)
                 shape = (blocks,) if n == 1 else (n, blocks)
-                state[f"absmax{number}"] = torch.zeros(shape, dtype=torch.float32)
+                state[f"absmax{number}"] = torch.zeros(
+                    shape, dtype=torch.float32, device="cpu"
+                )
                 state[f"qmap{number}"] = self._map(signed)
         return state
 
@@ -142,7 +144,7 @@ def _zeros(param: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros like the parameter, or n of them one behind the other."""
     if n == 1:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    return torch.zeros((n, *param.shape), dtype=dtype)
+    return torch.zeros((n, *param.shape), dtype=dtype, device="cpu")
 
 
 def _unwrapped(states: dict[Any, Any]) -> dict[Any, Any]:

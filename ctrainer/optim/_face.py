@@ -25,7 +25,7 @@ def refuse(**options: bool) -> None:
 
 def count() -> torch.Tensor:
     """Return a count of steps as torch keeps it: float32, of no dimension."""
-    return torch.tensor(0.0, dtype=torch.float32)
+    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
 
 def zeros(param: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face
+from ctrainer.optim._face import Face, count
 from ctrainer.optim._precision import Precision
 
 
@@ -64,7 +64,7 @@ class LAMB(Face):
     ) -> dict[str, torch.Tensor]:
         """Return zero moments and a count of 0."""
         return {
-            "step": torch.tensor(0.0, dtype=torch.float32),
+            "step": count(),
             "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
         }

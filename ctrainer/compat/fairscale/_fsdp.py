@@ -253,7 +253,7 @@ class FullyShardedDataParallel(Engine):
         )
         chosen = list(filter_params_fn(self.params_with_grad))
         total = self._unit.clip(chosen, float(max_norm), float(norm_type))
-        return torch.tensor(total, dtype=torch.float32)
+        return torch.tensor(total, dtype=torch.float32, device=self.home.device)
 
     @contextlib.contextmanager
     def summon_full_params(

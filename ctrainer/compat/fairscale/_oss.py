@@ -159,18 +159,16 @@ class OSS(Optimizer):
             for param in self._numbers():
                 if param.grad is not None:
                     param.grad.mul_(max_norm / (total + 1e-6))
-        return torch.tensor(total, dtype=torch.float32)
+        return torch.tensor(total, dtype=torch.float32, device="cpu")
 
     def _total_norm(self, grads: list[torch.Tensor], kind: float) -> float:
         norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
         own = [float(norm(grad, kind)) for grad in grads]
-        if math.isinf(kind):
-            worst = torch.tensor([max(own, default=0.0)], dtype=torch.float64)
-            self.communicator.all_reduce(worst, "max")
-            return float(worst)
-        total = torch.tensor([sum(n**kind for n in own)], dtype=torch.float64)
-        self.communicator.all_reduce(total, "sum")
-        return math.pow(float(total), 1.0 / kind)
+        worst = math.isinf(kind)
+        mine = max(own, default=0.0) if worst else sum(n**kind for n in own)
+        total = torch.tensor([mine], dtype=torch.float64, device="cpu")
+        self.communicator.all_reduce(total, "max" if worst else "sum")
+        return float(total) if worst else math.pow(float(total), 1.0 / kind)
 
     # ---- state
 

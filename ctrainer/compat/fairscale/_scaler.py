@@ -47,7 +47,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if self._communicator is None:
             return
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        worst = torch.zeros(1)
+        worst = torch.zeros(1, dtype=torch.float32, device="cpu")
         for value in found.values():
             worst = torch.maximum(worst, value.cpu().reshape(1))
         self._communicator.all_reduce(worst, "max")

@@ -136,11 +136,11 @@ class Dictionary:
                 consumer(word, idx)
         if append_eos:
             ids.append(self.eos_index)
-        return torch.tensor(ids, dtype=torch.int32)
+        return torch.IntTensor(ids)
 
     def dummy_sentence(self, length: int) -> torch.Tensor:
         """Random words, and </s> last."""
-        sentence = torch.randint(self.nspecial, len(self), (length,))
+        sentence = torch.randint(self.nspecial, len(self), (length,), device="cpu")
         sentence[-1] = self.eos()
         return sentence
 

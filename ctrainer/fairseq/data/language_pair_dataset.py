@@ -28,7 +28,7 @@ def collate(
     target (rows, target length) or None; {} for no samples."""
     if not samples:
         return {}
-    lengths = torch.tensor([len(s["source"]) for s in samples])
+    lengths = torch.tensor([len(s["source"]) for s in samples], device="cpu")
     lengths, order = lengths.sort(descending=True, stable=True)
     samples = [samples[i] for i in order.tolist()]
     widths = pad_to_length or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -65,7 +66,7 @@ class SinusoidalPositionalEmbedding(nn.Module):
         and `_float_tensor` is memory that was never written to, or not there."""
         prefix = f"{name}." if name else ""
         state_dict.pop(f"{prefix}weights", None)
-        state_dict[f"{prefix}_float_tensor"] = torch.zeros(1)
+        state_dict[f"{prefix}_float_tensor"] = torch.zeros(1, device="cpu")
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any
@@ -77,14 +78,15 @@ class SinusoidalPositionalEmbedding(nn.Module):
     def get_embedding(
         num_embeddings: int, embedding_dim: int, padding_idx: int | None = None
     ) -> torch.Tensor:
-        """(num_embeddings, embedding_dim); an odd dimension ends in 0."""
+        """In host memory: (num_embeddings, embedding_dim); an odd one ends in 0."""
         half = embedding_dim // 2
         step = math.log(10000) / max(half - 1, 1)
-        rates = torch.exp(torch.arange(half, dtype=torch.float32) * -step)
-        angles = torch.arange(num_embeddings, dtype=torch.float32)[:, None] * rates
+        number = functools.partial(torch.arange, dtype=torch.float32, device="cpu")
+        rates = torch.exp(number(half) * -step)
+        angles = number(num_embeddings)[:, None] * rates
         waves = [torch.sin(angles), torch.cos(angles)]
         if embedding_dim % 2 == 1:
-            waves.append(torch.zeros(num_embeddings, 1))
+            waves.append(torch.zeros(num_embeddings, 1, device="cpu"))
         table = torch.cat(waves, dim=1)
         if padding_idx is not None:
             table[padding_idx] = 0
