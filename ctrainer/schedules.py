@@ -9,22 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ctrainer._C import GreedyLR, LRScheduler, ReduceLROnPlateau, Schedule
-from ctrainer.arguments.settings import plain, read_keywords
+from ctrainer._C import LRScheduler, Schedule
+from ctrainer.arguments.settings import plain
 
-__all__ = [
-    "GreedyLR",
-    "LRScheduler",
-    "ReduceLROnPlateau",
-    "Schedule",
-    "get_scheduler",
-    "is_stepped_on_metric",
-]
+__all__ = ["LRScheduler", "Schedule", "get_scheduler"]
 
-ON_METRIC: dict[str, type[Any]] = {
-    "reduce_lr_on_plateau": ReduceLROnPlateau,
-    "greedy": GreedyLR,
-}
+ON_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
 def get_scheduler(
@@ -38,14 +28,16 @@ def get_scheduler(
 
     name is one of transformers' twelve, a str or a member of its SchedulerType;
     scheduler_specific_kwargs are that schedule's options under transformers' names.
-    Steps that a schedule does not read are passed over: "constant" reads neither count,
-    "reduce_lr_on_plateau" and "greedy" are stepped with a metric.
+    Steps that a schedule does not read are ignored: "constant" reads neither count.
+    "reduce_lr_on_plateau" is torch's ReduceLROnPlateau and "greedy" transformers'
+    GreedyLR, for optimizers of torch; both are stepped with a metric.
 
     Raises:
         ValueError: the name is unknown, a number of steps or an option that the
             schedule needs is missing, or it does not have the option, or its value is
             out of range.
-        TypeError: an option is of the wrong type.
+        TypeError: an option is of the wrong type, or the optimizer not one of torch's.
+        ImportError: the package that has the schedule is missing or older than it.
     """
     name = str(getattr(name, "value", name))
     options: dict[str, Any] = plain(dict(scheduler_specific_kwargs or {}))
@@ -55,22 +47,10 @@ def get_scheduler(
             "a scheduler for each of its optimizer_dict's optimizers"
         )
     if name in ON_METRIC:
-        return _on_metric(name, optimizer, options)
+        from ctrainer.adapters import _torch_optim
+
+        return _torch_optim.scheduler_on_metric(name, optimizer, options)
     last_epoch = options.pop("last_epoch", -1)
     return LRScheduler(
         optimizer, name, num_warmup_steps, num_training_steps, options, last_epoch
     )
-
-
-def _on_metric(name: str, optimizer: Any, options: dict[str, Any]) -> Any:
-    cls = ON_METRIC[name]
-    options = read_keywords(cls, options, f"schedule '{name}'")
-    try:
-        return cls(optimizer, **options)
-    except TypeError as error:
-        raise TypeError(f"schedule '{name}': {error}") from None
-
-
-def is_stepped_on_metric(scheduler: Any) -> bool:
-    """Is it one of ours that is stepped with an evaluation's metric?"""
-    return isinstance(scheduler, (ReduceLROnPlateau, GreedyLR))

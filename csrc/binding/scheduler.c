@@ -65,8 +65,8 @@ advance_to(PyObject *op, long long epoch)
         return -1;
     }
     PyObject *rates = rates_at(self, epoch);
-    if (rates == NULL || scheduler_write_rates(ctpy_state_borrow(op), self->optimizer,
-                                               rates, NULL) < 0) {
+    if (rates == NULL ||
+        scheduler_write_rates(ctpy_state_borrow(op), self->optimizer, rates) < 0) {
         Py_XDECREF(rates);
         return -1;
     }

@@ -42,23 +42,6 @@ scheduler_group_rate(PyObject *groups, Py_ssize_t g, PyObject *key)
     return rate;
 }
 
-PyObject *
-scheduler_rates(const ctpy_state *state, PyObject *optimizer)
-{
-    PyObject *groups = scheduler_groups(state, optimizer);
-    PyObject *rates = groups == NULL ? NULL : PyList_New(PyTuple_GET_SIZE(groups));
-    for (Py_ssize_t g = 0; rates != NULL && g < PyTuple_GET_SIZE(groups); g++) {
-        PyObject *rate = scheduler_group_rate(groups, g, state->str_lr);
-        if (rate == NULL) {
-            Py_CLEAR(rates);
-            break;
-        }
-        PyList_SET_ITEM(rates, g, rate);
-    }
-    Py_XDECREF(groups);
-    return rates;
-}
-
 /* A rate kept in a tensor is filled, so that whoever holds the tensor sees it. */
 static int
 write_rate(const ctpy_state *state, PyObject *group, PyObject *rate)
@@ -79,8 +62,7 @@ write_rate(const ctpy_state *state, PyObject *group, PyObject *rate)
 }
 
 int
-scheduler_write_rates(const ctpy_state *state, PyObject *optimizer, PyObject *rates,
-                      PyObject *old)
+scheduler_write_rates(const ctpy_state *state, PyObject *optimizer, PyObject *rates)
 {
     PyObject *groups = scheduler_groups(state, optimizer);
     int result = groups == NULL ? -1 : 0;
@@ -92,61 +74,11 @@ scheduler_write_rates(const ctpy_state *state, PyObject *optimizer, PyObject *ra
         result = -1;
     }
     for (Py_ssize_t g = 0; result == 0 && g < PyTuple_GET_SIZE(groups); g++) {
-        PyObject *rate = PyList_GET_ITEM(rates, g);
-        int same = old == NULL
-                       ? 0
-                       : PyObject_RichCompareBool(PyList_GET_ITEM(old, g), rate, Py_EQ);
-        result = same != 0 ? -(same < 0)
-                           : write_rate(state, PyTuple_GET_ITEM(groups, g), rate);
+        result =
+            write_rate(state, PyTuple_GET_ITEM(groups, g), PyList_GET_ITEM(rates, g));
     }
     Py_XDECREF(groups);
     return result;
-}
-
-int
-scheduler_doubles(PyObject *numbers, const char *name, double *values, Py_ssize_t n)
-{
-    PyObject *list = numbers == NULL ? NULL : PySequence_Tuple(numbers);
-    int result = list == NULL ? -1 : 0;
-    if (numbers == NULL) {
-        PyErr_Format(PyExc_RuntimeError, "%s is not set: __init__ was not called",
-                     name);
-    }
-    if (result == 0 && PyTuple_GET_SIZE(list) != n) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s has %zd entries; the optimizer has %zd groups: set it, or "
-                     "make a new scheduler, after add_param_group()",
-                     name, PyTuple_GET_SIZE(list), n);
-        result = -1;
-    }
-    for (Py_ssize_t g = 0; result == 0 && g < n; g++) {
-        values[g] = PyFloat_AsDouble(PyTuple_GET_ITEM(list, g));
-        result = values[g] == -1.0 && PyErr_Occurred() ? -1 : 0;
-    }
-    Py_XDECREF(list);
-    return result;
-}
-
-PyObject *
-scheduler_limits(PyObject *limit, const char *name, Py_ssize_t n)
-{
-    const int one_each = PyList_Check(limit) || PyTuple_Check(limit);
-    PyObject *limits = one_each ? PySequence_List(limit) : PyList_New(n);
-    if (limits != NULL && PyList_GET_SIZE(limits) != n) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s has %zd entries; expected one number, or one for each of the "
-                     "optimizer's %zd groups",
-                     name, PyList_GET_SIZE(limits), n);
-        Py_CLEAR(limits);
-    }
-    for (Py_ssize_t g = 0; limits != NULL && g < n; g++) {
-        PyObject *item = one_each ? PyList_GET_ITEM(limits, g) : limit;
-        PyObject *number = PyNumber_Float(item);
-        if (number == NULL || PyList_SetItem(limits, g, number) < 0) {
-            Py_CLEAR(limits);
-        }
-    }
-    return limits;
 }
 
 const char ctpy_write_rates_doc[] =
@@ -161,7 +93,7 @@ ctpy_write_rates(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO!:write_rates", &optimizer, &PyList_Type, &rates)) {
         return NULL;
     }
-    if (scheduler_write_rates(PyModule_GetState(module), optimizer, rates, NULL) < 0) {
+    if (scheduler_write_rates(PyModule_GetState(module), optimizer, rates) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;

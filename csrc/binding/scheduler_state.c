@@ -3,12 +3,6 @@
 
 #include <string.h>
 
-static const scheduler_field counts[] = {
-    {"last_epoch", FIELD_INTEGER, offsetof(LRScheduler, last_epoch), NULL},
-    {"_step_count", FIELD_INTEGER, offsetof(LRScheduler, step_count), NULL},
-    {NULL, FIELD_INTEGER, 0, NULL},
-};
-
 /* torch keeps None for a function and the attributes of anything else that is called:
  * transformers' constant schedule is a function, and the rest are partial objects. */
 static int
@@ -70,6 +64,37 @@ refuse_lambdas(PyObject *state)
     return result;
 }
 
+/* state[key] as a new list of floats, one for each of n groups. */
+static PyObject *
+state_rates(PyObject *state, const char *key, Py_ssize_t n)
+{
+    PyObject *found = PyMapping_GetItemString(state, key);
+    PyObject *rates = found == NULL ? NULL : PySequence_List(found);
+    Py_XDECREF(found);
+    if (rates != NULL && PyList_GET_SIZE(rates) != n) {
+        PyErr_Format(PyExc_ValueError,
+                     "state_dict['%s'] has %zd rates; the optimizer has %zd groups",
+                     key, PyList_GET_SIZE(rates), n);
+        Py_CLEAR(rates);
+    }
+    for (Py_ssize_t g = 0; rates != NULL && g < n; g++) {
+        PyObject *rate = PyNumber_Float(PyList_GET_ITEM(rates, g));
+        if (rate == NULL || PyList_SetItem(rates, g, rate) < 0) {
+            Py_CLEAR(rates);
+        }
+    }
+    return rates;
+}
+
+static int
+state_integer(PyObject *state, const char *key, int64_t *value)
+{
+    PyObject *found = PyMapping_GetItemString(state, key);
+    *value = found == NULL ? -1 : PyLong_AsLongLong(found);
+    Py_XDECREF(found);
+    return *value == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
 const char LRScheduler_load_state_dict_doc[] =
     "load_state_dict($self, state_dict, /)\n--\n\n"
     "Load what state_dict() gave, of this type or of torch's LambdaLR.\n\n"
@@ -79,20 +104,22 @@ const char LRScheduler_load_state_dict_doc[] =
 PyObject *
 LRScheduler_load_state_dict(PyObject *op, PyObject *state)
 {
-    LRScheduler *self = (LRScheduler *)op, loaded;
+    LRScheduler *self = (LRScheduler *)op;
+    int64_t last_epoch, step_count;
     Py_ssize_t n = self->last_lr == NULL ? 0 : PySequence_Size(self->last_lr);
-    PyObject *base = n < 0 ? NULL : scheduler_state_rates(state, "base_lrs", n);
-    PyObject *last = base == NULL ? NULL : scheduler_state_rates(state, "_last_lr", n);
+    PyObject *base = n < 0 ? NULL : state_rates(state, "base_lrs", n);
+    PyObject *last = base == NULL ? NULL : state_rates(state, "_last_lr", n);
     if (last == NULL || refuse_lambdas(state) < 0 ||
-        scheduler_fields_load(counts, &loaded, state) < 0) {
+        state_integer(state, "last_epoch", &last_epoch) < 0 ||
+        state_integer(state, "_step_count", &step_count) < 0) {
         Py_XDECREF(last);
         Py_XDECREF(base);
         return NULL;
     }
     Py_XSETREF(self->base_lrs, base);
     Py_XSETREF(self->last_lr, last);
-    self->last_epoch = loaded.last_epoch;
-    self->step_count = loaded.step_count;
+    self->last_epoch = last_epoch;
+    self->step_count = step_count;
     Py_RETURN_NONE;
 }
 
@@ -106,7 +133,7 @@ LRScheduler_setstate(PyObject *op, PyObject *state)
     PyObject *loaded = LRScheduler_load_state_dict(op, state);
     if (loaded != NULL && ((LRScheduler *)op)->last_lr != NULL &&
         scheduler_write_rates(ctpy_state_borrow(op), ((LRScheduler *)op)->optimizer,
-                              ((LRScheduler *)op)->last_lr, NULL) < 0) {
+                              ((LRScheduler *)op)->last_lr) < 0) {
         Py_CLEAR(loaded);
     }
     return loaded;

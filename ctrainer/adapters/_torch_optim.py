@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ctrainer import schedules
+from ctrainer.arguments.settings import read_keywords
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -88,15 +90,24 @@ def make_scheduler(
     return schedules.get_scheduler(name, optimizer, warmup, total, options)
 
 
+def scheduler_on_metric(name: str, optimizer: Any, options: dict[str, Any]) -> Any:
+    """torch's ReduceLROnPlateau, or for "greedy" transformers' GreedyLR."""
+    cls: Any = ReduceLROnPlateau
+    if name == "greedy":
+        from transformers.optimization import GreedyLR as cls
+    where = f"schedule '{name}'"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{where} is {cls.__name__} of {cls.__module__}, which needs an optimizer "
+            f"of torch, not {type(optimizer).__name__}"
+        )
+    return cls(optimizer, **read_keywords(cls, options, where))
+
+
 def is_metric_scheduler(scheduler: Any) -> bool:
     """Is it stepped with an evaluation's metric instead of once an update?"""
-    known: list[type[Any]] = [torch.optim.lr_scheduler.ReduceLROnPlateau]
-    greedy = getattr(sys.modules.get("transformers.optimization"), "GreedyLR", None)
-    if greedy is not None:
-        known.append(greedy)
-    return schedules.is_stepped_on_metric(scheduler) or isinstance(
-        scheduler, tuple(known)
-    )
+    greedy = getattr(sys.modules.get("transformers.optimization"), "GreedyLR", ())
+    return isinstance(scheduler, (ReduceLROnPlateau, greedy))
 
 
 def stray_parameters(model: nn.Module, optimizer: Any) -> bool:

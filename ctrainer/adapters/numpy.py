@@ -273,7 +273,7 @@ def make_scheduler(
 
 
 def is_metric_scheduler(scheduler: Any) -> bool:
-    return schedules.is_stepped_on_metric(scheduler)
+    return False
 
 
 def stray_parameters(model: Any, optimizer: Any) -> bool:

@@ -351,3 +351,22 @@ def copy_others(
             value.copy_(float32[name])
         elif not value.is_floating_point() or "version" in name:
             value.copy_(others[name])
+
+
+class OneGroup(torch.optim.Optimizer):
+    """What a schedule needs of an optimizer, of one of its groups."""
+
+    def __init__(self, whole: Any, index: int) -> None:
+        self._whole = whole
+        self._index = index
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The group alone, live."""
+        return [self._whole.param_groups[self._index]]
+
+    def get_lr(self) -> Any:
+        return self.param_groups[0]["lr"]
+
+    def set_lr(self, lr: float) -> None:
+        self.param_groups[0]["lr"] = lr

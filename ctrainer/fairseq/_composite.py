@@ -67,25 +67,6 @@ def _group(name: str, cfg: Any, params: list[Any]) -> Group:
     return Group(name, params, made["optimizer"], made.get("lr_scheduler"))
 
 
-class _One:
-    """What a schedule needs of an optimizer, of one of its groups."""
-
-    def __init__(self, whole: Any, index: int) -> None:
-        self._whole = whole
-        self._index = index
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The group alone, live."""
-        return [self._whole.param_groups[self._index]]
-
-    def get_lr(self) -> Any:
-        return self.param_groups[0]["lr"]
-
-    def set_lr(self, lr: float) -> None:
-        self.param_groups[0]["lr"] = lr
-
-
 class CompositeLRScheduler:
     """A schedule for each group, as the optimizer's lr_scheduler: the schedule
     pass_through hands everything on to it."""
@@ -124,6 +105,8 @@ def schedules_of(cfg: Any, optimizer: Any) -> CompositeLRScheduler | None:
 
     Raises ValueError where some have and others have not.
     """
+    from ctrainer.adapters.torch_fairseq import OneGroup
+
     groups = groups_of(cfg, (p for g in optimizer.param_groups for p in g["params"]))
     without = [group.name for group in groups if group.lr_scheduler is None]
     if len(without) == len(groups):
@@ -136,7 +119,7 @@ def schedules_of(cfg: Any, optimizer: Any) -> CompositeLRScheduler | None:
     return CompositeLRScheduler(
         {
             group.name: build_lr_scheduler(
-                group.lr_scheduler._name, group.lr_scheduler, _One(optimizer, index)
+                group.lr_scheduler._name, group.lr_scheduler, OneGroup(optimizer, index)
             )
             for index, group in enumerate(groups)
         }

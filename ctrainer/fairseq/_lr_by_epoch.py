@@ -7,9 +7,10 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
-from ctrainer._C import ReduceLROnPlateau, Schedule
+from ctrainer._C import Schedule
 from ctrainer.fairseq._lr_base import FairseqLRScheduler, unless_negative
 from ctrainer.fairseq.config import schedules
+from ctrainer.schedules import get_scheduler
 
 
 class FixedLRSchedule(FairseqLRScheduler):
@@ -120,12 +121,16 @@ class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
         super().__init__(cfg, optimizer, **options)
         s = self._settings
         self._warmup_updates: int = s["warmup_updates"]
-        self.lr_scheduler = ReduceLROnPlateau(
+        options = {
+            "mode": "max" if self._better is max else "min",
+            "factor": s["lr_shrink"],
+            "patience": s["lr_patience"],
+            "threshold": s["lr_threshold"],
+        }
+        self.lr_scheduler = get_scheduler(
+            "reduce_lr_on_plateau",
             getattr(optimizer, "optimizer", optimizer),
-            mode="max" if self._better is max else "min",
-            factor=s["lr_shrink"],
-            patience=s["lr_patience"],
-            threshold=s["lr_threshold"],
+            scheduler_specific_kwargs=options,
         )
         start = {
             "lr": self._rate(),

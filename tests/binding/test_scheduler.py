@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,6 +18,8 @@ from draws import draws
 
 from ctrainer import optim
 from ctrainer._C import LRScheduler, write_rates
+from ctrainer.adapters import numpy as numpy_models
+from ctrainer.schedules import ON_METRIC
 
 SHAPES = ("linear", "cosine", "1-sqrt")
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -169,7 +172,11 @@ def test_transformers_enumeration_is_understood(member: Any) -> None:
         "warmup_stable_decay": {"num_decay_steps": 5},
     }
     made = optim.get_scheduler(member, optimizer(), 2, 20, needed.get(member.value))
-    assert type(made).__module__ == "ctrainer._C"
+    theirs = {
+        "reduce_lr_on_plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
+        "greedy": transformers.optimization.GreedyLR,
+    }
+    assert type(made) is theirs.get(member.value, LRScheduler)
 
 
 def levenshtein(given: str, name: str) -> int:
@@ -302,26 +309,31 @@ needed = {
     "cosine_with_min_lr": {"min_lr": 1e-3},
     "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
     "warmup_stable_decay": {"num_decay_steps": 5},
-    "reduce_lr_on_plateau": {"patience": 0},
-    "greedy": {"patience": 0},
 }
-for name in ctrainer.SchedulerType:
+for name in set(ctrainer.SchedulerType) - {"reduce_lr_on_plateau", "greedy"}:
     optimizer = SGD([Parameter(np.zeros(2, np.float32))], lr=0.1)
     scheduler = get_scheduler(name, optimizer, 2, 20, needed.get(str(name)))
-    metric = [1.0] if name in ("reduce_lr_on_plateau", "greedy") else []
     for _ in range(5):
-        scheduler.step(*metric)
+        scheduler.step()
     print(name, scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]])
 """
 
 
-def test_every_schedule_works_without_torch_and_transformers() -> None:
+def test_schedules_of_the_step_work_without_torch_and_transformers() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_FRAMEWORKS], capture_output=True, text=True,
         check=True,
     )  # fmt: skip
-    names = [kind.value for kind in transformers.SchedulerType]
+    names = {kind.value for kind in transformers.SchedulerType} - set(ON_METRIC)
     assert sorted(done.stdout.split("\n")) == ["", *sorted(f"{n} True" for n in names)]
+
+
+@pytest.mark.parametrize("name", ON_METRIC)
+def test_schedules_on_a_metric_need_an_optimizer_of_torch(name: str) -> None:
+    parameter = numpy_models.Parameter(np.zeros(2, np.float32))
+    told = f"schedule '{name}' is .* which needs an optimizer of torch, not SGD"
+    with pytest.raises(TypeError, match=told):
+        optim.get_scheduler(name, numpy_models.SGD([parameter], lr=0.1))
 
 
 def test_layerwise_optimizers_are_refused() -> None:

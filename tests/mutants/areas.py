@@ -114,19 +114,10 @@ AREAS = {
                 "core/test_schedule.c python/test_fairseq_schedules.py",
             core("schedule_deepspeed"):
                 "core/test_schedule.c python/test_deepspeed_schedules.py",
-            core("plateau", "greedy"):
-                "core/test_plateau.c binding/test_schedulers_on_metric.py",
-            binding("schedule", "scheduler", "scheduler_state"):
+            binding("schedule", "scheduler", "scheduler_groups", "scheduler_state"):
                 "binding/test_scheduler.py",
-            binding("scheduler_fields"):
-                "binding/test_scheduler.py binding/test_schedulers_on_metric.py",
             "ctrainer/schedules.py": "binding/test_scheduler.py",
             "csrc/core/ct_schedule_family.h": "core/test_schedule.c",
-            binding("scheduler_groups"):
-                "binding/test_scheduler.py binding/test_schedulers_on_metric.py",
-            binding("scheduler_metric", "scheduler_plateau", "scheduler_greedy",
-                    "scheduler_greedy_state"):
-                "binding/test_schedulers_on_metric.py",
             "ctrainer/deepspeed_schedules.py": "python/test_deepspeed_schedules.py",
         },
         "parity/test_schedules.py python/test_fairseq_schedules.py",

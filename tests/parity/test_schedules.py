@@ -105,6 +105,53 @@ def test_a_run_goes_on_in_the_other_trainer(
     assert [h["learning_rate"] for h in history] == whole
 
 
+# What scheduler.pt held when these two schedules were classes of ctrainer's own, after
+# the metrics 5, 4, 3, 3, 3.1, 3.2, 3.3, 2, and the rates that they then gave.
+INF = float("inf")
+KEPT: dict[str, tuple[dict[str, Any], list[list[float]]]] = {
+    "reduce_lr_on_plateau": (
+        {
+            "min_lrs": [0.0, 0.0], "_last_lr": [0.05, 0.0015], "default_min_lr": 0.0,
+            "mode_worse": INF, "factor": 0.5, "eps": 1e-08, "threshold": 0.0001,
+            "best": 2.0, "patience": 1, "cooldown": 1, "cooldown_counter": 0,
+            "num_bad_epochs": 0, "last_epoch": 8, "mode": "min",
+            "threshold_mode": "rel",
+        },
+        [[0.05, 0.0015], [0.025, 0.00075], [0.025, 0.00075], [0.025, 0.00075]],
+    ),
+    "greedy": (
+        {
+            "factor": 0.5, "threshold": 1e-06, "best": 2.833333333333334,
+            "eps": 1e-08, "patience": 1, "cooldown": 0, "warmup": 0,
+            "cooldown_counter": 0, "warmup_counter": 0, "num_bad_epochs": 0,
+            "num_good_epochs": 1, "last_epoch": 8, "window_size": 3,
+            "reset_start": 500, "reset_start_original": 500, "verbose": False,
+            "smooth": True, "mode": "min", "threshold_mode": "abs",
+            "min_lrs": [1e-05, 1e-05], "max_lrs": [1.0, 1.0],
+            "_init_lrs": [0.1, 0.003], "_last_lr": [0.2, 0.006],
+            "_streaming_avg": {
+                "window_size": 3, "values": [3.2, 3.3, 2.0], "sum": 8.500000000000002
+            },
+        },
+        [[0.4, 0.012], [0.4, 0.012], [0.4, 0.012], [0.4, 0.012], [0.8, 0.024]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_METRIC)
+def test_states_of_the_former_classes_are_loaded(name: str) -> None:
+    state, expected = KEPT[name]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(2))], "lr": rate}
+        for rate in state["_last_lr"]
+    ]
+    scheduler = ctrainer.optim.get_scheduler(name, torch.optim.SGD(groups))
+    scheduler.load_state_dict(state)
+    for metric, rates in zip([2.1, 2.2, 2.3, 1.0, 0.9], expected, strict=False):
+        scheduler.step(metric)
+        assert scheduler.get_last_lr() == rates
+
+
 # Schedulers of torch that the user passes
 
 

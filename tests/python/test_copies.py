@@ -261,8 +261,8 @@ def test_states_that_no_copy_had_are_refused() -> None:
 # The types of the extension that keep copies of what they hold, and those whose copies
 # nobody needs, which Python refuses by itself.
 COPIED = {
-    "AverageMeter", "CallbackHandler", "DefaultFlow", "GreedyLR", "LRScheduler",
-    "LossScaler", "MetersDict", "ReduceLROnPlateau", "Schedule", "Trainer",
+    "AverageMeter", "CallbackHandler", "DefaultFlow", "LRScheduler", "LossScaler",
+    "MetersDict", "Schedule", "Trainer",
 }  # fmt: skip
 OF_PYTHON = {"ArrayAccumulator", "FairseqOptimizer", "OptimEngine", "WeightAverage"}
 TYPES = {
