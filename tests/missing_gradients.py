@@ -14,7 +14,7 @@ import torch
 from rank_threads import seeded
 from torch import nn
 
-from ctrainer import _C
+from ctrainer import _C, optim
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp import hybrid_groups
 
@@ -98,6 +98,18 @@ def freeze(model: nn.Module, names: set[str]) -> None:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.5)
+
+
+def muon_and_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Muon for matrices."""
+    params: list[Any] = list(model.parameters())
+    both = [(p, len(getattr(p, "_orig_size", p.shape)) == 2) for p in params]
+    return optim.Composite(
+        [
+            {"params": [p for p, m in both if m], "optimizer": optim.Muon, "lr": 0.02},
+            {"params": [p for p, m in both if not m], "lr": 1e-2, "eps": 1e-3},
+        ]
+    )
 
 
 def missing(model: nn.Module) -> dict[str, bool]:

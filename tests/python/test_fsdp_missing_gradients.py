@@ -53,7 +53,7 @@ def test_none_is_told_from_zeros_however_gradients_are_reduced(
 
 
 @pytest.mark.parametrize("seed", range(draws(6, 200)))
-@pytest.mark.parametrize("kind", ["LAMB", "Adafactor", "LARS"])
+@pytest.mark.parametrize("kind", ["LAMB", "Adafactor", "LARS", "Muon"])
 def test_optimizers_of_whole_parameters_update_what_any_rank_has_used(
     kind: str, seed: int
 ) -> None:
@@ -64,6 +64,8 @@ def test_optimizers_of_whole_parameters_update_what_any_rank_has_used(
         options |= {"relative_step": False, "scale_parameter": False}
 
     def made(model: nn.Module) -> torch.optim.Optimizer:
+        if kind == "Muon":
+            return trainings.muon_and_adamw(model)
         optimizer: torch.optim.Optimizer = getattr(optim, kind)(
             model.parameters(), **options
         )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_scenarios import check_parameters, mse, nested, tree
+from missing_gradients import muon_and_adamw
 from rank_threads import on_ranks
 from torch import nn
 
@@ -25,18 +26,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "shards": {"flatten_parameters": False},
 }
-
-
-def muon_and_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Muon for matrices."""
-    params: list[Any] = list(model.parameters())
-    both = [(p, len(getattr(p, "_orig_size", p.shape)) == 2) for p in params]
-    return optim.Composite(
-        [
-            {"params": [p for p, m in both if m], "optimizer": optim.Muon, "lr": 0.02},
-            {"params": [p for p, m in both if not m], "lr": 1e-2, "eps": 1e-3},
-        ]
-    )
 
 
 MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
