@@ -72,14 +72,15 @@ def test_optimizers_of_whole_parameters_update_what_any_rank_has_used(
         return optimizer
 
     expected = trainings.train_whole(case, made)
+    # Where a gradient is next to nothing its sign decides, and rounding that.
+    most = 1e-4 if kind == "Muon" else 2e-3
 
     def train(group: _C.Communicator) -> None:
         found = trainings.train_sharded(case, group, made)
         trainings.compare(case, found, expected, exact=False)
         for name, value in expected[0].items():
-            # Where a gradient is next to nothing its sign decides, and rounding that.
             difference = (found[0][name] - value).abs().max().item()
-            assert difference < 2e-3, (name, difference, case)
+            assert difference < most, (name, difference, case)
 
     on_ranks(case["world"], train)
 
