@@ -55,8 +55,7 @@ FLOORS = (
     set[str](),
     {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"}
     | {"ct_optim_muon", "ct_optim_muon_parts", "ct_optim_parts"},
-    {"ct_bucket", "ct_codec", "ct_codec_codes", "ct_codec_half", "ct_low_rank"}
-    | {"ct_power_sgd", "ct_reducer"}
+    {"ct_bucket", "ct_codec", "ct_codec_half", "ct_reducer"}
     | {"ct_fsdp", "ct_fsdp_codes", "ct_fsdp_offload", "ct_fsdp_prefetch"}
     | {"ct_fsdp_presence"}
     | {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_codes", "ct_bmuf_config"}

@@ -226,16 +226,15 @@ static PyMemberDef GradReducer_members[] = {
 };
 
 static PyMethodDef GradReducer_methods[] = {
-    {"after_forward",  GradReducer_after_forward,                         METH_O,       GradReducer_after_forward_doc},
-    {"before_forward", GradReducer_before_forward,                        METH_VARARGS,
-     GradReducer_before_forward_doc                                                                                  },
-    {"close",          GradReducer_close,                                 METH_NOARGS,  close_doc                    },
-    {"compress",       (PyCFunction)(void (*)(void))GradReducer_compress,
-     METH_VARARGS | METH_KEYWORDS,                                                      GradReducer_compress_doc     },
-    {"join",           GradReducer_join,                                  METH_VARARGS, GradReducer_join_doc         },
-    {"shadow",         GradReducer_shadow,                                METH_VARARGS, GradReducer_shadow_doc       },
-    {"reduce",         GradReducer_reduce,                                METH_NOARGS,  GradReducer_reduce_doc       },
-    {NULL,             NULL,                                              0,            NULL                         },
+    {"after_forward",  GradReducer_after_forward,  METH_O,       GradReducer_after_forward_doc},
+    {"before_forward", GradReducer_before_forward, METH_VARARGS,
+     GradReducer_before_forward_doc                                                           },
+    {"close",          GradReducer_close,          METH_NOARGS,  close_doc                    },
+    {"compress",       GradReducer_compress,       METH_O,       GradReducer_compress_doc     },
+    {"join",           GradReducer_join,           METH_VARARGS, GradReducer_join_doc         },
+    {"shadow",         GradReducer_shadow,         METH_VARARGS, GradReducer_shadow_doc       },
+    {"reduce",         GradReducer_reduce,         METH_NOARGS,  GradReducer_reduce_doc       },
+    {NULL,             NULL,                       0,            NULL                         },
 };
 
 PyDoc_STRVAR(

@@ -94,7 +94,7 @@ int grad_reducer_meet(GradReducer *self);
 int grad_reducer_release_given(GradReducer *self);
 
 /* grad_reducer_codec.c */
-PyObject *GradReducer_compress(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *GradReducer_compress(PyObject *op, PyObject *how);
 extern const char GradReducer_compress_doc[];
 
 /* grad_reducer_join.c: before a forward pass, what the ranks are about to do; 0 or -1.

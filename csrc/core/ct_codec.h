@@ -1,9 +1,8 @@
-/* How a bucket of gradients travels: whole, or compressed.
+/* How a bucket of gradients is sent: as it is, or in 16 bits.
  *
  * A codec begins one collective for a bucket when it is full, and when that has ended
- * makes the average over the ranks from what has come. Every rank has the same codec
- * and gets the same bits. What is not a number on one rank is none on all afterwards,
- * and leaves no trace in what a codec remembers. */
+ * makes the average over the ranks from its result. Every rank has the same codec
+ * and gets the same bits. A NaN on one rank is a NaN on all. */
 #ifndef CT_CODEC_H
 #define CT_CODEC_H
 
@@ -23,15 +22,12 @@ typedef struct ct_parcel {
 } ct_parcel;
 
 typedef struct ct_codec_ops {
-    const char *name;
     ct_status (*start)(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel,
                        ct_work **work, ct_error *err);
     /* After the work has been waited for. NULL: the work left the average. */
     ct_status (*finish)(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel,
                         ct_error *err);
     void (*free)(ct_codec *codec);
-    bool meets_again; /* finish has collectives of its own */
-    bool for_owners;  /* it takes parcels that have one */
 } ct_codec_ops;
 
 struct ct_codec {

@@ -77,16 +77,8 @@ half_free(ct_codec *codec)
     ct_free(self);
 }
 
-static const ct_codec_ops fp16_ops = {.name = "fp16",
-                                      .start = half_start,
-                                      .finish = half_finish,
-                                      .free = half_free,
-                                      .for_owners = true};
-static const ct_codec_ops bf16_ops = {.name = "bf16",
-                                      .start = half_start,
-                                      .finish = half_finish,
-                                      .free = half_free,
-                                      .for_owners = true};
+static const ct_codec_ops half_ops = {
+    .start = half_start, .finish = half_finish, .free = half_free};
 
 ct_status
 ct_codec_half_new(ct_codec **codec, const ct_device *device, void *stream,
@@ -97,7 +89,7 @@ ct_codec_half_new(ct_codec **codec, const ct_device *device, void *stream,
     if (made == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to compress %zu buckets", n_buckets);
     }
-    made->base.ops = dtype == CT_F16 ? &fp16_ops : &bf16_ops;
+    made->base.ops = &half_ops;
     made->device = device;
     made->stream = stream;
     made->dtype = dtype;

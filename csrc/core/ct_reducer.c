@@ -30,8 +30,7 @@ whole_start(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_work **w
     return ct_comm_start(comm, &request, work, err);
 }
 
-static const ct_codec_ops whole_ops = {
-    .name = "no", .start = whole_start, .for_owners = true};
+static const ct_codec_ops whole_ops = {.start = whole_start};
 
 ct_codec ct_codec_whole = {&whole_ops};
 
@@ -178,8 +177,7 @@ settle_one(ct_reducer *r, ct_comm *comm, ct_error *err)
     const size_t b = (size_t)r->turns[r->settled++];
     r->under_way -= bytes_of(r, b);
     ct_status status = wait_for(r, comm, b, err);
-    return status == CT_OK && !r->codec->ops->meets_again ? unpack(r, comm, b, err)
-                                                          : status;
+    return status == CT_OK ? unpack(r, comm, b, err) : status;
 }
 
 /* Bounds what is on its way, beside the bucket that was started last. */
@@ -268,18 +266,12 @@ ct_reducer_announce(ct_reducer *r, ct_comm *comm, size_t param, const ct_span *g
 /* ---- the end of a cycle ------------------------------------------------------------
  */
 
-/* A codec that meets again may do so only when nothing else is under way. */
 static ct_status
 wait_for_all(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
-    const bool apart = r->codec->ops->meets_again;
     ct_status status = CT_OK;
     while (status == CT_OK && r->settled < r->plan.n_buckets) {
         status = settle_one(r, comm, err);
-    }
-    for (size_t turn = 0; status == CT_OK && apart && turn < r->plan.n_buckets;
-         turn++) {
-        status = unpack(r, comm, (size_t)r->turns[turn], err);
     }
     return status;
 }

@@ -96,7 +96,7 @@ class DataParallel(ModuleShown):
         if init_sync:
             synchronize(module, self.communicator)
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-        self._compression: tuple[str, dict[str, Any]] | None = None
+        self._compression = "no"
         self._frozen: list[torch.Tensor] = []
         self._joins = False
         self.reducer = self._new_reducer()
@@ -106,9 +106,7 @@ class DataParallel(ModuleShown):
     def _new_reducer(self) -> _C.GradReducer:
         self._frozen = parallel.frozen(self.module)
         made = self._reducer_of(parallel.trainable(self.module))
-        if self._compression is not None:
-            name, options = self._compression
-            made.compress(name, **options)
+        made.compress(self._compression)
         return made
 
     def _take_in_trainable(self) -> None:
@@ -196,18 +194,14 @@ class DataParallel(ModuleShown):
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Choose how gradients travel: before the first pass, the same on every rank.
 
-        hook: "no", "fp16", "bf16", "int8", "power_sgd" or "batched_power_sgd",
-        accelerate's DDPCommunicationHookType of these, or torch's hook of that kind.
-        state: torch's PowerSGDState, or any object with its attributes
-        matrix_approximation_rank, start_powerSGD_iter and min_compression_rate; else
-        torch's defaults hold.
+        hook: "no", "fp16" or "bf16", accelerate's DDPCommunicationHookType of these, or
+        torch's hook of that kind, none of which reads `state`.
 
-        Raises ValueError for other hooks, and for PowerSGD without error feedback.
+        Raises ValueError for other hooks.
         """
         name = _name_of(hook)
-        options = _power_sgd(state) if name.endswith("power_sgd") else {}
-        self.reducer.compress(name, **options)
-        self._compression = name, options
+        self.reducer.compress(name)
+        self._compression = name
 
     def _buffers_to_send(self) -> list[torch.Tensor]:
         """What rank 0 sends before a forward pass in which batch statistics count."""
@@ -244,13 +238,6 @@ _HOOKS = {
     "allreduce_hook": "no",
     "fp16_compress_hook": "fp16",
     "bf16_compress_hook": "bf16",
-    "powerSGD_hook": "power_sgd",
-    "batched_powerSGD_hook": "batched_power_sgd",
-}
-_OPTIONS = {
-    "rank": "matrix_approximation_rank",
-    "start_iter": "start_powerSGD_iter",
-    "min_compression_rate": "min_compression_rate",
 }
 
 
@@ -264,20 +251,9 @@ def _name_of(hook: Any) -> str:
         return _HOOKS[name]
     raise ValueError(
         f"gradients cannot be compressed by {hook!r}: hooks run in C. Expected no, "
-        "fp16, bf16, int8, power_sgd or batched_power_sgd, or torch's hook of that kind"
+        "fp16 or bf16, or torch's hook of that kind; others are for torch's "
+        "DistributedDataParallel"
     )
-
-
-def _power_sgd(state: Any) -> dict[str, Any]:
-    if not getattr(state, "use_error_feedback", True):
-        raise ValueError(
-            "use_error_feedback is False: PowerSGD without it does not converge"
-        )
-    return {
-        ours: getattr(state, theirs)
-        for ours, theirs in _OPTIONS.items()
-        if hasattr(state, theirs)
-    }
 
 
 def _check(module: nn.Module) -> None:

@@ -1,7 +1,5 @@
-/* Compressed gradients of threads: what arrives, what is remembered, and NaN. */
-#include "core/ct_codec_codes.h"
+/* Gradients of threads in 16 bits, and the rounding to 8. */
 #include "core/ct_codec_half.h"
-#include "core/ct_power_sgd.h"
 #include "core/ct_reducer.h"
 #include "ct_ranks.h"
 #include "ct_streamed.h"
@@ -23,8 +21,6 @@ typedef struct model {
     float memory[ROWS * COLS + VECTOR], matrix[ROWS * COLS], vector[VECTOR];
     ct_span spans[2];
 } model;
-
-static const size_t rows[] = {ROWS, 1}, lengths[] = {ROWS * COLS, VECTOR};
 
 static void
 model_init(model *m, const int *owners)
@@ -144,165 +140,13 @@ test_halves_are_rounded_sums_of_shares(void)
     run_ranks(RANKS, 30.0, round_to_half, &dtypes[1]);
 }
 
-/* ---- PowerSGD ----------------------------------------------------------------------
+/* ---- 8 bits ------------------------------------------------------------------------
  */
 
-/* PowerSGD of that rank, or with rank 0 codes of 8 bits. */
-static ct_codec *
-power(const model *m, size_t rank, uint64_t start, bool batched)
-{
-    ct_power_sgd_config config = ct_power_sgd_default();
-    ct_codec *codec;
-    if (rank == 0) {
-        CHECK(ct_codec_codes_new(&codec, &ct_device_streamed, &ct_the_stream, 1,
-                                 NULL) == CT_OK);
-        return codec;
-    }
-    config.rank = rank;
-    config.start_iter = start;
-    config.batched = batched;
-    CHECK(ct_power_sgd_new(&codec, &ct_device_streamed, &ct_the_stream, &config,
-                           &m->reducer.plan, rows, lengths, NULL) == CT_OK);
-    return codec;
-}
-
-static void
-check_near(const float *got, const float *wanted, size_t n, float bound)
-{
-    for (size_t i = 0; i < n; i++) {
-        CHECK(fabsf(got[i] - wanted[i]) <= bound);
-    }
-}
-
-/* A matrix of the codec's rank arrives up to the rounding of float32: 40 operations of
- * 2^-24 on numbers below 32. */
-static void
-pass_low_rank(ct_comm *comm, void *arg)
-{
-    float wanted[ROWS * COLS];
-    model m;
-    (void)arg;
-    model_init(&m, NULL);
-    use(&m, power(&m, 2, 1, false));
-    for (size_t i = 0; i < ROWS * COLS; i++) {
-        wanted[i] = outer(i) * 2.0f;
-    }
-    for (int i = 0; i < 3; i++) {
-        fill(&m, comm->rank);
-        pass(&m, comm);
-        check_near(average_of(&m, 0), wanted, ROWS * COLS, 40.0f * 32.0f * 0x1p-24f);
-        CHECK(average_of(&m, 1)[0] == 2.0f && average_of(&m, 1)[4] == 10.0f);
-    }
-    end(&m);
-}
-
-/* Of a matrix of full rank each pass brings a part, and what it misses comes later: the
- * sum of all passes stays within a bounded distance of the sum of the gradients. */
 static float
 spread(size_t i)
 {
     return (float)((i * 7919 + 13) % 101) / 101.0f - 0.5f;
-}
-
-static float
-distance_after(ct_comm *comm, int passes, size_t rank, bool batched)
-{
-    float sum[ROWS * COLS] = {0}, worst = 0.0f;
-    model m;
-    model_init(&m, NULL);
-    use(&m, power(&m, rank, 0, batched));
-    for (int t = 0; t < passes; t++) {
-        fill(&m, comm->rank);
-        memset(m.vector, 0, sizeof m.vector);
-        for (size_t i = 0; i < ROWS * COLS; i++) {
-            m.matrix[i] = spread(i);
-        }
-        pass(&m, comm);
-        for (size_t i = 0; i < ROWS * COLS; i++) {
-            sum[i] += average_of(&m, 0)[i];
-        }
-    }
-    for (size_t i = 0; i < ROWS * COLS; i++) {
-        worst = fmaxf(worst, fabsf(sum[i] / (float)passes - spread(i)));
-    }
-    end(&m);
-    return worst;
-}
-
-static void
-make_up_for_losses(ct_comm *comm, void *arg)
-{
-    (void)arg;
-    for (int batched = 0; batched < 2; batched++) {
-        const float once = distance_after(comm, 1, 2, batched != 0);
-        const float often = distance_after(comm, 200, 2, batched != 0);
-        CHECK(once > 0.1f && often < 0.2f * once);
-    }
-}
-
-/* A value's code is off by half a step, 1/254 of the largest of its block, on each
- * rank; in the mean of many passes by a step over their number. */
-static void
-code_and_make_up(ct_comm *comm, void *arg)
-{
-    const float step = 0.5f / 127.0f;
-    (void)arg;
-    CHECK(distance_after(comm, 1, 0, false) <= 0.51f * step);
-    CHECK(distance_after(comm, 1, 0, false) > 0.1f * step);
-    CHECK(distance_after(comm, 100, 0, false) <= 1.01f * step / 100.0f);
-}
-
-static void
-forget_a_nan(ct_comm *comm, void *arg)
-{
-    model m;
-    model_init(&m, NULL);
-    use(&m, power(&m, *(const size_t *)arg, 0, false));
-    fill(&m, comm->rank);
-    pass(&m, comm);
-    fill(&m, comm->rank);
-    m.matrix[7] = comm->rank == 1 ? NAN : 0.0f;
-    pass(&m, comm);
-    CHECK(isnan(average_of(&m, 0)[200]));
-    fill(&m, comm->rank);
-    pass(&m, comm);
-    /* 16 is the most that a rank has, of which codes keep 1/127 */
-    CHECK(fabsf(average_of(&m, 0)[9] - outer(9) * 2.0f) < 16.0f / 127.0f);
-    end(&m);
-}
-
-static void
-wait_until_it_starts(ct_comm *comm, void *arg)
-{
-    model m;
-    (void)arg;
-    model_init(&m, NULL);
-    use(&m, power(&m, 1, 2, false));
-    for (int t = 0; t < 3; t++) {
-        fill(&m, comm->rank);
-        m.matrix[3] += 1.0f; /* which a product of two vectors does not have */
-        pass(&m, comm);
-        CHECK((average_of(&m, 0)[3] == outer(3) * 2.0f + 1.0f) == (t < 2));
-    }
-    end(&m);
-}
-
-static void
-test_options_of_power_sgd_are_checked(void)
-{
-    ct_power_sgd_config config = ct_power_sgd_default();
-    const ct_bucket_plan plan = {0};
-    ct_codec *codec;
-    ct_error err;
-    config.rank = 0;
-    CHECK(ct_power_sgd_new(&codec, &ct_device_streamed, &ct_the_stream, &config, &plan,
-                           rows, lengths, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "rank is 0") != NULL);
-    config.rank = 1;
-    config.min_rate = NAN;
-    CHECK(ct_power_sgd_new(&codec, &ct_device_streamed, &ct_the_stream, &config, &plan,
-                           rows, lengths, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "min_compression_rate is nan") != NULL);
 }
 
 static void
@@ -346,13 +190,5 @@ main(void)
 {
     test_codes_are_the_same_with_every_instruction_set();
     test_halves_are_rounded_sums_of_shares();
-    run_ranks(RANKS, 30.0, pass_low_rank, NULL);
-    run_ranks(RANKS, 30.0, make_up_for_losses, NULL);
-    run_ranks(RANKS, 30.0, code_and_make_up, NULL);
-    for (size_t rank = 0; rank < 2; rank++) {
-        run_ranks(RANKS, 30.0, forget_a_nan, &rank);
-    }
-    run_ranks(RANKS, 30.0, wait_until_it_starts, NULL);
-    test_options_of_power_sgd_are_checked();
     return 0;
 }

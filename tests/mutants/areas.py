@@ -337,7 +337,7 @@ AREAS = {
             core("packet"): "core/test_packet.c",
             core("copy_far"): "core/test_copy_far.c",
             core("reduce") + " csrc/core/ct_reduce_body.h": "core/test_reduce.c",
-            core("codec_codes", "codec_half", "low_rank", "power_sgd"):
+            core("codec_half"):
                 "core/test_codecs.c",
             core("comm_shm", "exchange", "exchange_slots", "crew", "shm_queue",
                  "deadline", "interrupt", "lanes", "pages", "segment",

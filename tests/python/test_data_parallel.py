@@ -103,23 +103,10 @@ for name, hook in (("fp16", "fp16"), ("bf16", default_hooks.bf16_compress_hook))
             ((a - b).abs().max() / (b.abs().max() + 2.0**-12)).item()
             for a, b in zip(grads(ours), grads(whole), strict=True)))
     found[name] = worst
-state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4,
-                                    start_powerSGD_iter=2)
-for hook in (powerSGD_hook.powerSGD_hook, "batched_power_sgd", "int8"):
-    ours = DataParallel(make(), gloo)
-    ours.register_comm_hook(None, "fp16")
-    ours.register_comm_hook(state, hook)
-    trained = train(ours, **everything)
-    finite = all(t.isfinite().all() for t in trained[0])
-    sums = torch.tensor([g.double().sum() for g in trained[0]])
-    both_sums = [torch.zeros_like(sums) for _ in range(2)]
-    dist.all_gather(both_sums, sums)
-    x = data(0)
-    x[0, 0, 0, 0] = float("nan") if rank == 1 else 0.0
-    ours(x, all_of_it=True)["sum"].mean().backward()
-    nan = not ours.head.weight.grad.isfinite().all().item()
-    name = hook if isinstance(hook, str) else "power_sgd"
-    found[name] = [finite, torch.equal(*both_sums), nan]
+try:
+    DataParallel(make(), shared).register_comm_hook(None, powerSGD_hook.powerSGD_hook)
+except ValueError as e:
+    found["other hook"] = str(e)
 
 # Ranks whose data ends at different times
 def uneven(wrapped, **options):
@@ -278,11 +265,10 @@ def test_halves_are_rounded_to_as_many_bits(found: list[dict[str, Any]]) -> None
         assert 0 < rank["bf16"] <= 4 * 2**-8
 
 
-@pytest.mark.parametrize("hook", ["power_sgd", "batched_power_sgd", "int8"])
-def test_what_a_hook_leaves_is_the_same_on_all_ranks_and_so_is_a_nan(
-    found: list[dict[str, Any]], hook: str
-) -> None:
-    assert [rank[hook] for rank in found] == [[True] * 3, [True] * 3]
+def test_another_hook_is_refused(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert "powerSGD_hook" in rank["other hook"]
+        assert "others are for torch's" in rank["other hook"]
 
 
 @pytest.mark.parametrize("divide", [True, False])
