@@ -94,10 +94,22 @@ def run_ranks(folder: Path, body: str, world: int = 2) -> list[Rank]:
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "rank.py"
     script.write_text(PROLOGUE + textwrap.dedent(body))
+    return _run(folder, [str(script), str(folder)], world)
+
+
+def run(folder: Path, program: str, world: int = 2, **options: Any) -> list[Rank]:
+    """Run a module of tests/programs in `world` processes, which find what they are
+    in programs.run: rank, world, folder, these options (of JSON), and tell()."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = ["-m", f"programs.{program}", str(folder), json.dumps(options)]
+    return _run(folder, arguments, world)
+
+
+def _run(folder: Path, arguments: list[str], world: int) -> list[Rank]:
     job, port = uuid.uuid4().hex, free_port()
     environs = [torchrun(rank, world, job, port) for rank in range(world)]
     with started(
-        [str(script), str(folder)], environs, cwd=folder, stderr=subprocess.STDOUT
+        arguments, environs, cwd=folder, stderr=subprocess.STDOUT
     ) as processes:
         outputs = [
             process.communicate(timeout=LIMIT_SECONDS)[0] for process in processes

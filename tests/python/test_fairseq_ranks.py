@@ -13,15 +13,14 @@ import fairseq_tiny as tiny
 import numpy as np
 import pytest
 import torch
-from fairseq_scenarios import SCENARIOS
-from ranks import GLOO, Rank, run_ranks
+from ranks import Rank, run
 
 from ctrainer.fairseq.replay import replay
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
-    made = run_ranks(tmp_path_factory.mktemp("ranks"), GLOO + SCENARIOS)
+    made = run(tmp_path_factory.mktemp("ranks"), "fairseq_trainers")
     for rank in made:
         assert rank.told is not None, rank.output
         assert rank.code == 0, rank.output

@@ -8,79 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ranks import run_ranks, told
-
-WORK = """
-import errno, json, os
-import ctrainer
-from ctrainer import checkpoint
-from rank_checkpoints import files, history, make, rows, weights
-
-best = {
-    "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
-    "metric_for_best_model": "loss", "save_total_limit": 2,
-}
-found = {}
-whole = make(folder + "/a")
-output = whole.train()
-found["whole"] = [weights(whole), history(whole), output.training_loss]
-found["tokens"] = whole.state.num_input_tokens_seen
-found["files"] = files(folder + "/a")
-found["zero"] = [whole.state.is_world_process_zero, whole.is_local_process_zero()]
-
-again = make(folder + "/b")
-output = again.train(resume_from_checkpoint=folder + "/a/checkpoint-2")
-found["resumed"] = [weights(again), history(again), output.training_loss]
-assert again.state.is_world_process_zero == (rank == 0)
-
-# the best model on every rank, rotation by one
-chosen = make(folder + "/c", **best)
-chosen.train()
-found["best"] = [weights(chosen), chosen.state.best_model_checkpoint[-12:]]
-found["rotated"] = files(folder + "/c")
-found["newest"] = make(folder + "/c")._last_checkpoint()[-12:]
-
-# an asynchronous save, the model alone
-lean = make(folder + "/d", async_save=True, save_only_model=True)
-lean.train()
-found["lean"] = files(folder + "/d")
-
-# rank 1's files go through the group where it has no part in rank 0's folder
-each = make(folder + "/h", save_on_each_node=True)
-each.train()
-found["each"] = files(folder + "/h")
-found["each resumed"] = make(folder + "/i").train(
-    resume_from_checkpoint=folder + "/h/checkpoint-2").training_loss
-
-def failure(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as problem:
-        return f"{type(problem).__name__}: {problem}"
-
-class Full(ctrainer.Trainer):
-    def _save_optimizer_and_scheduler(self, output_dir):
-        if rank == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super()._save_optimizer_and_scheduler(output_dir)
-
-class Torn(ctrainer.Trainer):
-    def _save_rng_state(self, output_dir):
-        super()._save_rng_state(output_dir)
-        if rank == 1:
-            raise ZeroDivisionError("on purpose")
-
-found["full"] = failure(make(folder + "/e", Full).train)
-found["torn"] = failure(make(folder + "/f", Torn).train)
-blocked = folder + "/g"
-trainer = make(blocked)
-if rank == 0:
-    os.rmdir(blocked)
-    open(blocked, "w").close()
-found["blocked"] = failure(trainer.train)
-found["left"] = {n: os.listdir(f"{folder}/{n}") for n in "ef"}
-tell(found)
-"""
+from ranks import run, told
 
 COMMON = ["ctrainer_manifest.json", "ctrainer_state.json", "ctrainer_state_1.json"]
 HF = [
@@ -91,7 +19,7 @@ HF = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return told(run_ranks(tmp_path_factory.mktemp("ranks"), WORK))
+    return told(run(tmp_path_factory.mktemp("ranks"), "checkpoints"))
 
 
 def test_a_checkpoint_has_each_file_once_and_the_generators_of_both(found: Any) -> None:
@@ -138,33 +66,9 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
     assert found[0]["left"] == found[1]["left"] == {"e": [], "f": []}
 
 
-KILLED = """
-import os, signal, time
-import ctrainer
-from rank_checkpoints import make
-
-class Dying(ctrainer.Trainer):
-    def prediction_step(self, *args, **kwargs):
-        if rank == 1 and where == "evaluation":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().prediction_step(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir):
-        if rank == 1 and where == "save":
-            os.kill(os.getpid(), signal.SIGKILL)
-        super()._save_rng_state(output_dir)
-
-trainer = make(folder, Dying)
-try:
-    trainer.evaluate() if where == "evaluation" else trainer.train()
-except RuntimeError as problem:
-    tell([str(problem), os.listdir(folder)])
-"""
-
-
 @pytest.mark.parametrize("where", ["evaluation", "save"])
 def test_the_others_of_a_killed_rank_are_told(tmp_path: Any, where: str) -> None:
-    ranks = run_ranks(tmp_path, f"where = {where!r}" + KILLED)
+    ranks = run(tmp_path, "checkpoints_killed", where=where)
     assert ranks[1].code == -9
     text, left = ranks[0].told
     # That it died is not the word for a rank that does not come in time.
