@@ -34,6 +34,8 @@ CFLAGS := -O3 $(STRICT) $(EXACT) -pthread -fvisibility=hidden -Icsrc $(SAN)
 CORE := $(wildcard csrc/core/*.c csrc/cpu/*.c)
 BINDING := $(wildcard csrc/binding/*.c)
 HEADERS := $(wildcard csrc/*/*.h csrc/*/*.def)
+# A communicator whose ranks are threads, for the tests.
+RANKS := $(patsubst tests/core/%.c,$(BUILD)/obj/tests/%.o,$(wildcard tests/core/ct_*.c))
 TESTS := $(patsubst tests/core/%.c,$(BUILD)/%,$(wildcard tests/core/test_*.c))
 FORMATTED := $(wildcard csrc/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] \
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp)
@@ -94,9 +96,13 @@ check-core: $(TESTS)
 $(BUILD)/test_%: tests/core/test_%.c $(wildcard tests/core/*.h) $(BUILD)/libcore.a
 	$(CC) $(CFLAGS) -Itests/core -o $@ $< $(BUILD)/libcore.a -lm
 
-$(BUILD)/libcore.a: $(CORE:csrc/%.c=$(BUILD)/obj/%.o)
+$(BUILD)/libcore.a: $(CORE:csrc/%.c=$(BUILD)/obj/%.o) $(RANKS)
 	rm -f $@
 	$(AR) rcs $@ $^
+
+$(BUILD)/obj/tests/%.o: tests/core/%.c $(HEADERS) $(wildcard tests/core/*.h)
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -c -o $@ $<
 
 $(BUILD)/obj/%.o: csrc/%.c $(HEADERS)
 	@mkdir -p $(@D)

@@ -40,14 +40,14 @@ ONLY_IN = {
 # The core's own floors, lowest first. What is not named stands on the floor of
 # policies, between devices and optimizers.
 FLOORS = (
-    {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool", "ct_meeting"}
+    {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool"}
     | {"ct_crc32c", "ct_crc_table", "ct_io", "ct_deadline", "ct_segment", "ct_crew"}
     | {"ct_copy_far", "ct_interrupt", "ct_lanes", "ct_packet", "ct_pages"}
     | {"ct_malloc", "ct_mapping", "ct_owner", "ct_segment_hold", "ct_rank_names"},
     {"ct_adamw", "ct_hyper", "ct_sgd"},
     {"ct_codes", "ct_factored", "ct_update"},
     {"ct_device", "ct_plugin", "ct_reduce", "ct_reduce_body"}
-    | {"ct_comm", "ct_comm_bytes", "ct_comm_local", "ct_comm_memory"}
+    | {"ct_comm", "ct_comm_bytes", "ct_comm_memory"}
     | {"ct_comm_levels", "ct_comm_padded", "ct_comm_split", "ct_history"}
     | {"ct_comm_self", "ct_comm_shm", "ct_comm_sync"}
     | {"ct_exchange", "ct_exchange_slots", "ct_shm_queue"}

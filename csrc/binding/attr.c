@@ -109,12 +109,6 @@ ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value)
 }
 
 int
-ctpy_field_double(PyObject *op, PyObject *outer, PyObject *name, double *value)
-{
-    return double_steal(field(op, outer, name), value);
-}
-
-int
 ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *value)
 {
     return int64_steal(field(op, outer, name), value);

@@ -119,7 +119,6 @@ int ctpy_get_flag(PyObject *op, PyObject *name, bool *value);
 
 /* op.outer.name as a C value: a field of args, state or control. */
 int ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value);
-int ctpy_field_double(PyObject *op, PyObject *outer, PyObject *name, double *value);
 int ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *value);
 
 /* Fires a callback event and stores the control that comes back. extra: a dict or NULL.

@@ -2,7 +2,7 @@
  *
  * The one table whose entries may re-enter Python. The step engine is written against
  * the table; ct_comm_self, a group of one rank, is the backend that needs nobody, and
- * ct_comm_local.h has one whose ranks are threads.
+ * tests/core/ct_comm_local.h has one whose ranks are threads.
  *
  * Every rank of a group calls the same collectives in the same order, with spans of the
  * same lengths and dtypes. A backend takes the dtypes that it can reduce, or says with

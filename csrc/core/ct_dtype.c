@@ -1,7 +1,5 @@
 #include "core/ct_dtype.h"
 
-#include <string.h>
-
 typedef struct dtype_info {
     const char *name;
     const char *tag;
@@ -44,15 +42,4 @@ bool
 ct_dtype_is_float(ct_dtype dtype)
 {
     return infos[dtype].is_float;
-}
-
-ct_dtype
-ct_dtype_from_tag(const char *tag, size_t n)
-{
-    for (int i = 0; i < CT_DTYPE_COUNT; i++) {
-        if (strlen(infos[i].tag) == n && memcmp(infos[i].tag, tag, n) == 0) {
-            return (ct_dtype)i;
-        }
-    }
-    return CT_DTYPE_COUNT;
 }

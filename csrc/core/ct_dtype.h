@@ -28,9 +28,6 @@ const char *ct_dtype_name(ct_dtype dtype); /* "float32", "bfloat16", ... */
 const char *ct_dtype_tag(ct_dtype dtype);  /* safetensors' "F32", "BF16", ... */
 bool ct_dtype_is_float(ct_dtype dtype);    /* F32, F64, BF16 or F16 */
 
-/* The dtype whose safetensors tag is tag[0..n), or CT_DTYPE_COUNT. */
-ct_dtype ct_dtype_from_tag(const char *tag, size_t n);
-
 #ifdef __cplusplus
 }
 #endif

@@ -35,12 +35,6 @@ lay_out(size_t n, int bits)
     return l;
 }
 
-size_t
-ct_fsdp_codes_bytes(size_t n, int bits)
-{
-    return lay_out(n, bits).bytes;
-}
-
 /* blank: elements of it. The memory's end is what collectives send, at their start. */
 static ct_status
 room_open(room *r, const ct_device *device, size_t sent, size_t received, size_t blank,

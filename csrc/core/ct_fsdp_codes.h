@@ -25,9 +25,6 @@ typedef struct ct_fsdp_coder {
 /* Whether codes of so many bits are known: 8 and 4. */
 bool ct_fsdp_codes_known(int bits);
 
-/* Bytes that a rank sends of n elements to one other. */
-size_t ct_fsdp_codes_bytes(size_t n, int bits);
-
 /* An all_gather of every rank's shard into `full`, of any float dtypes. CT_ENOMEM and
  * what the communicator says; then full is in part written. */
 CT_NODISCARD ct_status ct_fsdp_gather_codes(const ct_fsdp_coder *coder,

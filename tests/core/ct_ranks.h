@@ -2,7 +2,7 @@
 #ifndef CT_RANKS_H
 #define CT_RANKS_H
 
-#include "core/ct_comm_local.h"
+#include "ct_comm_local.h"
 #include "ct_test.h"
 
 #include <pthread.h>

@@ -1,7 +1,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "core/ct_alloc.h"
 #include "core/ct_comm_bytes.h"
-#include "core/ct_comm_local.h"
+#include "ct_comm_local.h"
 #include "ct_random.h"
 #include "ct_random.h"
 #include "ct_ranks.h"

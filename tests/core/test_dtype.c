@@ -35,24 +35,12 @@ test_every_dtype_has_its_size_and_names(void)
         CHECK(strcmp(ct_dtype_name(r->dtype), r->name) == 0);
         CHECK(strcmp(ct_dtype_tag(r->dtype), r->tag) == 0);
         CHECK(ct_dtype_is_float(r->dtype) == r->is_float);
-        CHECK(ct_dtype_from_tag(r->tag, strlen(r->tag)) == r->dtype);
     }
-}
-
-static void
-test_a_tag_is_compared_in_full(void)
-{
-    CHECK(ct_dtype_from_tag("F32\"", 3) == CT_F32);
-    CHECK(ct_dtype_from_tag("F3", 2) == CT_DTYPE_COUNT);
-    CHECK(ct_dtype_from_tag("F321", 4) == CT_DTYPE_COUNT);
-    CHECK(ct_dtype_from_tag("f32", 3) == CT_DTYPE_COUNT);
-    CHECK(ct_dtype_from_tag("", 0) == CT_DTYPE_COUNT);
 }
 
 int
 main(void)
 {
     test_every_dtype_has_its_size_and_names();
-    test_a_tag_is_compared_in_full();
     return 0;
 }

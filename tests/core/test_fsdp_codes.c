@@ -166,7 +166,5 @@ main(void)
         CHECK(ct_fsdp_codes_known(bits));
     }
     CHECK(!ct_fsdp_codes_known(5));
-    CHECK(ct_fsdp_codes_bytes(256, 8) == 264 && ct_fsdp_codes_bytes(257, 8) == 272);
-    CHECK(ct_fsdp_codes_bytes(256, 4) == 136 && ct_fsdp_codes_bytes(257, 4) == 144);
     return 0;
 }

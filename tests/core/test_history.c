@@ -1,7 +1,7 @@
 #include "core/ct_history.h"
 
 #include "core/ct_alloc.h"
-#include "core/ct_comm_local.h"
+#include "ct_comm_local.h"
 #include "ct_ranks.h"
 #include "ct_test.h"
 

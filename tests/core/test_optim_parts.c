@@ -1,7 +1,7 @@
 /* Optimizers that look at whole parameters, of which ranks have parts: against the same
  * optimizer of the whole ones. */
 #include "core/ct_alloc.h"
-#include "core/ct_comm_local.h"
+#include "ct_comm_local.h"
 #include "core/ct_optim.h"
 #include "ct_kernels.h"
 #include "ct_random.h"

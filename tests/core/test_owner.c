@@ -1,5 +1,5 @@
 #define _GNU_SOURCE
-#include "core/ct_comm_local.h"
+#include "ct_comm_local.h"
 #include "core/ct_owner.h"
 #include "core/ct_pages.h"
 #include "ct_processes.h"

@@ -329,8 +329,7 @@ AREAS = {
     ),
     "ranks": Area(
         {
-            core("comm", "comm_bytes", "comm_local", "comm_self", "comm_split",
-                 "meeting"):
+            core("comm", "comm_bytes", "comm_self", "comm_split"):
                 "core/test_comm.c",
             core("comm_padded", "count"): "core/test_comm_padded.c core/test_count.c",
             core("comm_sync"): "core/test_reducer.c binding/test_communicator.py",
@@ -589,7 +588,7 @@ AREAS = {
     "kernels": Area(
         {
             core("alloc", "malloc"): "core/test_alloc.c",
-            core("dtype", "status") + " csrc/core/ct_check.h " + math("half_math"):
+            core("status") + " csrc/core/ct_check.h " + math("half_math"):
                 "core/test_dtype.c core/test_half.c core/test_copy.c",
             core("index"): "core/test_index.c",
             "csrc/cpu/add.c csrc/cpu/average.c csrc/cpu/average_body.h "
@@ -641,6 +640,7 @@ AREAS = {
 NOT_DRAWN = {
     "ctrainer/__init__.py ctrainer/fairseq/__init__.py ctrainer/fsdp/__init__.py":
         "names that are imported when they are asked for",
+    "csrc/core/ct_dtype.c": "the table of dtypes",
     "ctrainer/__main__.py": "the table of commands",
     "ctrainer/arguments/fields.py": "a table of fields and their defaults",
 }  # fmt: skip

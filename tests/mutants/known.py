@@ -158,12 +158,6 @@ EQUIVALENT = (
         "than bytes",
     ),
     (
-        "csrc/core/ct_comm_local.c",
-        "const bool leads = m->n > 1 && m->index == 0;",
-        "const bool leads = m->n >= 1 && m->index == 0;",
-        "the group of one that is made is given to nobody: a leak that make asan sees",
-    ),
-    (
         "csrc/binding/callbacks.c",
         "for (size_t i = 0; i < n; i++) {",
         "for (size_t i = 0; i <= n; i++) {",

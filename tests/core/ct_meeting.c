@@ -1,5 +1,5 @@
 #define _POSIX_C_SOURCE 200809L
-#include "core/ct_meeting.h"
+#include "ct_meeting.h"
 
 #include "core/ct_alloc.h"
 

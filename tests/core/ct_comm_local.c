@@ -1,10 +1,10 @@
 /* Each rank notes what it asks for and waits until all have. Then every rank reads what
  * the others noted, does its share of the work on all ranks' memory, and waits again:
  * nobody goes on before all have finished, so memory and notes may then change. */
-#include "core/ct_comm_local.h"
+#include "ct_comm_local.h"
 
 #include "core/ct_alloc.h"
-#include "core/ct_meeting.h"
+#include "ct_meeting.h"
 #include "core/ct_reduce.h"
 
 #include <string.h>
