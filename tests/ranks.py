@@ -105,6 +105,18 @@ def run(folder: Path, program: str, world: int = 2, **options: Any) -> list[Rank
     return _run(folder, arguments, world)
 
 
+def run_alone(
+    program: str, *arguments: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a module of tests/programs in a process of its own, with these variables."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return subprocess.run(
+        [sys.executable, "-m", f"programs.{program}", *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True, text=True, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+
+
 def _run(folder: Path, arguments: list[str], world: int) -> list[Rank]:
     job, port = uuid.uuid4().hex, free_port()
     environs = [torchrun(rank, world, job, port) for rank in range(world)]

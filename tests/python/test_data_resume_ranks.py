@@ -8,45 +8,10 @@ from typing import Any
 
 import pytest
 from data_kinds import Mapped, collate
-from ranks import run_ranks, told
+from ranks import run, told
 from tiny import Net, arguments
 
 import ctrainer
-
-WORK = """
-from data_kinds import BATCH, DATA, collate
-from tiny import Net, arguments
-import ctrainer, torch
-
-def make(kind, name, dispatch, workers=0, **options):
-    even = kind != "datasets"  # whose shards differ in length
-    args = arguments(
-        output_dir=f"{folder}/{name}", per_device_train_batch_size=2, max_steps=7,
-        save_strategy="steps", save_steps=1, seed=11, remove_unused_columns=False,
-        accelerator_config={"dispatch_batches": dispatch, "even_batches": even},
-        ddp_timeout=60, dataloader_num_workers=workers, **options)
-    trainer = ctrainer.Trainer(Net(dropout=0.2), args, collate, DATA[kind]())
-    trainer.remove_callback(ctrainer.PrinterCallback)
-    return trainer
-
-def losses(trainer):
-    return [e["loss"] for e in trainer.state.log_history if "loss" in e]
-
-def weights(trainer):
-    return [float(p.double().sum()) for p in trainer.model.state_dict().values()]
-
-found = {}
-for number, (kind, dispatch, workers) in enumerate(CASES):
-    whole = make(kind, number, dispatch, workers)
-    whole.train()
-    for step in STEPS:
-        again = make(kind, f"{number}-{step}", dispatch, workers)
-        again.args.save_strategy = ctrainer.enums.SaveStrategy.NO
-        again.train(f"{folder}/{number}/checkpoint-{step}")
-        same = [losses(again) == losses(whole), weights(again) == weights(whole)]
-        found[f"{kind}, {dispatch}, {workers}, from {step}"] = same
-tell(found)
-"""
 
 SOME = [
     ("map-style", False, 2), ("map-style", True, 0), ("stream", False, 0),
@@ -61,8 +26,7 @@ EVERY = [
 
 
 def resume_in_ranks(folder: Path, cases: Any, steps: list[int]) -> None:
-    work = f"CASES, STEPS = {cases!r}, {steps!r}\n{WORK}"
-    for rank in told(run_ranks(folder, work)):
+    for rank in told(run(folder, "data_resume", cases=cases, steps=steps)):
         assert len(rank) == len(cases) * len(steps)
         assert {name: same for name, same in rank.items() if same != [True, True]} == {}
 

@@ -10,55 +10,6 @@ import pytest
 import ranks
 from draws import draws
 
-RUN = """
-import time
-import fairseq_tiny as tiny
-from ctrainer.fairseq import metrics
-
-def run(backend, kind, wrong, at):
-    '''What was raised, and after how many seconds; None: nothing.'''
-    changes = {"distributed_training__distributed_world_size": world}
-    if backend == "bmuf":
-        changes |= {"optimization__use_bmuf": True,
-                    "bmuf__distributed_world_size": world}
-    else:
-        changes["distributed_training__ddp_backend"] = backend
-    metrics.reset()
-    trainer = tiny.trainer(**changes)
-    batches = tiny.batches(8 * world)[rank::world]
-    trainer.reset_dummy_batch(batches[0])
-    began = time.monotonic()
-    try:
-        for number, samples in enumerate(tiny.groups(batches, 2)):
-            if rank == wrong and number == at:
-                if kind == "ends":
-                    break
-                if kind == "skips":
-                    continue
-                samples = samples[1:] if kind == "samples" else [None] * 2
-            trainer.train_step(samples)
-        trainer.valid_step(batches[0])
-    except (ValueError, RuntimeError) as error:
-        return [f"{type(error).__name__}: {error}", time.monotonic() - began]
-    return None
-
-found = []
-for backend, kind, wrong, at in CASES:
-    found.append(run(backend, kind, wrong, at))
-tell(found)
-if LAST:  # its process ends, without a word
-    if rank == world - 1:
-        os._exit(3)
-    found.append(run(LAST, "none", -1, 0))
-    tell(found)
-os._exit(0)
-"""
-
-# The group of torch alone carries everything, as on several machines.
-ENGINE = """
-for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-    del os.environ[name]
-"""
 SHARED = ["pytorch_ddp", "legacy_ddp"]
 
 
@@ -100,13 +51,8 @@ def test_a_rank_with_a_step_or_a_sample_less_is_named_by_all(
     world = 2 + seed % 2
     drawn = cases(draw, world, engine)
     last = "" if engine else draw.choice([*SHARED, "fully_sharded"])
-    body = (
-        ranks.GLOO
-        + (ENGINE if engine else "")
-        + f"CASES, LAST = {drawn!r}, {last!r}\n"
-        + RUN
-    )
-    made = ranks.run_ranks(tmp_path, body, world)
+    options = {"cases": drawn, "last": last, "engine": engine}
+    made = ranks.run(tmp_path, "fairseq_ranks_differ", world, **options)
     for rank in made:
         assert rank.told is not None, rank.output
     for number, case in enumerate(drawn):

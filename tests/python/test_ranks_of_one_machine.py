@@ -23,89 +23,20 @@ from ctrainer.comm.environment import meet_on_this_machine, place_of
 TIMEOUT = 150
 
 
-def start_ranks(code: str) -> AbstractContextManager[list[subprocess.Popen[str]]]:
+def start_ranks(program: str) -> AbstractContextManager[list[subprocess.Popen[str]]]:
     """Two ranks of a run; their standard input stays open."""
     run = uuid.uuid4().hex
     environs = [torchrun(rank, 2, run) for rank in range(2)]
-    return started(["-c", code], environs, stdin=subprocess.PIPE)
+    return started(["-m", f"programs.{program}"], environs, stdin=subprocess.PIPE)
 
 
 def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
     return [process.communicate(timeout=TIMEOUT)[0].strip() for process in processes]
 
 
-WORK = """
-import sys, numpy as np
-from ctrainer.comm import from_environment
-for _ in range(2):
-    group = from_environment(120.0)
-    values = np.arange(100001.0) * (group.rank + 1)
-    group.all_reduce(values, "mean")
-    assert (values == np.arange(100001.0) * 1.5).all()
-    parts = np.zeros(2, np.int64)
-    group.all_gather(parts, np.array([group.rank * 7]))
-    wide = np.full(4, -1)
-    assert group.all_gather_padded(wide, np.arange(1, 3)[group.rank :]) == [2, 1]
-    assert wide.tolist() == [1, 2, 2, 0]
-    assert "torch" not in sys.modules
-half = from_environment(120.0, ranks=[1, 0])
-half.all_gather(parts, np.array([group.rank * 7]))
-assert parts.tolist() == [7, 0]
-assert half.rank == 1 - group.rank
-assert from_environment(ranks=[group.rank]).backend == "self"
-half.broadcast_bytes(b"x", 0)
-turned = group.split(ranks=[1, 0]).split(7, key=0)
-assert (turned.rank, turned.world_size, turned.backend) == (1 - group.rank, 2, "shm")
-turned.all_gather(parts, np.array([group.rank * 7]))
-assert parts.tolist() == [7, 0]
-assert turned.split(turned.rank).backend == "self"
-assert (group.split(0 if group.rank else None) is None) == (group.rank == 0)
-memory = group.memory(80008)
-shared, whole = np.frombuffer(memory), np.zeros(20002)
-shared[:] = np.arange(10001.0) + group.rank
-group.all_gather(whole, shared)
-assert (whole[:10001] == np.arange(10001.0)).all() and whole[-1] == 10001.0
-group.all_reduce(shared)
-assert memory.is_shared and (shared == np.arange(10001.0) * 2 + 1).all()
-shared[0] = 5.0 + group.rank
-theirs = memory.of_rank(1 - group.rank)
-group.barrier()
-assert theirs.readonly and np.frombuffer(theirs)[0] == 6.0 - group.rank
-assert len(theirs) == 80008 and bytes(memory.of_rank(group.rank)) == bytes(memory)
-for rank in (-1, 2):
-    try:
-        memory.of_rank(rank)
-    except ValueError as error:
-        assert str(error) == f"the group has no rank {rank}"
-try:
-    theirs.obj.discard()
-except ValueError as error:
-    assert "its own memory alone" in str(error)
-    group.barrier()
-del memory, shared
-assert np.frombuffer(theirs)[1] in (0.0, 3.0)  # dropped there, or not yet
-group.all_gather(parts, np.array([group.rank * 7]))
-print(group.backend, group.rank, group.world_size, parts.tolist())
-"""
-
-
 def test_ranks_of_a_launcher_meet_in_shared_memory_without_torch() -> None:
-    with start_ranks(WORK) as both:
+    with start_ranks("shared_memory") as both:
         assert outputs(both) == ["shm 0 2 [0, 7]", "shm 1 2 [0, 7]"]
-
-
-DIE = """
-import os, signal, numpy as np
-from ctrainer.comm import from_environment
-group = from_environment(300.0)
-group.barrier()
-print("ready", flush=True)
-try:
-    while True:
-        group.all_reduce(np.ones(1000))
-except RuntimeError as error:
-    print(error)
-"""
 
 
 def traces() -> set[str]:
@@ -116,7 +47,7 @@ def traces() -> set[str]:
 
 
 def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
-    with start_ranks(DIE) as both:
+    with start_ranks("shared_memory_killed") as both:
         assert both[1].stdout is not None
         assert both[1].stdout.readline() == "ready\n"
         began = time.monotonic()
@@ -132,33 +63,8 @@ def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
     assert not left
 
 
-INTERRUPT = """
-import os, signal, sys, threading, time, numpy as np
-from ctrainer.comm import from_environment
-group = from_environment(60.0)
-values = np.ones(200000)
-if group.rank == 0:
-    def interrupt():
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGINT)
-    work = group.all_reduce(values, async_op=True)
-    try:
-        threading.Thread(target=interrupt).start()
-        work.wait()
-    except KeyboardInterrupt:
-        print("interrupted", values[0], flush=True)
-    sys.stdin.read()
-else:
-    sys.stdin.readline()
-    try:
-        group.all_reduce(values)
-    except RuntimeError as error:
-        print(error)
-"""
-
-
 def test_ctrl_c_ends_a_wait_and_tells_the_other_ranks() -> None:
-    with start_ranks(INTERRUPT) as (first, second):
+    with start_ranks("shared_memory_interrupted") as (first, second):
         assert first.stdout is not None
         assert first.stdout.readline() == "interrupted 1.0\n"
         text = second.communicate("go\n", timeout=TIMEOUT)[0]

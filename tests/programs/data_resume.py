@@ -1,0 +1,48 @@
+"""Runs on 2 ranks that are resumed in the middle of an epoch."""
+
+from data_kinds import DATA, collate
+from programs.run import folder, options, tell
+from tiny import Net, arguments
+
+import ctrainer
+
+
+def make(kind, name, dispatch, workers=0, **options):
+    even = kind != "datasets"  # whose shards differ in length
+    args = arguments(
+        output_dir=f"{folder}/{name}",
+        per_device_train_batch_size=2,
+        max_steps=7,
+        save_strategy="steps",
+        save_steps=1,
+        seed=11,
+        remove_unused_columns=False,
+        accelerator_config={"dispatch_batches": dispatch, "even_batches": even},
+        ddp_timeout=60,
+        dataloader_num_workers=workers,
+        **options,
+    )
+    trainer = ctrainer.Trainer(Net(dropout=0.2), args, collate, DATA[kind]())
+    trainer.remove_callback(ctrainer.PrinterCallback)
+    return trainer
+
+
+def losses(trainer):
+    return [e["loss"] for e in trainer.state.log_history if "loss" in e]
+
+
+def weights(trainer):
+    return [float(p.double().sum()) for p in trainer.model.state_dict().values()]
+
+
+found = {}
+for number, (kind, dispatch, workers) in enumerate(options["cases"]):
+    whole = make(kind, number, dispatch, workers)
+    whole.train()
+    for step in options["steps"]:
+        again = make(kind, f"{number}-{step}", dispatch, workers)
+        again.args.save_strategy = ctrainer.enums.SaveStrategy.NO
+        again.train(f"{folder}/{number}/checkpoint-{step}")
+        same = [losses(again) == losses(whole), weights(again) == weights(whole)]
+        found[f"{kind}, {dispatch}, {workers}, from {step}"] = same
+tell(found)
