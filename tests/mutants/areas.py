@@ -563,8 +563,8 @@ AREAS = {
                 "python/test_fairseq_models.py",
             python("fairseq/criterions", "cross_entropy", "fairseq_criterion",
                    "label_smoothed_cross_entropy"):
-                "python/test_fairseq_models.py python/test_fairseq_translation.py "
-                "python/test_fairseq_program.py",
+                "python/test_fairseq_criterions.py "
+                "python/test_fairseq_translation.py",
             python("fairseq/data", "base_wrapper_dataset", "edge_datasets",
                    "language_pair_dataset", "monolingual_dataset", "text_chunks",
                    "token_block_dataset"):
