@@ -551,7 +551,7 @@ AREAS = {
     "fairseq's models and data": Area(
         {
             python("fairseq/models", "__init__", "fairseq_decoder",
-                   "fairseq_encoder", "fairseq_incremental_decoder",
+                   "fairseq_encoder",
                    "fairseq_model"):
                 "python/test_fairseq_models.py python/test_fairseq_user_dir.py",
             python("fairseq/models/transformer", "transformer_config",

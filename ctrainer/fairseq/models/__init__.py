@@ -6,17 +6,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ctrainer.fairseq.config.components import register_architecture
-from ctrainer.fairseq.models.fairseq_decoder import FairseqDecoder
-from ctrainer.fairseq.models.fairseq_encoder import FairseqEncoder
-from ctrainer.fairseq.models.fairseq_incremental_decoder import (
+from ctrainer.fairseq.models.fairseq_decoder import (
+    FairseqDecoder,
     FairseqIncrementalDecoder,
 )
+from ctrainer.fairseq.models.fairseq_encoder import FairseqEncoder
 from ctrainer.fairseq.models.fairseq_model import (
     BaseFairseqModel,
     FairseqEncoderDecoderModel,
-    FairseqEncoderModel,
     FairseqLanguageModel,
-    FairseqModel,
 )
 from ctrainer.fairseq.registry import Registry
 
@@ -29,10 +27,8 @@ __all__ = [
     "FairseqDecoder",
     "FairseqEncoder",
     "FairseqEncoderDecoderModel",
-    "FairseqEncoderModel",
     "FairseqIncrementalDecoder",
     "FairseqLanguageModel",
-    "FairseqModel",
     "build_model",
     "register_model",
     "register_model_architecture",

@@ -51,3 +51,8 @@ class FairseqDecoder(nn.Module):
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> Any:
         """Bring an older state dict, whose keys begin with `name`, up to date."""
         return state_dict
+
+
+class FairseqIncrementalDecoder(FairseqDecoder):
+    """The base that fairseq gives to decoders that can go word by word. Training asks
+    for all words at once."""

@@ -21,10 +21,6 @@ class FairseqEncoder(nn.Module):
         """src_tokens: (rows, length); src_lengths: (rows,)."""
         raise NotImplementedError
 
-    def reorder_encoder_out(self, encoder_out: Any, new_order: torch.Tensor) -> Any:
-        """The output of the rows new_order."""
-        raise NotImplementedError
-
     def max_positions(self) -> int:
         """Words of a source at most."""
         return int(1e6)

@@ -90,11 +90,6 @@ class BaseFairseqModel(nn.Module):
             if module is not self and told is not None:
                 told(num_updates)
 
-    @classmethod
-    def hub_models(cls) -> dict[str, Any]:
-        """Trained models to download, by name; none."""
-        return {}
-
 
 class FairseqEncoderDecoderModel(BaseFairseqModel):
     """An encoder and a decoder.
@@ -121,9 +116,6 @@ class FairseqEncoderDecoderModel(BaseFairseqModel):
         encoder_out = self.encoder(src_tokens, src_lengths=src_lengths, **kwargs)
         return self.decoder(prev_output_tokens, encoder_out=encoder_out, **kwargs)
 
-    def forward_decoder(self, prev_output_tokens: torch.Tensor, **kwargs: Any) -> Any:
-        return self.decoder(prev_output_tokens, **kwargs)
-
     def extract_features(
         self,
         src_tokens: torch.Tensor,
@@ -142,20 +134,6 @@ class FairseqEncoderDecoderModel(BaseFairseqModel):
     def max_positions(self) -> Any:
         return self.encoder.max_positions(), self.decoder.max_positions()
 
-    def max_decoder_positions(self) -> int:
-        return int(self.decoder.max_positions())
-
-
-class FairseqModel(FairseqEncoderDecoderModel):
-    """The old name of FairseqEncoderDecoderModel."""
-
-    def __init__(self, encoder: Any, decoder: Any) -> None:
-        super().__init__(encoder, decoder)
-        utils.deprecation_warning(
-            "FairseqModel is deprecated, please use FairseqEncoderDecoderModel or "
-            "BaseFairseqModel instead"
-        )
-
 
 class FairseqLanguageModel(BaseFairseqModel):
     """A decoder alone."""
@@ -169,9 +147,6 @@ class FairseqLanguageModel(BaseFairseqModel):
         """The decoder's output for the words before, (rows, length)."""
         return self.decoder(src_tokens, **kwargs)
 
-    def forward_decoder(self, prev_output_tokens: torch.Tensor, **kwargs: Any) -> Any:
-        return self.decoder(prev_output_tokens, **kwargs)
-
     def extract_features(self, src_tokens: torch.Tensor, **kwargs: Any) -> Any:
         return self.decoder.extract_features(src_tokens, **kwargs)
 
@@ -181,39 +156,10 @@ class FairseqLanguageModel(BaseFairseqModel):
     def max_positions(self) -> Any:
         return self.decoder.max_positions()
 
-    def max_decoder_positions(self) -> int:
-        return int(self.decoder.max_positions())
-
     @property
     def supported_targets(self) -> set[str]:
         """Which of "self", "future" and "past" it can learn."""
         return {"future"}
-
-
-class FairseqEncoderModel(BaseFairseqModel):
-    """An encoder alone, such as one that classifies."""
-
-    def __init__(self, encoder: Any) -> None:
-        super().__init__()
-        _check("encoder", encoder, FairseqEncoder)
-        self.encoder = encoder
-
-    def forward(
-        self, src_tokens: torch.Tensor, src_lengths: torch.Tensor, **kwargs: Any
-    ) -> Any:
-        return self.encoder(src_tokens, src_lengths, **kwargs)
-
-    def get_normalized_probs(
-        self, net_output: Any, log_probs: bool, sample: Any = None
-    ) -> torch.Tensor:
-        """Of net_output["encoder_out"]."""
-        output = net_output["encoder_out"]
-        if not torch.is_tensor(output):
-            raise NotImplementedError("encoder_out is no tensor")
-        return super().get_normalized_probs(output, log_probs, sample)
-
-    def max_positions(self) -> Any:
-        return self.encoder.max_positions()
 
 
 def _check(role: str, module: Any, base: type) -> None:

@@ -24,19 +24,9 @@ class LearnedPositionalEmbedding(nn.Embedding):
         unused = 0 if padding_idx is None else padding_idx + 1
         self.max_positions = num_embeddings - unused
 
-    def forward(
-        self,
-        input: torch.Tensor,
-        incremental_state: dict[str, Any] | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """input: words, (rows, length). Returns (rows, length, dim); of the last
-        position alone, (rows, 1, dim), while decoding word by word."""
-        if positions is None:
-            positions = make_positions(input, self.padding_idx or 0)
-            if incremental_state is not None:
-                positions = positions[:, -1:]
-        return super().forward(positions)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Vectors of the places of words: (rows, length, dim) of (rows, length)."""
+        return super().forward(make_positions(input, self.padding_idx or 0))
 
 
 class SinusoidalPositionalEmbedding(nn.Module):
@@ -92,13 +82,7 @@ class SinusoidalPositionalEmbedding(nn.Module):
             table[padding_idx] = 0
         return table
 
-    def forward(
-        self,
-        input: torch.Tensor,
-        incremental_state: dict[str, Any] | None = None,
-        timestep: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As LearnedPositionalEmbedding's."""
         needed = self.padding_idx + 1 + input.size(1)
         if needed > self.weights.size(0):
@@ -106,11 +90,7 @@ class SinusoidalPositionalEmbedding(nn.Module):
                 needed, self.embedding_dim, self.padding_idx
             )
         self.weights = self.weights.to(self._float_tensor)
-        if positions is None:
-            positions = make_positions(input, self.padding_idx)
-            if incremental_state is not None:
-                positions = positions[:, -1:]
-        return self.weights[positions]
+        return self.weights[make_positions(input, self.padding_idx)]
 
 
 def PositionalEmbedding(

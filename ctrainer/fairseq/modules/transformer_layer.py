@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ctrainer.fairseq.modules.multihead_attention import MultiheadAttention, Saved
+from ctrainer.fairseq.modules.multihead_attention import MultiheadAttention
 from ctrainer.fairseq.modules.small import FairseqDropout, LayerNorm
 from ctrainer.fairseq.utils import get_activation_fn
 
@@ -85,10 +85,7 @@ class TransformerEncoderLayer(_Layer):
         super().__init__(args, args.encoder_embed_dim, args.encoder_ffn_embed_dim)
         self.normalize_before = args.encoder_normalize_before
         self.self_attn = MultiheadAttention(
-            self.embed_dim,
-            args.encoder_attention_heads,
-            dropout=args.attention_dropout,
-            self_attention=True,
+            self.embed_dim, args.encoder_attention_heads, dropout=args.attention_dropout
         )
         self.self_attn_layer_norm = LayerNorm(self.embed_dim)
         self._add_feed_forward(self.embed_dim, args.encoder_ffn_embed_dim)
@@ -119,17 +116,14 @@ class TransformerDecoderLayer(_Layer):
         super().__init__(args, args.decoder_embed_dim, args.decoder_ffn_embed_dim)
         self.normalize_before = args.decoder_normalize_before
         heads, dropout = args.decoder_attention_heads, args.attention_dropout
-        self.self_attn = MultiheadAttention(
-            self.embed_dim, heads, dropout=dropout, self_attention=True
-        )
+        self.self_attn = MultiheadAttention(self.embed_dim, heads, dropout=dropout)
         self.self_attn_layer_norm = LayerNorm(self.embed_dim)
         self.encoder_attn: MultiheadAttention | None = None
         if not no_encoder_attn:
             source = args.encoder_embed_dim
             self.encoder_attn = MultiheadAttention(
-                self.embed_dim, heads, kdim=source, vdim=source, dropout=dropout,
-                encoder_decoder_attention=True,
-            )  # fmt: skip
+                self.embed_dim, heads, source, source, dropout
+            )
             self.encoder_attn_layer_norm = LayerNorm(self.embed_dim)
         self._add_feed_forward(self.embed_dim, args.decoder_ffn_embed_dim)
 
@@ -138,27 +132,20 @@ class TransformerDecoderLayer(_Layer):
         x: torch.Tensor,
         encoder_out: torch.Tensor | None = None,
         encoder_padding_mask: torch.Tensor | None = None,
-        incremental_state: dict[str, Saved] | None = None,
         self_attn_mask: torch.Tensor | None = None,
         self_attn_padding_mask: torch.Tensor | None = None,
-        need_attn: bool = False,
-        need_head_weights: bool = False,
         is_causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """(output, weights of the attention to the source or None, None)."""
+    ) -> tuple[torch.Tensor, None, None]:
+        """(output, None, None), where fairseq has weights of attention."""
         seen = self._before(self.self_attn_layer_norm, x)
         change, _ = self.self_attn(
-            seen, seen, seen, self_attn_padding_mask, incremental_state,
-            attn_mask=self_attn_mask, is_causal=is_causal,
-        )  # fmt: skip
+            seen, seen, seen, self_attn_padding_mask, self_attn_mask, is_causal
+        )
         x = self._after(self.self_attn_layer_norm, x, change)
-        weights = None
         if self.encoder_attn is not None and encoder_out is not None:
-            change, weights = self.encoder_attn(
-                self._before(self.encoder_attn_layer_norm, x),
-                encoder_out, encoder_out, encoder_padding_mask, incremental_state,
-                need_weights=need_attn, static_kv=True,
-                need_head_weights=need_head_weights,
-            )  # fmt: skip
+            seen = self._before(self.encoder_attn_layer_norm, x)
+            change, _ = self.encoder_attn(
+                seen, encoder_out, encoder_out, encoder_padding_mask
+            )
             x = self._after(self.encoder_attn_layer_norm, x, change)
-        return self._feed_forward(x), weights, None
+        return self._feed_forward(x), None, None

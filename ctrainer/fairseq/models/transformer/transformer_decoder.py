@@ -82,44 +82,12 @@ class TransformerDecoder(FairseqIncrementalDecoder):
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> Any:
         return TransformerDecoderLayer(args, no_encoder_attn)
 
-    def forward(  # type: ignore[override]
-        self,
-        prev_output_tokens: torch.Tensor,
-        encoder_out: Any = None,
-        incremental_state: dict[str, Any] | None = None,
-        features_only: bool = False,
-        full_context_alignment: bool = False,
-        alignment_layer: int | None = None,
-        alignment_heads: int | None = None,
-        src_lengths: Any = None,
-        return_all_hiddens: bool = False,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """(logits, extra). features_only: what comes before the output layer instead.
-        full_context_alignment: words see those after them too. alignment_layer: the
-        layer whose attention to the source is in extra["attn"], (rows, target length,
-        source length), averaged over alignment_heads; fairseq gives the last layer's
-        unasked, here that is [None]."""
-        x, extra = self.extract_features(
-            prev_output_tokens, encoder_out, incremental_state,
-            full_context_alignment, alignment_layer, alignment_heads,
-        )  # fmt: skip
-        return (x if features_only else self.output_layer(x)), extra
-
-    def _embedded(
-        self, tokens: torch.Tensor, incremental_state: dict[str, Any] | None
-    ) -> torch.Tensor:
-        positions = None
-        if self.embed_positions is not None:
-            positions = self.embed_positions(
-                tokens, incremental_state=incremental_state
-            )
-        if incremental_state is not None:
-            tokens = tokens[:, -1:]
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed_scale * self.embed_tokens(tokens)
         if self.project_in_dim is not None:
             x = self.project_in_dim(x)
-        if positions is not None:
-            x = x + positions
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(tokens)
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
         dropped: torch.Tensor = self.dropout_module(x)
@@ -129,41 +97,30 @@ class TransformerDecoder(FairseqIncrementalDecoder):
         self,
         prev_output_tokens: torch.Tensor,
         encoder_out: Any = None,
-        incremental_state: dict[str, Any] | None = None,
-        full_context_alignment: bool = False,
-        alignment_layer: int | None = None,
-        alignment_heads: int | None = None,
+        src_lengths: Any = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         source, source_padding = _of_encoder(encoder_out)
-        causal = incremental_state is None and not full_context_alignment
-        padding = None
-        if incremental_state is None:
-            padding = self._padding(prev_output_tokens, causal)
-        x = self._embedded(prev_output_tokens, incremental_state).transpose(0, 1)
-        states, attn = [x], None
-        for i, layer in enumerate(self.layers):
-            asked = i == alignment_layer
-            x, weights, _ = layer(
-                x, source, source_padding, incremental_state,
-                self_attn_padding_mask=padding, is_causal=causal,
-                need_attn=asked, need_head_weights=asked,
+        padding = self._padding(prev_output_tokens)
+        x = self._embedded(prev_output_tokens).transpose(0, 1)
+        states = [x]
+        for layer in self.layers:
+            x, _, _ = layer(
+                x, source, source_padding,
+                self_attn_padding_mask=padding, is_causal=True,
             )  # fmt: skip
             states.append(x)
-            if asked and weights is not None:
-                attn = weights[:alignment_heads].mean(0)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
         x = x.transpose(0, 1)
         if self.project_out_dim is not None:
             x = self.project_out_dim(x)
-        return x, {"attn": [attn], "inner_states": states}
+        return x, {"attn": [None], "inner_states": states}
 
-    def _padding(self, tokens: torch.Tensor, causal: bool) -> torch.Tensor | None:
-        """Where padding is, if words see any: none do that see only those before them,
+    def _padding(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Where padding is, if words see any: they see those before them, so none do
         where it comes last, and torch has its fastest kernel then."""
         padding = tokens.eq(self.padding_idx)
-        hidden = causal and not bool((padding[:, :-1] & ~padding[:, 1:]).any())
-        return None if hidden or not bool(padding.any()) else padding
+        return padding if bool((padding[:, :-1] & ~padding[:, 1:]).any()) else None
 
     def output_layer(self, features: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         logits: torch.Tensor = self.output_projection(features)

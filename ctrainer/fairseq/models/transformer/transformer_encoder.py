@@ -61,43 +61,26 @@ class TransformerEncoder(FairseqEncoder):
         self,
         src_tokens: torch.Tensor,
         src_lengths: torch.Tensor | None = None,
-        return_all_hiddens: bool = False,
         **kwargs: Any,
     ) -> EncoderOut:
         """encoder_out: a list of one, (length, rows, dim); encoder_padding_mask:
-        likewise (rows, length), empty where nothing is padded; encoder_states: what
-        each layer gave, if asked for. encoder_embedding, src_tokens and src_lengths as
-        in fairseq."""
+        likewise (rows, length), empty where nothing is padded; encoder_embedding and
+        src_lengths as in fairseq."""
         padding = src_tokens.eq(self.padding_idx)
         padded = bool(padding.any())
         embedded = self.forward_embedding(src_tokens)
         if padded:
             embedded = embedded.masked_fill(padding.unsqueeze(-1), 0.0)
-        x, states = embedded.transpose(0, 1), []
-        if return_all_hiddens:
-            states.append(x)
+        x = embedded.transpose(0, 1)
         for layer in self.layers:
             x = layer(x, padding if padded else None)
-            if return_all_hiddens:
-                states.append(x)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
         return {
             "encoder_out": [x],
             "encoder_padding_mask": [padding] if padded else [],
             "encoder_embedding": [embedded],
-            "encoder_states": states,
-            "src_tokens": [],
             "src_lengths": [src_tokens.ne(self.padding_idx).sum(1, keepdim=True)],
-        }
-
-    def reorder_encoder_out(
-        self, encoder_out: EncoderOut, new_order: torch.Tensor
-    ) -> EncoderOut:
-        by_column = ("encoder_out", "encoder_states")
-        return {
-            name: [t.index_select(1 if name in by_column else 0, new_order) for t in ts]
-            for name, ts in encoder_out.items()
         }
 
     def max_positions(self) -> int:
