@@ -56,11 +56,11 @@ demo: ext
 	$(PY) examples/code_search.py
 
 # The parts of Python's are for make -j2. Each part runs, whatever the others find.
-SHARDING := $(wildcard tests/python/test_fsdp*.py)
+SHARDING := tests/python/fsdp
 test:
 	+$(MAKE) -k check-core test-python test-engine test-sharding
 test-python: ext
-	$(PY) -m pytest tests/python $(SHARDING:%=--ignore %)
+	$(PY) -m pytest tests/python --ignore $(SHARDING)
 test-sharding: ext
 	$(PY) -m pytest $(SHARDING)
 test-engine: ext $(BUILD)/libcore.a # which its own call of make would build beside us

@@ -36,8 +36,8 @@ HEAD = f"""\
 Made by `python docs/make_fsdp_memory.py` from `ctrainer.fsdp.memory_plan`; \
 change the code, not this page. These are results of formulas, not measurements: \
 no GPU has been there to measure on. At small sizes on the CPU they are held \
-against what the engine counts, in `tests/fairscale_scenarios.py`, and against what \
-it sends, in `tests/python/test_fsdp_traffic.py`.
+against what the engine counts, in `tests/support/fairscale_scenarios.py`, and against \
+what it sends, in `tests/python/fsdp/test_fsdp_traffic.py`.
 
 Each block of the model is a unit with flat parameters, embedding, last norm and \
 head are the root, which stays gathered from the forward to the backward. Master \

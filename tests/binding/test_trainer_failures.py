@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import PYTHONPATH
 from tiny import Net, arguments, make, rows
 from torch import nn
 
@@ -406,7 +407,6 @@ def test_gradients_outside_the_optimizer_do_not_pile_up() -> None:
 
 CHILD = """
 import os, signal, sys, torch
-sys.path[:0] = [{tests!r}]
 from tiny import Net, make, rows
 import ctrainer
 
@@ -428,11 +428,10 @@ finally:
 def test_a_signal_leaves_a_checkpoint_and_ends_the_process(
     name: str, tmp_path: Path
 ) -> None:
-    tests = str(Path(__file__).parents[1])
-    code = CHILD.format(tests=tests, name=name, folder=str(tmp_path))
+    code = CHILD.format(name=name, folder=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(Path(tests).parent)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     number = getattr(signal, name)

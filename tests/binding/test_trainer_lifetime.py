@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import PYTHONPATH
 from tiny import Net, make, rows
 
 import ctrainer
@@ -90,9 +90,7 @@ def test_the_signal_handlers_are_as_before() -> None:
 
 
 def test_a_run_in_development_mode_is_silent() -> None:
-    code = f"""
-import sys
-sys.path[:0] = [{str(Path(__file__).parents[1])!r}]
+    code = """
 from tiny import Net, make, rows
 import ctrainer
 trainer = make(ctrainer.Trainer, Net(), rows(), max_steps=3, save_steps=2,
@@ -100,10 +98,9 @@ trainer = make(ctrainer.Trainer, Net(), rows(), max_steps=3, save_steps=2,
 trainer.train()
 del trainer
 """
-    root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error:::ctrainer", "-c", code],
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -75,15 +75,15 @@ AREAS = {
                     "optimizer_values", "grads"):
                 "binding/test_optimizer.py",
             binding("optimizer_plan"):
-                "binding/test_optimizer.py python/test_trainer_average.py",
+                "binding/test_optimizer.py python/optim/test_trainer_average.py",
             binding("weight_average", "optimizer_average"):
-                "binding/test_weight_average.py python/test_trainer_average.py",
+                "binding/test_weight_average.py python/optim/test_trainer_average.py",
             binding("optimizer_codes"): "binding/test_eight_bit.py",
             binding("optimizer_options"):
                 "binding/test_optimizer.py binding/test_clipping.py",
             "csrc/binding/optimizer_values.h": "binding/test_optimizer.py",
             binding("optimizer_parts"):
-                "binding/test_parts.py python/test_fsdp_optimizers.py",
+                "binding/test_parts.py python/fsdp/test_fsdp_optimizers.py",
             binding("optimizer_shape"): "binding/test_matrix_optimizers.py",
             "ctrainer/optim/_face.py": "binding/test_optimizer.py",
             "ctrainer/optim/_eight_bit.py": "binding/test_eight_bit.py",
@@ -95,58 +95,61 @@ AREAS = {
                 "binding/test_optimizer_rules.py binding/test_optimizer.py",
             python("optim", "_precision"): "binding/test_precision.py",
             python("adapters", "_torch_average"):
-                "python/test_trainer_average.py",
-            "ctrainer/arguments/optimizers.py": "python/test_optimizer_names.py",
+                "python/optim/test_trainer_average.py",
+            "ctrainer/arguments/optimizers.py":
+                "python/arguments/test_optimizer_names.py",
             "ctrainer/trainer/optim.py":
-                "python/test_optimizer_in_trainer.py parity/test_schedules.py",
+                "python/optim/test_optimizer_in_trainer.py parity/test_schedules.py",
             "ctrainer/average.py":
-                "binding/test_weight_average.py python/test_trainer_average.py",
+                "binding/test_weight_average.py python/optim/test_trainer_average.py",
         },
         "binding/test_optimizer_rules.py binding/test_layerwise.py "
         "binding/test_matrix_optimizers.py binding/test_clipping.py "
-        "python/test_optimizer_in_trainer.py",
+        "python/optim/test_optimizer_in_trainer.py",
     ),
     "schedules": Area(
         {
             core("schedule", "schedule_transformers"):
                 "core/test_schedule.c binding/test_scheduler.py",
             core("schedule_fairseq"):
-                "core/test_schedule.c python/test_fairseq_schedules.py",
+                "core/test_schedule.c python/fairseq/test_fairseq_schedules.py",
             core("schedule_deepspeed"):
-                "core/test_schedule.c python/test_deepspeed_schedules.py",
+                "core/test_schedule.c python/compat/test_deepspeed_schedules.py",
             binding("schedule", "scheduler", "scheduler_groups", "scheduler_state"):
                 "binding/test_scheduler.py",
             "ctrainer/schedules.py": "binding/test_scheduler.py",
             "csrc/core/ct_schedule_family.h": "core/test_schedule.c",
-            "ctrainer/deepspeed_schedules.py": "python/test_deepspeed_schedules.py",
+            "ctrainer/deepspeed_schedules.py":
+                "python/compat/test_deepspeed_schedules.py",
         },
-        "parity/test_schedules.py python/test_fairseq_schedules.py",
+        "parity/test_schedules.py python/fairseq/test_fairseq_schedules.py",
     ),
     "scaler": Area(
         {
             core("scaler"): "core/test_scaler.c binding/test_loss_scaler.py",
             binding("loss_scaler", "loss_scaler_state"): "binding/test_loss_scaler.py",
-            "ctrainer/arguments/loss_scaler.py": "python/test_fp16_training.py",
+            "ctrainer/arguments/loss_scaler.py": "python/trainer/test_fp16_training.py",
         },
-        "python/test_fp16_training.py python/test_fairseq_precision.py",
+        "python/trainer/test_fp16_training.py python/fairseq/test_fairseq_precision.py",
     ),
     "callbacks": Area(
         {
             binding("callbacks"):
-                "python/test_callbacks.py binding/test_callback_handler.py",
+                "python/callbacks/test_callbacks.py binding/test_callback_handler.py",
             binding("callback_notify"):
-                "python/test_callbacks.py binding/test_callback_handler.py "
+                "python/callbacks/test_callbacks.py binding/test_callback_handler.py "
                 "binding/test_trainer_hooks.py",
             binding("flow"):
-                "python/test_callbacks.py binding/test_gradient_metrics.py",
+                "python/callbacks/test_callbacks.py binding/test_gradient_metrics.py",
             binding("ticker"): "binding/test_callback_handler.py",
-            "ctrainer/runtime/events.py": "python/test_callbacks.py",
+            "ctrainer/runtime/events.py": "python/callbacks/test_callbacks.py",
             python("display", "html", "plotting", "progress", "text"):
-                "python/test_progress.py",
-            "ctrainer/memory_tracker.py": "python/test_memory_tracker.py",
-            "ctrainer/integrations/__init__.py": "python/test_integrations.py",
-            "ctrainer/callbacks.py": "python/test_callbacks.py",
-            "ctrainer/trainer_state.py": "python/test_trainer_state.py",
+                "python/display/test_progress.py",
+            "ctrainer/memory_tracker.py": "python/callbacks/test_memory_tracker.py",
+            "ctrainer/integrations/__init__.py":
+                "python/callbacks/test_integrations.py",
+            "ctrainer/callbacks.py": "python/callbacks/test_callbacks.py",
+            "ctrainer/trainer_state.py": "python/trainer/test_trainer_state.py",
         },
         "binding/test_trainer_hooks.py",
     ),
@@ -154,18 +157,18 @@ AREAS = {
         {
             core("bmuf", "bmuf_batch", "bmuf_codes", "bmuf_config", "bmuf_flight",
                  "bmuf_join", "bmuf_meet", "bmuf_pass"):
-                "core/test_bmuf.c python/test_bmuf_ranks.py",
+                "core/test_bmuf.c python/bmuf/test_bmuf_ranks.py",
             binding("bmuf", "bmuf_sync", "bmuf_flight", "bmuf_tensors") +
             " ctrainer/bmuf.py":
-                "python/test_bmuf.py python/test_bmuf_ranks.py",
-            binding("bmuf_state"): "python/test_bmuf_ranks.py",
+                "python/bmuf/test_bmuf.py python/bmuf/test_bmuf_ranks.py",
+            binding("bmuf_state"): "python/bmuf/test_bmuf_ranks.py",
             math("block_formula", "block_math"):
                 "core/test_bmuf.c core/test_kernels.c",
             "ctrainer/arguments/bmuf.py ctrainer/trainer/blocks.py "
             "ctrainer/adapters/blocks.py":
-                "python/test_ranks_blocks.py",
+                "python/bmuf/test_ranks_blocks.py",
         },
-        "python/test_ranks_blocks.py",
+        "python/bmuf/test_ranks_blocks.py",
     ),
     "trainer": Area(
         {
@@ -177,11 +180,11 @@ AREAS = {
                 "parity/test_loss_arithmetic.py parity/test_training.py",
             binding("trainer_micro"):
                 "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
-                "parity/test_training.py python/test_ranks_training.py",
+                "parity/test_training.py python/trainer/test_ranks_training.py",
             binding("trainer_clip"): "binding/test_clipping.py",
             binding("trainer_update"):
                 "binding/test_trainer_failures.py parity/test_training.py "
-                "python/test_trainer_average.py",
+                "python/optim/test_trainer_average.py",
             binding("trainer_log", "trainer_loss_state", "trainer_state"):
                 "binding/test_trainer_hooks.py parity/test_loss_arithmetic.py",
             binding("trainer_metrics", "trainer_noise"):
@@ -190,38 +193,45 @@ AREAS = {
                 "binding/test_trainer_hooks.py",
             binding("errors", "module", "process") + " csrc/binding/ctpy.h":
                 "binding/test_process.py binding/test_optimizer.py",
-            binding("copies", "trainer_copy"): "python/test_copies.py",
+            binding("copies", "trainer_copy"): "python/trainer/test_copies.py",
             binding("buffer", "buffer_numpy", "buffer_torch"):
                 "binding/test_buffer.py",
             binding("signals"):
                 "binding/test_trainer_failures.py binding/test_trainer_eval.py",
             binding("trainer", "trainer_context"):
-                "binding/test_trainer_hooks.py python/test_full_eval.py",
+                "binding/test_trainer_hooks.py python/evaluate/test_full_eval.py",
             binding("trainer_account", "trainer_agree"):
-                "python/test_ranks_training.py python/test_ranks_differ.py",
+                "python/trainer/test_ranks_training.py "
+                "python/comm/test_ranks_differ.py",
             binding("trainer_ranks"):
-                "python/test_ranks_training.py python/test_ranks_evaluation.py",
+                "python/trainer/test_ranks_training.py "
+                "python/evaluate/test_ranks_evaluation.py",
             "ctrainer/trainer/run.py ctrainer/trainer/__init__.py":
-                "binding/test_trainer_hooks.py python/test_arguments_in_runs.py "
-                "python/test_trainer_checkpoints.py parity/test_training.py",
+                "binding/test_trainer_hooks.py "
+                "python/arguments/test_arguments_in_runs.py "
+                "python/checkpoint/test_trainer_checkpoints.py "
+                "parity/test_training.py",
             "ctrainer/trainer/extra.py ctrainer/introspect.py "
             "ctrainer/runtime/hooks.py":
-                "binding/test_trainer_hooks.py python/test_optimizer_in_trainer.py "
-                "parity/test_clients.py",
-            "ctrainer/trainer/search.py": "python/test_search.py",
-            "ctrainer/hf.py": "python/test_hf.py python/test_fsdp_meta.py",
+                "binding/test_trainer_hooks.py "
+                "python/optim/test_optimizer_in_trainer.py parity/test_clients.py",
+            "ctrainer/trainer/search.py": "python/trainer/test_search.py",
+            "ctrainer/hf.py": "python/trainer/test_hf.py python/fsdp/test_fsdp_meta.py",
             python("adapters", "_torch_optim"):
-                "parity/test_training.py python/test_optimizer_names.py",
+                "parity/test_training.py python/arguments/test_optimizer_names.py",
             python("adapters", "_torch_precision"):
-                "python/test_full_eval.py python/test_trainer_precision.py",
+                "python/evaluate/test_full_eval.py "
+                "python/trainer/test_trainer_precision.py",
             python("adapters", "__init__", "torch", "torch_process"):
-                "parity/test_training.py python/test_trainer_utils.py",
+                "parity/test_training.py python/trainer/test_trainer_utils.py",
             python("adapters", "_numpy_model", "_numpy_optim", "numpy"):
-                "python/test_numpy_adapter.py python/test_numpy_training.py",
+                "python/trainer/test_numpy_adapter.py "
+                "python/trainer/test_numpy_training.py",
         },
         "binding/test_trainer_eval.py binding/test_trainer_failures.py "
         "parity/test_loss_arithmetic.py binding/test_precision.py "
-        "python/test_trainer_precision.py python/test_trainer_checkpoints.py",
+        "python/trainer/test_trainer_precision.py "
+        "python/checkpoint/test_trainer_checkpoints.py",
     ),
     "evaluation": Area(
         {
@@ -230,65 +240,68 @@ AREAS = {
             core("buf", "region"): "core/test_rows.c core/test_safetensors.c",
             binding("array_leaf"): "binding/test_arrays.py",
             binding("nested", "nested_functions"):
-                "python/test_trainer_pt_utils.py binding/test_trainer_eval.py",
+                "python/trainer/test_trainer_pt_utils.py binding/test_trainer_eval.py",
             binding("trainer_eval_lend", "trainer_gather"):
-                "python/test_ranks_evaluation.py",
+                "python/evaluate/test_ranks_evaluation.py",
             binding("trainer_eval_model"):
-                "binding/test_trainer_eval.py python/test_full_eval.py",
+                "binding/test_trainer_eval.py python/evaluate/test_full_eval.py",
             python("adapters", "_torch_rank_eval"):
-                "python/test_ranks_evaluation.py",
+                "python/evaluate/test_ranks_evaluation.py",
             "ctrainer/seq2seq.py ctrainer/integrations/generation.py":
-                "python/test_seq2seq.py parity/test_generation.py",
+                "python/evaluate/test_seq2seq.py parity/test_generation.py",
             binding("trainer_eval_batch"):
-                "binding/test_trainer_eval.py python/test_any_batch.py "
+                "binding/test_trainer_eval.py python/trainer/test_any_batch.py "
                 "parity/test_evaluation.py",
             binding("trainer_eval", "trainer_eval_loop",
                     "trainer_eval_metrics", "trainer_eval_step", "trainer_eval_store",
                     "trainer_eval_train"):
                 "binding/test_trainer_eval.py parity/test_evaluation.py",
             binding("trainer_eval_ranks", "gather", "gather_pack"):
-                "python/test_ranks_evaluation.py",
-            "ctrainer/trainer_pt_utils.py": "python/test_trainer_pt_utils.py",
-            "ctrainer/trainer_utils.py": "python/test_trainer_utils.py",
+                "python/evaluate/test_ranks_evaluation.py",
+            "ctrainer/trainer_pt_utils.py": "python/trainer/test_trainer_pt_utils.py",
+            "ctrainer/trainer_utils.py": "python/trainer/test_trainer_utils.py",
         },
-        "python/test_full_eval.py python/test_numpy_evaluation.py "
+        "python/evaluate/test_full_eval.py python/evaluate/test_numpy_evaluation.py "
         "binding/test_trainer_eval.py",
     ),
     "fairseq": Area(
         {
             binding("fairseq_step", "fairseq_micro", "fairseq_stats", "fairseq_valid",
                     "fairseq_counters"):
-                "binding/test_fairseq_step.py python/test_fairseq_trainer.py",
+                "binding/test_fairseq_step.py python/fairseq/test_fairseq_trainer.py",
             binding("fairseq_update"):
-                "binding/test_fairseq_step.py python/test_fairseq_precision.py",
+                "binding/test_fairseq_step.py python/fairseq/test_fairseq_precision.py",
             binding("fairseq_sync"): "binding/test_fairseq_sync.py",
             binding("fairseq_optimizer", "fairseq_optimizer_step"):
-                "python/test_fairseq_optimizers.py",
+                "python/fairseq/test_fairseq_optimizers.py",
             binding("average_meter", "meters_dict"): "binding/test_meters.py",
             binding("metric_log"):
-                "binding/test_meters.py python/test_fairseq_metrics.py",
+                "binding/test_meters.py python/fairseq/test_fairseq_metrics.py",
             binding("fairseq_calls", "fairseq_sample", "fairseq_settings",
                     "fairseq_trainer"):
-                "binding/test_fairseq_step.py python/test_fairseq_facts.py",
+                "binding/test_fairseq_step.py python/fairseq/test_fairseq_facts.py",
             binding("fairseq_ranks"):
-                "binding/test_fairseq_sync.py python/test_fairseq_ranks_differ.py",
+                "binding/test_fairseq_sync.py "
+                "python/fairseq/test_fairseq_ranks_differ.py",
             binding("batches"): "binding/test_batches.py",
             binding("blocks"): "binding/test_blocks.py",
             binding("collate"): "binding/test_collate.py",
             core("batches"): "core/test_batches.c binding/test_batches.py",
             core("blocks"): "core/test_blocks.c binding/test_blocks.py",
             core("pad"): "core/test_pad.c binding/test_collate.py",
-            "ctrainer/fairseq/meters.py": "python/test_fairseq_meters.py",
-            "ctrainer/fairseq/metrics.py": "python/test_fairseq_metrics.py",
+            "ctrainer/fairseq/meters.py": "python/fairseq/test_fairseq_meters.py",
+            "ctrainer/fairseq/metrics.py": "python/fairseq/test_fairseq_metrics.py",
             "ctrainer/fairseq/data_utils.py ctrainer/fairseq/data/dictionary.py":
-                "python/test_fairseq_data.py python/test_fairseq_text.py",
+                "python/fairseq/test_fairseq_data.py "
+                "python/fairseq/test_fairseq_text.py",
             "ctrainer/fairseq/_epoch_iterators.py "
             "ctrainer/fairseq/_counting_iterators.py "
             "ctrainer/fairseq/_buffered_iterator.py":
-                "python/test_fairseq_iterators.py python/test_fairseq_epochs.py",
+                "python/fairseq/test_fairseq_iterators.py "
+                "python/fairseq/test_fairseq_epochs.py",
         },
-        "python/test_fairseq_trainer.py python/test_fairseq_loop.py "
-        "python/test_fairseq_precision.py",
+        "python/fairseq/test_fairseq_trainer.py python/fairseq/test_fairseq_loop.py "
+        "python/fairseq/test_fairseq_precision.py",
     ),
     "checkpoints": Area(
         {
@@ -308,24 +321,32 @@ AREAS = {
                     "ckpt_write"):
                 "binding/test_checkpoint.py",
             binding("trainer_ckpt", "trainer_ckpt_folder"):
-                "python/test_trainer_checkpoints.py python/test_ranks_checkpoints.py",
+                "python/checkpoint/test_trainer_checkpoints.py "
+                "python/checkpoint/test_ranks_checkpoints.py",
             "ctrainer/checkpoint/files.py ctrainer/checkpoint/schema.py":
-                "python/test_damaged_checkpoints.py python/test_trainer_checkpoints.py",
-            "ctrainer/checkpoint/disk.py": "python/test_durable_files.py",
-            "ctrainer/trainer/rank_files.py": "python/test_ranks_checkpoints.py",
+                "python/checkpoint/test_damaged_checkpoints.py "
+                "python/checkpoint/test_trainer_checkpoints.py",
+            "ctrainer/checkpoint/disk.py": "python/checkpoint/test_durable_files.py",
+            "ctrainer/trainer/rank_files.py":
+                "python/checkpoint/test_ranks_checkpoints.py",
             python("adapters", "_saved_names"):
-                "python/test_loading_weights.py parity/test_saved_weights.py",
+                "python/checkpoint/test_loading_weights.py "
+                "parity/test_saved_weights.py",
             python("adapters", "_torch_checkpoint", "_torch_files"):
-                "python/test_damaged_checkpoints.py python/test_loading_weights.py "
+                "python/checkpoint/test_damaged_checkpoints.py "
+                "python/checkpoint/test_loading_weights.py "
                 "parity/test_checkpoint_exchange.py",
             python("adapters", "_numpy_checkpoint"):
-                "python/test_numpy_adapter.py python/test_numpy_training.py",
-            "ctrainer/trainer/checkpoint.py": "python/test_trainer_checkpoints.py",
+                "python/trainer/test_numpy_adapter.py "
+                "python/trainer/test_numpy_training.py",
+            "ctrainer/trainer/checkpoint.py":
+                "python/checkpoint/test_trainer_checkpoints.py",
             "ctrainer/checkpoint/__init__.py":
-                "binding/test_checkpoint.py python/test_trainer_checkpoints.py "
+                "binding/test_checkpoint.py "
+                "python/checkpoint/test_trainer_checkpoints.py "
                 "parity/test_checkpoint_exchange.py",
         },
-        "binding/test_checkpoint.py python/test_trainer_checkpoints.py",
+        "binding/test_checkpoint.py python/checkpoint/test_trainer_checkpoints.py",
     ),
     "ranks": Area(
         {
@@ -345,86 +366,89 @@ AREAS = {
                 "core/test_comm_shm_faults.c",
             core("comm_levels", "levels", "levels_reduce"):
                 "core/test_comm_levels.c",
-            core("history"): "core/test_history.c python/test_ranks_differ.py",
+            core("history"): "core/test_history.c python/comm/test_ranks_differ.py",
             core("pool"): "core/test_pool.c",
             core("reducer", "bucket"): "core/test_reducer.c",
-            core("shard"): "core/test_shard.c python/test_batch_shard.py",
+            core("shard"): "core/test_shard.c python/data/test_batch_shard.py",
             binding("communicator", "communicator_bytes", "communicator_collect",
                     "communicator_padded", "communicator_split",
                     "communicator_work", "comm_sync"):
-                "binding/test_communicator.py python/test_ranks_of_one_machine.py",
+                "binding/test_communicator.py python/comm/test_ranks_of_one_machine.py",
             binding("communicator_memory", "communicator_shm"):
-                "python/test_ranks_of_one_machine.py",
+                "python/comm/test_ranks_of_one_machine.py",
             binding("communicator_levels") + " " + python("comm", "machines"):
-                "python/test_groups_over_machines.py",
+                "python/comm/test_groups_over_machines.py",
             binding("comm_python") + " " + python("comm", "process_group"):
-                "binding/test_communicator.py python/test_process_groups.py",
+                "binding/test_communicator.py python/comm/test_process_groups.py",
             binding("communicator_plugin") + " " + python("comm", "nccl"):
                 "cuda/test_nccl_groups.py",
             python("comm", "environment"):
-                "python/test_ranks_of_one_machine.py python/test_world.py",
+                "python/comm/test_ranks_of_one_machine.py python/comm/test_world.py",
             python("comm", "processes", "run") + " ctrainer/runtime/fork.py":
-                "python/test_world.py python/test_process_group_exit.py "
-                "python/test_forked_children.py",
-            python("comm", "mpi"): "python/test_groups_over_mpi.py",
-            python("comm", "cost"): "python/test_cost.py",
+                "python/comm/test_world.py python/comm/test_process_group_exit.py "
+                "python/comm/test_forked_children.py",
+            python("comm", "mpi"): "python/comm/test_groups_over_mpi.py",
+            python("comm", "cost"): "python/comm/test_cost.py",
         },
-        "binding/test_communicator.py python/test_ranks_of_one_machine.py",
+        "binding/test_communicator.py python/comm/test_ranks_of_one_machine.py",
     ),
     "fsdp": Area(
         {
-            core("fsdp"): "core/test_fsdp.c python/test_fsdp_codes.py",
+            core("fsdp"): "core/test_fsdp.c python/fsdp/test_fsdp_codes.py",
             core("fsdp_offload", "fsdp_prefetch"): "core/test_fsdp.c",
             core("fsdp_codes"): "core/test_fsdp_codes.c",
             core("fsdp_presence"): "core/test_fsdp.c core/test_fsdp_codes.c "
-                "python/test_fsdp_missing_gradients.py",
+                "python/fsdp/test_fsdp_missing_gradients.py",
             binding("fsdp", "fsdp_attributes", "fsdp_forward", "fsdp_backward",
                     "fsdp_clip", "fsdp_tensors", "trainer_shards"):
-                "python/test_fsdp.py python/test_fsdp_views.py",
+                "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py",
             binding("fsdp_memory"):
-                "python/test_fsdp.py python/test_fsdp_missing_gradients.py",
-            binding("fsdp_device"): "python/test_fsdp.py cuda/test_fsdp_device.py",
-            binding("fsdp_order"): "python/test_fsdp_order.py",
-            binding("fsdp_prefetch"): "python/test_fsdp_prefetch.py",
-            binding("fsdp_replicas"): "python/test_fsdp_hybrid.py",
+                "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_missing_gradients.py",
+            binding("fsdp_device"): "python/fsdp/test_fsdp.py cuda/test_fsdp_device.py",
+            binding("fsdp_order"): "python/fsdp/test_fsdp_order.py",
+            binding("fsdp_prefetch"): "python/fsdp/test_fsdp_prefetch.py",
+            binding("fsdp_replicas"): "python/fsdp/test_fsdp_hybrid.py",
             core("mapping"): "core/test_mapping.c",
             binding("mapped_memory", "mapped_memory_dlpack"):
-                "python/test_copies.py cuda/test_fsdp_device.py",
+                "python/trainer/test_copies.py cuda/test_fsdp_device.py",
             "ctrainer/arguments/fsdp.py " + python("fsdp", "_options"):
-                "python/test_fsdp_options.py python/test_fsdp_errors.py",
+                "python/fsdp/test_fsdp_options.py python/fsdp/test_fsdp_errors.py",
             python("fsdp", "module", "unit", "_full", "_layout", "_sharded",
                    "_tensors", "_views"):
-                "python/test_fsdp.py python/test_fsdp_views.py",
-            python("fsdp", "flatten"): "python/test_fsdp_errors.py python/test_fsdp.py",
-            python("fsdp", "_alike"): "python/test_ranks_differ.py",
-            python("fsdp", "_copies"): "python/test_fsdp_copies.py",
-            python("fsdp", "_codes"): "python/test_fsdp_codes.py",
-            python("fsdp", "_frozen"): "python/test_fsdp_freezing.py",
+                "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py",
+            python("fsdp", "flatten"):
+                "python/fsdp/test_fsdp_errors.py python/fsdp/test_fsdp.py",
+            python("fsdp", "_alike"): "python/comm/test_ranks_differ.py",
+            python("fsdp", "_copies"): "python/fsdp/test_fsdp_copies.py",
+            python("fsdp", "_codes"): "python/fsdp/test_fsdp_codes.py",
+            python("fsdp", "_frozen"): "python/fsdp/test_fsdp_freezing.py",
             python("fsdp", "_groups"):
-                "python/test_fsdp_hybrid.py python/test_fsdp_values.py",
-            python("fsdp", "_buffers", "_values"): "python/test_fsdp_values.py",
+                "python/fsdp/test_fsdp_hybrid.py python/fsdp/test_fsdp_values.py",
+            python("fsdp", "_buffers", "_values"): "python/fsdp/test_fsdp_values.py",
             python("fsdp", "_device"): "cuda/test_fsdp_device.py",
-            python("fsdp", "memory_tables"): "python/test_fsdp_memory.py",
+            python("fsdp", "memory_tables"): "python/fsdp/test_fsdp_memory.py",
             python("fsdp", "_optim_rows", "_optimizer_state", "optim_state"):
-                "python/test_fsdp.py python/test_fsdp_world_sizes.py "
-                "python/test_fsdp_checkpoints.py",
+                "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_world_sizes.py "
+                "python/fsdp/test_fsdp_checkpoints.py",
             python("fsdp", "_trained", "_units"):
-                "python/test_fsdp_trainer.py python/test_fsdp_meta.py "
+                "python/fsdp/test_fsdp_trainer.py python/fsdp/test_fsdp_meta.py "
                 "parity/test_fine_tuning.py",
             "ctrainer/trainer/shards.py " + python("fsdp", "_trainer_files"):
-                "python/test_fsdp_trainer.py",
+                "python/fsdp/test_fsdp_trainer.py",
             python("fsdp", "_files", "_metadata", "_shard_checks", "_shard_layout",
                    "_shard_set", "_shards", "_stored", "_torch_archive",
                    "consolidate", "shard_files"):
-                "python/test_fsdp_checkpoints.py python/test_fsdp_shard_faults.py "
-                "python/test_fsdp_files_together.py",
+                "python/fsdp/test_fsdp_checkpoints.py "
+                "python/fsdp/test_fsdp_shard_faults.py "
+                "python/fsdp/test_fsdp_files_together.py",
             python("fsdp", "_together"):
-                "python/test_fsdp_files_together.py python/test_durable_files.py",
+                "python/fsdp/test_fsdp_files_together.py "
+                "python/checkpoint/test_durable_files.py",
             "ctrainer/fsdp/memory_plan.py":
-                "python/test_fsdp_memory.py python/test_fsdp_traffic.py",
+                "python/fsdp/test_fsdp_memory.py python/fsdp/test_fsdp_traffic.py",
         },
-        "python/test_fsdp_prefetch.py python/test_fsdp_exceptions.py "
-        "python/test_fsdp_any_tree.py",
+        "python/fsdp/test_fsdp_prefetch.py python/fsdp/test_fsdp_exceptions.py "
+        "python/fsdp/test_fsdp_any_tree.py",
     ),
     "data parallel": Area(
         {
@@ -432,158 +456,185 @@ AREAS = {
                     "grad_reducer_forward", "grad_reducer_give",
                     "grad_reducer_join", "grad_reducer_pass",
                     "grad_reducer_setup"):
-                "python/test_data_parallel.py",
-            binding("grad_reducer_owners"): "python/test_fairscale.py",
+                "python/ddp/test_data_parallel.py",
+            binding("grad_reducer_owners"): "python/compat/test_fairscale.py",
             python("comm", "data_parallel") + " ctrainer/adapters/parallel.py":
-                "python/test_data_parallel.py",
+                "python/ddp/test_data_parallel.py",
             python("comm", "wrappers"):
-                "python/test_fairseq_ranks.py python/test_data_parallel.py",
+                "python/fairseq/test_fairseq_ranks.py python/ddp/test_data_parallel.py",
             python("compat/fairscale", "_batch_norm", "_checkpoint", "_fsdp",
                    "_groups", "_optim_state", "_oss", "_scaler", "_sharded_ddp",
                    "_wrap"):
-                "python/test_fairscale.py",
+                "python/compat/test_fairscale.py",
         },
-        "python/test_ranks_training.py parity/test_fairscale_parity.py",
+        "python/trainer/test_ranks_training.py parity/test_fairscale_parity.py",
     ),
     "data": Area(
         {
             binding("batch_digest"): "binding/test_batch_digest.py",
-            binding("batch_shard"): "python/test_batch_shard.py",
+            binding("batch_shard"): "python/data/test_batch_shard.py",
             binding("object_watch"): "binding/test_object_watch.py",
             "ctrainer/arguments/accelerator.py":
-                "python/test_dispatched_batches.py python/test_settings.py",
+                "python/data/test_dispatched_batches.py "
+                "python/arguments/test_settings.py",
             "ctrainer/trainer/data.py":
-                "python/test_any_batch.py python/test_arguments_in_runs.py "
-                "python/test_data_resume.py",
+                "python/trainer/test_any_batch.py "
+                "python/arguments/test_arguments_in_runs.py "
+                "python/data/test_data_resume.py",
             python("adapters", "_numpy_batches"):
-                "python/test_batch_shard.py python/test_numpy_adapter.py",
+                "python/data/test_batch_shard.py python/trainer/test_numpy_adapter.py",
             python("adapters", "_torch_batches"):
-                "python/test_data_orders.py python/test_data_resume.py",
+                "python/data/test_data_orders.py python/data/test_data_resume.py",
             python("adapters", "_torch_ranks"):
-                "python/test_data_orders.py python/test_dispatched_batches.py "
-                "python/test_data_resume_ranks.py",
+                "python/data/test_data_orders.py "
+                "python/data/test_dispatched_batches.py "
+                "python/data/test_data_resume_ranks.py",
             python("adapters", "_torch_data", "_torch_reading", "generators",
                    "reading"):
-                "python/test_data_resume.py",
+                "python/data/test_data_resume.py",
         },
-        "python/test_data_resume_ranks.py python/test_dispatched_batches.py "
-        "python/test_data_resume_evaluation.py python/test_numpy_training.py",
+        "python/data/test_data_resume_ranks.py python/data/test_dispatched_batches.py "
+        "python/data/test_data_resume_evaluation.py "
+        "python/trainer/test_numpy_training.py",
     ),
     "settings": Area(
         {
             "ctrainer/arguments/settings.py ctrainer/arguments/checks.py":
-                "python/test_settings.py python/test_training_args.py",
+                "python/arguments/test_settings.py "
+                "python/arguments/test_training_args.py",
             "ctrainer/arguments/setters.py ctrainer/arguments/table.py "
             "ctrainer/arguments/older_fields.py":
-                "python/test_training_args.py",
+                "python/arguments/test_training_args.py",
             "ctrainer/training_args.py":
-                "python/test_training_args.py python/test_world.py",
+                "python/arguments/test_training_args.py python/comm/test_world.py",
         },
-        "python/test_arguments_in_runs.py python/test_fsdp_options.py",
+        "python/arguments/test_arguments_in_runs.py python/fsdp/test_fsdp_options.py",
     ),
     "fairseq's settings": Area(
         {
             python("fairseq/config", "base", "build", "components", "files", "flat",
                    "references", "trees", "values"):
-                "python/test_fairseq_config.py python/test_fairseq_config_values.py",
+                "python/fairseq/test_fairseq_config.py "
+                "python/fairseq/test_fairseq_config_values.py",
             python("fairseq/config", "command_line"):
-                "python/test_fairseq_command_line.py",
+                "python/fairseq/test_fairseq_command_line.py",
             python("fairseq/config", "distributed", "status"):
-                "python/test_fairseq_config.py python/test_fairseq_distributed.py",
+                "python/fairseq/test_fairseq_config.py "
+                "python/fairseq/test_fairseq_distributed.py",
             python("fairseq", "_trainer_checks"):
-                "python/test_fairseq_config_ranges.py python/test_fairseq_facts.py",
-            python("fairseq", "distributed"): "python/test_fairseq_distributed.py",
-            python("fairseq", "registry"): "python/test_fairseq_user_dir.py",
-            python("fairseq", "aliases"): "python/test_fairseq_aliases.py",
+                "python/fairseq/test_fairseq_config_ranges.py "
+                "python/fairseq/test_fairseq_facts.py",
+            python("fairseq", "distributed"):
+                "python/fairseq/test_fairseq_distributed.py",
+            python("fairseq", "registry"): "python/fairseq/test_fairseq_user_dir.py",
+            python("fairseq", "aliases"): "python/fairseq/test_fairseq_aliases.py",
             python("fairseq", "_cures", "_guest", "_install", "_patches", "original"):
-                "python/test_fairseq_install.py",
+                "python/fairseq/test_fairseq_install.py",
         },
-        "python/test_fairseq_command_line.py python/test_fairseq_user_dir.py "
-        "python/test_fairseq_config_ranges.py",
+        "python/fairseq/test_fairseq_command_line.py "
+        "python/fairseq/test_fairseq_user_dir.py "
+        "python/fairseq/test_fairseq_config_ranges.py",
     ),
     "fairseq's runs": Area(
         {
             python("fairseq", "train", "_background_saves"):
-                "python/test_fairseq_loop.py python/test_fairseq_save_async.py "
-                "python/test_fairseq_program.py",
+                "python/fairseq/test_fairseq_loop.py "
+                "python/fairseq/test_fairseq_save_async.py "
+                "python/fairseq/test_fairseq_program.py",
             python("fairseq", "_trainer_core", "trainer", "_trainer_data"):
-                "python/test_fairseq_facts.py python/test_fairseq_trainer.py",
+                "python/fairseq/test_fairseq_facts.py "
+                "python/fairseq/test_fairseq_trainer.py",
             python("fairseq", "_trainer_failures", "replay"):
-                "python/test_fairseq_checkpoints.py python/test_fairseq_replay.py",
+                "python/fairseq/test_fairseq_checkpoints.py "
+                "python/fairseq/test_fairseq_replay.py",
             python("adapters", "torch_fairseq", "nan_detector"):
-                "python/test_fairseq_trainer.py python/test_fairseq_precision.py "
-                "python/test_fairseq_checkpoints.py",
+                "python/fairseq/test_fairseq_trainer.py "
+                "python/fairseq/test_fairseq_precision.py "
+                "python/fairseq/test_fairseq_checkpoints.py",
             python("fairseq", "_composite", "_optim_options", "_optimizers",
                    "optim"):
-                "python/test_fairseq_optimizers.py python/test_fairseq_precision.py "
-                "python/test_fairseq_checkpoints.py",
+                "python/fairseq/test_fairseq_optimizers.py "
+                "python/fairseq/test_fairseq_precision.py "
+                "python/fairseq/test_fairseq_checkpoints.py",
             python("fairseq", "_lr_base", "_lr_by_epoch", "_lr_by_update",
                    "lr_scheduler"):
-                "python/test_fairseq_schedules.py",
+                "python/fairseq/test_fairseq_schedules.py",
             python("fairseq", "ema", "_sharded_ema", "_sharding", "_zero",
                    "_code_feedback", "_worker_states"):
-                "python/test_fairseq_sharding.py python/test_fairseq_trainer.py "
-                "python/test_fairseq_ranks.py",
+                "python/fairseq/test_fairseq_sharding.py "
+                "python/fairseq/test_fairseq_trainer.py "
+                "python/fairseq/test_fairseq_ranks.py",
             python("fairseq", "_bars", "progress_bar", "trackers"):
-                "python/test_fairseq_progress.py",
-            python("fairseq", "_tensors"): "python/test_fairseq_metrics.py",
+                "python/fairseq/test_fairseq_progress.py",
+            python("fairseq", "_tensors"): "python/fairseq/test_fairseq_metrics.py",
             python("fairseq", "utils"):
-                "python/test_fairseq_user_dir.py python/test_fairseq_trainer.py",
+                "python/fairseq/test_fairseq_user_dir.py "
+                "python/fairseq/test_fairseq_trainer.py",
         },
-        "python/test_fairseq_loop.py python/test_fairseq_ranks.py "
-        "python/test_fairseq_checkpoints.py",
+        "python/fairseq/test_fairseq_loop.py python/fairseq/test_fairseq_ranks.py "
+        "python/fairseq/test_fairseq_checkpoints.py",
     ),
     "fairseq's files": Area(
         {
             python("fairseq", "_trainer_ckpt"):
-                "python/test_fairseq_checkpoints.py python/test_fairseq_layouts.py",
+                "python/fairseq/test_fairseq_checkpoints.py "
+                "python/fairseq/test_fairseq_layouts.py",
             python("fairseq", "checkpoint_utils"):
-                "python/test_fairseq_checkpoint_policies.py "
-                "python/test_fairseq_checkpoints.py python/test_durable_files.py",
+                "python/fairseq/test_fairseq_checkpoint_policies.py "
+                "python/fairseq/test_fairseq_checkpoints.py "
+                "python/checkpoint/test_durable_files.py",
             python("fairseq", "_checkpoint_upgrade"):
-                "python/test_fairseq_old_checkpoints.py",
+                "python/fairseq/test_fairseq_old_checkpoints.py",
             python("adapters", "fairseq_parameters"):
-                "python/test_fairseq_layouts.py python/test_fairseq_old_checkpoints.py",
+                "python/fairseq/test_fairseq_layouts.py "
+                "python/fairseq/test_fairseq_old_checkpoints.py",
         },
-        "python/test_fairseq_layouts.py python/test_fairseq_old_checkpoints.py "
-        "python/test_fairseq_save_async.py",
+        "python/fairseq/test_fairseq_layouts.py "
+        "python/fairseq/test_fairseq_old_checkpoints.py "
+        "python/fairseq/test_fairseq_save_async.py",
     ),
     "fairseq's models and data": Area(
         {
             python("fairseq/models", "__init__", "fairseq_decoder",
                    "fairseq_encoder",
                    "fairseq_model"):
-                "python/test_fairseq_models.py python/test_fairseq_user_dir.py",
+                "python/fairseq/test_fairseq_models.py "
+                "python/fairseq/test_fairseq_user_dir.py",
             python("fairseq/models/transformer", "transformer_config",
                    "transformer_decoder", "transformer_encoder",
                    "transformer_model") +
             " " + python("fairseq/models", "transformer_lm") +
             " " + python("fairseq/modules", "multihead_attention",
                          "positional_embedding", "small", "transformer_layer"):
-                "python/test_fairseq_models.py",
+                "python/fairseq/test_fairseq_models.py",
             python("fairseq/criterions", "cross_entropy", "fairseq_criterion",
                    "label_smoothed_cross_entropy"):
-                "python/test_fairseq_criterions.py "
-                "python/test_fairseq_translation.py",
+                "python/fairseq/test_fairseq_criterions.py "
+                "python/fairseq/test_fairseq_translation.py",
             python("fairseq/data", "base_wrapper_dataset", "edge_datasets",
                    "language_pair_dataset", "monolingual_dataset", "text_chunks",
                    "token_block_dataset"):
-                "python/test_fairseq_data.py python/test_fairseq_text.py "
-                "python/test_fairseq_translation.py",
+                "python/fairseq/test_fairseq_data.py "
+                "python/fairseq/test_fairseq_text.py "
+                "python/fairseq/test_fairseq_translation.py",
             python("fairseq", "_file_pair", "_mmap_dataset", "_tnt_dataset",
                    "indexed_dataset"):
-                "python/test_fairseq_indexed.py python/test_durable_files.py",
+                "python/fairseq/test_fairseq_indexed.py "
+                "python/checkpoint/test_durable_files.py",
             python("fairseq", "concat_dataset", "fairseq_dataset"):
-                "python/test_fairseq_data.py",
-            python("fairseq", "_epoch_iterating"): "python/test_fairseq_epochs.py",
+                "python/fairseq/test_fairseq_data.py",
+            python("fairseq", "_epoch_iterating"):
+                "python/fairseq/test_fairseq_epochs.py",
             python("fairseq", "binarizer", "preprocess"):
-                "python/test_fairseq_text.py",
+                "python/fairseq/test_fairseq_text.py",
             python("fairseq/tasks", "fairseq_task", "language_modeling",
                    "translation"):
-                "python/test_fairseq_translation.py python/test_fairseq_program.py",
+                "python/fairseq/test_fairseq_translation.py "
+                "python/fairseq/test_fairseq_program.py",
         },
-        "python/test_fairseq_program.py python/test_fairseq_translation.py "
-        "python/test_fairseq_text.py",
+        "python/fairseq/test_fairseq_program.py "
+        "python/fairseq/test_fairseq_translation.py "
+        "python/fairseq/test_fairseq_text.py",
     ),
     "kernels": Area(
         {

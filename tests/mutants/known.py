@@ -51,7 +51,7 @@ FIXED = (
         "if new is None and every:",
         "if False and new is None and every:",
         "_rotate_checkpoints called by hand removes the last checkpoint",
-        "python/test_trainer_checkpoints.py",
+        "python/checkpoint/test_trainer_checkpoints.py",
     ),
     Fixed(
         "csrc/binding/trainer_eval_ranks.c",
@@ -59,7 +59,7 @@ FIXED = (
         "*n = PyLong_AsSsize_t(length);",
         ";",
         "rows that accelerate's loaders repeat stay in metrics",
-        "python/test_ranks_evaluation.py",
+        "python/evaluate/test_ranks_evaluation.py",
     ),
     Fixed(
         "csrc/binding/trainer_update.c",
@@ -67,7 +67,7 @@ FIXED = (
         "u->average_due ? u->average : NULL",
         "u->average",
         "an average is attached when none is due",
-        "python/test_trainer_average.py",
+        "python/optim/test_trainer_average.py",
     ),
 )
 

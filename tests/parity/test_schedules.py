@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny import Net, Run, make, rows, run
 
 import ctrainer
-from tests.tiny import Net, Run, make, rows, run
 
 STEPS = 30
 FOLLOW = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score"}

@@ -1,6 +1,6 @@
 """Everything that writes files which take their place by a rename: one a process.
 
-python tests/durable_scenarios.py NAME FOLDER
+python tests/support/durable_scenarios.py NAME FOLDER
 """
 
 from __future__ import annotations

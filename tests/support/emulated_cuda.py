@@ -6,10 +6,10 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from places import ROOT
+
 LIBRARY = ROOT / "build/emul/_cuda.so"
 
 

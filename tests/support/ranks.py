@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from places import PYTHONPATH
+
 LIMIT_SECONDS = 280  # below the time-out of a test
 
 PROLOGUE = """
@@ -73,8 +74,7 @@ def started(
     arguments: list[str], environs: list[Mapping[str, str]], **options: Any
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A Python process for each of environs; none outlives the block."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    common = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    common = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         processes = []
         for environ in environs:
@@ -109,10 +109,9 @@ def run_alone(
     program: str, *arguments: str, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a module of tests/programs in a process of its own, with these variables."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.run(
         [sys.executable, "-m", f"programs.{program}", *arguments],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **environ},
         capture_output=True, text=True, timeout=LIMIT_SECONDS,
     )  # fmt: skip
 

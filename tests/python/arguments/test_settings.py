@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draws import draws
+from places import ROOT
 
 from ctrainer import BMUF, EarlyStoppingCallback
 from ctrainer.arguments.checks import read_table
@@ -35,7 +37,6 @@ from ctrainer.fairseq.config.trees import groups, known_options
 from ctrainer.fsdp import FullyShardedDataParallel
 from ctrainer.schedules import get_scheduler
 from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments, adopt
-from tests.draws import draws
 
 
 class Word(Enum):
@@ -603,9 +604,8 @@ class TestEnvironment:
     def test_no_variable_that_the_sources_read_is_told(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        root = Path(__file__).parents[2]
-        sources = [*root.glob("c*/**/*.py"), *root.glob("csrc/*/*.[ch]"),
-                   *root.glob("cuda/*"), root / "setup.py"]  # fmt: skip
+        sources = [*ROOT.glob("c*/**/*.py"), *ROOT.glob("csrc/**/*.[ch]"),
+                   *ROOT.glob("cuda/**/*"), ROOT / "setup.py"]  # fmt: skip
         text = "".join(path.read_text() for path in sources if path.is_file())
         read_there = set(re.findall(r"\"(CTRAINER_[A-Z_]+)\"", text))
         assert {"CTRAINER_ISA", "CTRAINER_FSDP_POISON"} < read_there

@@ -16,6 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from ctrainer.arguments import table
 from ctrainer.arguments.older_fields import ALIASES, OlderFields, default_of
@@ -29,8 +30,6 @@ from ctrainer.training_args import (
     adopt,
     set_log_level,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Field and a value that is not its default, for every alias.
 OLD_VALUES = {

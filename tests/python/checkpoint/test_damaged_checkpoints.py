@@ -1,7 +1,8 @@
 """Damages of a checkpoint's files: the right result, or an error that names a file.
 
-Damages are drawn by tests/damages.py. Where a damage was signed (a manifest made of the
-damaged files) nothing tells it from a change that was wanted; it must not crash.
+Damages are drawn by tests/support/damages.py. Where a damage was signed (a manifest
+made of the damaged files) nothing tells it from a change that was wanted; it must not
+crash.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damages import Judge, sign
+from draws import draws
+from tiny import Net, rows
 
 from ctrainer import _C
 from ctrainer.adapters import _numpy_checkpoint, _torch_checkpoint
@@ -28,9 +32,6 @@ from ctrainer.checkpoint import (
 )
 from ctrainer.fsdp._shards import read_shard
 from ctrainer.trainer_state import TrainerState
-from tests.damages import Judge, sign
-from tests.draws import draws
-from tests.tiny import Net, rows
 
 SEED = 20_000
 
@@ -296,7 +297,7 @@ def test_transformers_folders_are_judged_by_their_formats(
 
 
 def test_random_damages_are_the_same_for_a_seed(runs: Path, tmp_path: Path) -> None:
-    from tests.damages import damage
+    from damages import damage
 
     told = []
     for i in range(2):
@@ -408,7 +409,7 @@ def test_the_best_model_is_the_best_or_named(
 
 
 def test_fairseqs_trainer_loads_the_whole_file_or_names_it(tmp_path: Path) -> None:
-    from tests import fairseq_tiny
+    import fairseq_tiny
 
     def make(folder: Path, n: int) -> None:
         folder.mkdir()
@@ -440,9 +441,10 @@ def test_fairseqs_trainer_loads_the_whole_file_or_names_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("ending", ["pth", "safetensors"])
 def test_shards_are_put_together_right_or_named(ending: str, tmp_path: Path) -> None:
+    from fsdp_shards import nested_job, save
+
     from ctrainer.fsdp.consolidate import consolidate_sharded_model_checkpoints
     from ctrainer.fsdp.shard_files import load_shard, save_shard
-    from tests.fsdp_shards import nested_job, save
 
     folders_ = tmp_path / "ck", tmp_path / "other"
     for i, folder in enumerate(folders_):
@@ -517,7 +519,7 @@ def test_a_mapped_file_that_is_replaced_after_its_check_is_named(
 
 def test_a_damaged_adapter_is_named(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    from tests.tiny import gpt2
+    from tiny import gpt2
 
     model = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_attn"]))
     folder = tmp_path / "ck"

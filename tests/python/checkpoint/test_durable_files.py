@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 from durable_scenarios import SCENARIOS
-
-TESTS = Path(__file__).resolve().parents[1]
+from places import SUPPORT
 
 
 @pytest.fixture(scope="module")
 def tracer(tmp_path_factory: pytest.TempPathFactory) -> str:
     library = str(tmp_path_factory.mktemp("tracer") / "disk_trace.so")
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    flags = ("-shared", "-fPIC", "-o", library, str(TESTS / "disk_trace.c"), "-ldl")
+    flags = ("-shared", "-fPIC", "-o", library, str(SUPPORT / "disk_trace.c"), "-ldl")
     subprocess.run([*compiler, *flags], check=True)
     return library
 
@@ -71,7 +70,7 @@ def test_what_is_saved_outlives_a_loss_of_power(
 ) -> None:
     folder, log = tmp_path / "files", tmp_path / "trace"
     folder.mkdir()
-    script = str(TESTS / "durable_scenarios.py")
+    script = str(SUPPORT / "durable_scenarios.py")
     traced = {"LD_PRELOAD": tracer, "CT_DISK_TRACE": str(log)}
     subprocess.run(
         [sys.executable, script, name, str(folder)],

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from ctrainer import Trainer, TrainingArguments
 from ctrainer.trainer_pt_utils import AcceleratorConfig
 
-KEPT = Path(__file__).resolve().parent.parent / "kept" / "trainer" / "checkpoint-3"
+KEPT = ROOT / "tests" / "kept" / "trainer" / "checkpoint-3"
 # What the run that wrote the files logged, and where it ended.
 LOSSES = [1.490098, 0.970085, 0.307596, 0.123052, 0.251138, 0.046137]
 WEIGHTS = [0.3374216556549072, 0.6309755444526672, -0.12794926762580872]

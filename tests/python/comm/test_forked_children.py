@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import ranks
 from draws import draws
+from places import PYTHONPATH
 
 from ctrainer.checkpoint import CheckpointWriter
 from ctrainer.fairseq._buffered_iterator import BufferedIterator
@@ -79,10 +80,9 @@ def test_groups_over_mpi_outlive_children(tmp_path: Path, seed: int) -> None:
         + CHILDREN.format(seed=seed, n=draws(5, 10))
         + "os.write(1, f'whole {len(told)}\\n'.encode())\n"
     )
-    paths = os.pathsep.join([str(ranks.ROOT), str(ranks.ROOT / "tests")])
     done = subprocess.run(
         [str(MPIEXEC), "-n", "2", sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=ranks.LIMIT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

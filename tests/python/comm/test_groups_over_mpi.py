@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import PYTHONPATH
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +32,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
             f"programs.{program}",
             *arguments,
         ],
-        env={**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from places import ROOT
 
 # Runs as root of a user name space of its own: its network is the first machine, a
 # sleeping process holds the second. Each end of the link is held to 50 Mbit/s, where

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Net, make, rows
 
 import ctrainer
 from ctrainer import deepspeed_schedules as ours
-from tests.tiny import Net, make, rows
 
 Rule = Callable[[int], list[float]]
 OWN = [0.1, 3e-3]  # the groups' rates before

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from places import ROOT
 
 from ctrainer.display import html, progress, text
 from ctrainer.display.progress import ProgressCallback, choose_mode
@@ -280,8 +281,13 @@ def environment(**changed: str) -> dict[str, str]:
     kept = {
         k: v for k, v in os.environ.items() if k not in ("CTRAINER_LOG", "NO_COLOR")
     }
-    root = str(HERE.parents[1])
-    return {**kept, "PYTHONPATH": root, "PYTHONUTF8": "1", "TERM": "xterm", **changed}
+    return {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUTF8": "1",
+        "TERM": "xterm",
+        **changed,
+    }
 
 
 def on_terminal(columns: int, *args: str, **changed: str) -> str:
@@ -528,7 +534,7 @@ class TestNotebook:
         )
         nbformat = pytest.importorskip("nbformat")
         pytest.importorskip("ipykernel")
-        source = NOTEBOOK.format(root=str(HERE.parents[1]), here=str(HERE))
+        source = NOTEBOOK.format(root=str(ROOT), here=str(HERE))
         cells = [nbformat.v4.new_code_cell(x) for x in (source, "run.evaluate(0.5)")]
         notebook = nbformat.v4.new_notebook(cells=cells)
         client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3")

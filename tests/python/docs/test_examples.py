@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 from ranks import run_ranks
 
 # Seconds on an idle machine, minutes on a busy one.
 pytestmark = pytest.mark.timeout(1800)
 
-ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(email.__file__).parent  # a few hundred documented functions
 
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "migrating_sharding.md").read_text()
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 

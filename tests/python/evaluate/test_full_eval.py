@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Net, rows
 from torch import nn
 
 import ctrainer
-from tests.tiny import Net, rows
 
 DTYPES = {"fp16_full_eval": torch.float16, "bf16_full_eval": torch.bfloat16}
 

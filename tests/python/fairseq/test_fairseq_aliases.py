@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from draws import draws
+from places import ROOT
 
 from ctrainer import fairseq
 from ctrainer.fairseq import config, meters, metrics
 from ctrainer.fairseq.aliases import install_fairseq_aliases, remove_fairseq_aliases
-from tests.draws import draws
 
-ROOT = Path(__file__).resolve().parents[2]
 # Modules of fairseq's packages that are files elsewhere here.
 MOVED = (
     "data.data_utils", "data.indexed_dataset", "data.iterators", "dataclass.configs",

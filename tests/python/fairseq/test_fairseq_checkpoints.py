@@ -10,17 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fairseq_tiny as tiny
 import pytest
 import torch
+from places import PYTHONPATH
+from test_fairseq_precision import MODES
 
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import iterators, metrics
 from ctrainer.fairseq._trainer_data import resolve_max_positions
 from ctrainer.fairseq.replay import replay
-from tests import fairseq_tiny as tiny
-from tests.python.test_fairseq_precision import MODES
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +277,7 @@ def test_replay_from_the_command_line() -> None:
     sample = tiny.batches(1)[0] | {"factor": torch.tensor(float("nan"))}
     crashed(sample, FloatingPointError)
     Path("mine.py").write_text(
-        "from tests import fairseq_tiny as tiny\n"
+        "import fairseq_tiny as tiny\n"
         "def setup(cfg):\n"
         "    assert cfg['common']['seed'] == 7\n"
         "    return tiny.trainer()\n"
@@ -287,7 +286,7 @@ def test_replay_from_the_command_line() -> None:
         [sys.executable, "-m", "ctrainer", "replay", "checkpoints/crash.pt",
          "--setup", "mine:setup"],
         capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("not finite: output[0] of criterion")

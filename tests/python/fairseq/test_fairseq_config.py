@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from places import ROOT
 
 from ctrainer.arguments.settings import describe, hints
 from ctrainer.fairseq.config import (
@@ -33,7 +34,6 @@ from ctrainer.fairseq.config.root import COMPONENTS
 from ctrainer.fairseq.config.trees import known_options
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = {
     "optimization": {"lr": [0.1, 0.05], "max_update": 60},
     "dataset": {"max_tokens": 500},
@@ -44,7 +44,7 @@ SOURCE = {
 
 
 def option_lines(prefix: str, cls: type) -> Iterator[str]:
-    """The options of a dataclass as tests/python/fairseq_options.txt has them."""
+    """The options of a dataclass as fairseq_options.txt has them."""
     per_gpu = {"distributed_world_size", "distributed_num_procs", "nprocs_per_node"}
     for option in dataclasses.fields(cls):
         hint = get_type_hints(cls)[option.name]  # without ranges

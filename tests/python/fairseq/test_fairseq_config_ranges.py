@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from draws import draws
 
 from ctrainer.arguments.settings import hints
 from ctrainer.fairseq._trainer_checks import check_config
@@ -26,7 +27,6 @@ from ctrainer.fairseq.config.command_line import only_refers
 from ctrainer.fairseq.config.optimizers import OPTIMIZERS
 from ctrainer.fairseq.config.schedules import SCHEDULES
 from ctrainer.fairseq.config.trees import groups
-from tests.draws import draws
 
 # Numbers that mean something, and numbers that mean nothing.
 Numbers = tuple[tuple[float, ...], tuple[float, ...]]

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from places import ROOT
 
 from ctrainer.fairseq import distributed
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def group(**changes: Any) -> SimpleNamespace:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import fairseq_tiny as tiny
 import pytest
 import torch
 from torch import nn
 
 from ctrainer.fairseq import metrics
-from tests import fairseq_tiny as tiny
 
 
 @pytest.fixture(autouse=True)

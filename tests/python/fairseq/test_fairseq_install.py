@@ -9,18 +9,17 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from places import ROOT
 
 from ctrainer.adapters.torch_fairseq import allow_namespaces
 from ctrainer.fairseq import _cures as cures
 from ctrainer.fairseq import _install, install, uninstall
 from ctrainer.fairseq._patches import Patches
 
-ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = importlib.util.find_spec("fairseq") is not None
 needs_fairseq = pytest.mark.skipif(
     not INSTALLED,
@@ -36,8 +35,9 @@ def patches():
 
 
 def test_an_optimizer_of_fairseqs_alone_has_no_blocks():
+    import fairseq_tiny as tiny
+
     from ctrainer.fairseq._guest import Trainer
-    from tests import fairseq_tiny as tiny
 
     cfg = tiny.config(optimizer___name="theirs", optimization__use_bmuf=True)
     trainer = Trainer(cfg, tiny.Task(), tiny.Model(), tiny.Criterion())

@@ -8,16 +8,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fairseq_layouts as layouts
 import pytest
 import torch
+from draws import draws
+from fairseq_layouts import Layout
 
 from ctrainer.__main__ import main
 from ctrainer.adapters.fairseq_parameters import state_in_order
 from ctrainer.adapters.torch_fairseq import load_file, save_file
 from ctrainer.fairseq import checkpoint_utils, metrics, train
-from tests import fairseq_layouts as layouts
-from tests.draws import draws
-from tests.fairseq_layouts import Layout
 
 torch.set_num_threads(1)
 

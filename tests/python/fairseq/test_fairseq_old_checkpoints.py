@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import fairseq_tiny as tiny
 import pytest
 import torch
+from places import PYTHONPATH
 
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
 from ctrainer.fairseq.config import checkpoint_config
-from tests import fairseq_tiny as tiny
 
-ROOT = Path(__file__).resolve().parents[2]
 ADAM = {"criterion_name": "Criterion", "optimizer_name": "FairseqAdam"}
 ITERATOR = {"epoch": 3, "iterations_in_epoch": 5}
 
@@ -182,7 +182,7 @@ install(trainer=False)
 from fairseq import checkpoint_utils as theirs
 from omegaconf import OmegaConf
 from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
-from tests.python.test_fairseq_old_checkpoints import LAYOUTS
+from test_fairseq_old_checkpoints import LAYOUTS
 theirs.convert_namespace_to_omegaconf = lambda args: None
 for name, make in LAYOUTS.items():
     state, other = upgrade_state_dict(make()), make()
@@ -195,9 +195,10 @@ for name, make in LAYOUTS.items():
     state.pop("cfg", None)
     assert other == state, (name, other, state)
 """
+    paths = os.pathsep.join([PYTHONPATH, str(Path(__file__).parent)])
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": paths},
         check=True,
         timeout=120,
     )

@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import fairseq_tiny as tiny
 import pytest
 import torch
 
 from ctrainer.fairseq import metrics, optim
-from tests import fairseq_tiny as tiny
 
 MODES: dict[str, dict[str, Any]] = {
     "fp16": {"common__fp16": True},

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fairseq_program as program
 import pytest
 import torch
+from places import ROOT
 
 from ctrainer.__main__ import main
-from tests import fairseq_program as program
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fairseq_program as program
 import pytest
 import torch
+from places import ROOT
 
-from tests import fairseq_program as program
-
-ROOT = Path(__file__).resolve().parents[2]
 # Three epochs without dropout, whose masks depend on how batches are dealt out.
 PLAIN = ("--max-epoch", "3", "--dropout", "0", "--attention-dropout", "0")
 LAUNCHER = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
@@ -79,7 +78,7 @@ SYNC = ("--use-bmuf", "--global-sync-iter", "5", "--block-lr", "0.7")
 
 
 # Averages after every third update; a momentum of them is saved, but not used within
-# 13 updates (tests/python/test_fairseq_ranks.py has it).
+# 13 updates (tests/python/fairseq/test_fairseq_ranks.py has it).
 LOCAL = ("--ddp-backend", "slowmo", "--localsgd-frequency", "3")
 MOMENTA = ((), ("--slowmo-momentum", "0.5"))
 

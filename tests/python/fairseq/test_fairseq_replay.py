@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fairseq_program as program
 import pytest
+from places import ROOT
 
 from ctrainer.__main__ import main
 from ctrainer.adapters.torch_fairseq import load_file, save_file
 from ctrainer.fairseq import metrics
-from tests import fairseq_program as program
 
-ROOT = Path(__file__).resolve().parents[2]
 # Registers a criterion that fails at the third update, once a run has got so far.
 PLUGIN = """
 from ctrainer.fairseq.criterions import register_criterion

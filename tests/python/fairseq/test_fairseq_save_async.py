@@ -7,14 +7,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import fairseq_program as program
+import fairseq_tiny as tiny
 import pytest
 import torch
 
 from ctrainer import _C
 from ctrainer.__main__ import main
 from ctrainer.fairseq import checkpoint_utils
-from tests import fairseq_program as program
-from tests import fairseq_tiny as tiny
 
 ASYNC = {"checkpoint__write_checkpoints_asynchronously": True}
 

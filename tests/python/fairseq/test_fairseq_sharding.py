@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fairseq_program as program
 import fairseq_tiny as tiny
 import pytest
 import torch
 from ranks import run, told
 
 from ctrainer.fsdp import consolidate_sharded_model_checkpoints
-from tests import fairseq_program as program
 
 SHARDED = {"distributed_training__ddp_backend": "fully_sharded"}
 CLIP = {"optimization__clip_norm": 0.5}

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fairseq_program as program
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,6 @@ from ctrainer.fairseq.data import (
     TruncatedDictionary,
 )
 from ctrainer.fairseq.data.text_chunks import find_offsets, lines_between
-from tests import fairseq_program as program
 
 TEXT = "a b a\nc a b\n\nd\n"
 

@@ -9,12 +9,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import fairseq_tiny as tiny
 import pytest
 import torch
 
 from ctrainer.fairseq import metrics
 from ctrainer.fairseq.config import as_config
-from tests import fairseq_tiny as tiny
 
 
 @pytest.fixture(autouse=True)

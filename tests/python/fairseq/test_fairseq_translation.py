@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fairseq_program as program
 import pytest
 import torch
 from draws import draws
@@ -17,7 +18,6 @@ from ctrainer.fairseq.config.tasks import TranslationConfig
 from ctrainer.fairseq.data import Dictionary, LanguagePairDataset
 from ctrainer.fairseq.indexed_dataset import make_builder
 from ctrainer.fairseq.tasks.translation import load_langpair_dataset
-from tests import fairseq_program as program
 
 
 def sentence(generator: random.Random) -> str:

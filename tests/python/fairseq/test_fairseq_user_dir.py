@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fairseq_program as program
 import pytest
+from places import ROOT
 
 from ctrainer.fairseq.utils import import_user_module
-from tests import fairseq_program as program
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # As a user of fairseq has it: a task and a model of the old kind, which declare their
 # options with argparse, and a criterion with a dataclass. PACKAGE is the one import.

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from draws import draws
+from fsdp_shards import nested_job, save
 
+import ctrainer
 from ctrainer.checkpoint import files
 from ctrainer.fsdp import consolidate as command
 from ctrainer.fsdp.shard_files import load_shard, save_shard
-from tests.fsdp_shards import nested_job, save
 
-CTRAINER = str(Path(files.__file__).parent)
+CTRAINER = str(Path(ctrainer.__file__).parent)
 BEGUN = files.unchanged.__wrapped__.__code__
 
 

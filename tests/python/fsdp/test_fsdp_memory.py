@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from ctrainer import __main__
 from ctrainer.fsdp import UnitSize, memory_plan
 from ctrainer.fsdp.memory_tables import DECODERS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_models_have_the_parameters_that_were_published() -> None:

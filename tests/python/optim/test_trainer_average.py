@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Net, rows
 
 import ctrainer
-from tests.tiny import Net, rows
 
 
 class Watched(Net):

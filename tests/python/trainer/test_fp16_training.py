@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Net, rows
 from torch import nn
 
 import ctrainer
 from ctrainer import LossScaler, optim
 from ctrainer.callbacks import TrainerCallback
-from tests.tiny import Net, rows
 
 STEPS = 12
 TOO_HIGH = {"init_scale": 2.0**24, "growth_interval": 4}  # overflows for some steps

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draws import draws
+from places import ROOT
 
 from ctrainer import Trainer, TrainingArguments
 from ctrainer.adapters import reading
-from tests.draws import draws
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_numpy.py"
+EXAMPLE = ROOT / "examples" / "digits_numpy.py"
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_the_example_reaches_its_accuracy_without_torch(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     found = re.search(r"test accuracy ([\d.]+) %.*torch imported: (\w+)", done.stdout)
     assert found is not None
