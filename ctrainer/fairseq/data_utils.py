@@ -50,7 +50,7 @@ def load_indexed_dataset(
     dictionary: Any = None,
     dataset_impl: str | None = None,
     combine: bool = False,
-    default: str = "cached",
+    default: str = "mmap",
 ) -> Any:
     """Opens the data set with the prefix `path`, "data-bin/train" for example; None
     where there is none.

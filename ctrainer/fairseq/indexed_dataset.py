@@ -7,19 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ctrainer.fairseq._file_pair import data_file_path, index_file_path
+from ctrainer.fairseq._file_pair import data_file_path, index_file_path, pair_exists
 from ctrainer.fairseq._mmap_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
-from ctrainer.fairseq._tnt_dataset import (
-    IndexedCachedDataset,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-)
 from ctrainer.fairseq.fairseq_dataset import FairseqDataset
 
 __all__ = [
-    "IndexedCachedDataset",
-    "IndexedDataset",
-    "IndexedDatasetBuilder",
     "IndexedRawTextDataset",
     "MMapIndexedDataset",
     "MMapIndexedDatasetBuilder",
@@ -34,7 +26,11 @@ __all__ = [
 ]
 
 _HUFFMAN_MAGIC = b"HUFFIDX\x00"
+_TORCHNET_MAGIC = b"TNTIDX\x00\x00"
+_TORCHNET = "it is TorchNet's format, which fairseq wrote before mmap"
 _REFUSED = {
+    "cached": _TORCHNET,
+    "lazy": _TORCHNET,
     "fasta": "it reads FASTA files of letters, for which there is no encoder here",
     "huffman": "its elements are Huffman codes, for which there is no decoder here",
 }
@@ -109,7 +105,7 @@ def best_fitting_int_dtype(max_int_to_represent: int | None) -> Any:
 
 
 def get_available_dataset_impl() -> list[str]:
-    return ["raw", "lazy", "cached", "mmap"]
+    return ["raw", "mmap"]
 
 
 def infer_dataset_impl(path: str) -> str | None:
@@ -118,11 +114,11 @@ def infer_dataset_impl(path: str) -> str | None:
     neither."""
     if IndexedRawTextDataset.exists(path):
         return "raw"
-    if IndexedDataset.exists(path):
+    if pair_exists(path):
         with open(index_file_path(path), "rb") as file:
             magic = file.read(8)
         known = {
-            IndexedDataset._HDR_MAGIC: "cached",
+            _TORCHNET_MAGIC: "cached",
             MMapIndexedDataset.Index._HDR_MAGIC[:8]: "mmap",
             _HUFFMAN_MAGIC: "huffman",
         }
@@ -138,7 +134,8 @@ def make_dataset(
 ) -> Any:
     """Opens a data set; None where there is none of that kind at `path`.
 
-    impl: "raw" (needs the dictionary), "lazy", "cached" or "mmap". Raises ValueError
+    impl: "raw" (needs the dictionary) or "mmap". fix_lua_indexing is of TorchNet's
+    format, and changes nothing of these. Raises ValueError
     for fairseq's other kinds, and for a file that is not what impl says.
     """
     if impl in _REFUSED:
@@ -154,26 +151,22 @@ def make_dataset(
         return IndexedRawTextDataset(path, dictionary)
     if impl == "mmap":
         return MMapIndexedDataset(path)
-    if impl in ("lazy", "cached"):
-        kind = IndexedDataset if impl == "lazy" else IndexedCachedDataset
-        return kind(path, fix_lua_indexing=fix_lua_indexing)
     return None
 
 
 def dataset_exists(path: str, impl: str) -> bool:
     if impl == "raw":
         return IndexedRawTextDataset.exists(path)
-    return IndexedDataset.exists(path)
+    return pair_exists(path)
 
 
 def make_builder(
     out_file: str | os.PathLike[str], impl: str, vocab_size: int | None = None
-) -> MMapIndexedDatasetBuilder | IndexedDatasetBuilder:
-    """A builder of the .bin file `out_file`: "mmap", of the narrowest dtype for the
-    vocabulary, or for any other kind but the refused ones TorchNet's format of
-    int32."""
-    if impl in _REFUSED:
+) -> MMapIndexedDatasetBuilder:
+    """A builder of the .bin file `out_file`, of the narrowest dtype for the vocabulary.
+
+    Raises ValueError for an `impl` other than "mmap".
+    """
+    if impl != "mmap":
         raise ValueError(f"no builder makes data sets of kind {impl!r}: choose mmap")
-    if impl == "mmap":
-        return MMapIndexedDatasetBuilder(out_file, best_fitting_int_dtype(vocab_size))
-    return IndexedDatasetBuilder(out_file)
+    return MMapIndexedDatasetBuilder(out_file, best_fitting_int_dtype(vocab_size))

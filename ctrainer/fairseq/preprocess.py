@@ -43,8 +43,8 @@ _OPTIONS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("--workers",), {"type": int, "default": 1, "help": "processes"}),
     (("--dict-only",), {"action": "store_true", "help": "write the dictionaries "
      "alone"}),
-    (("--dataset-impl",), {"default": "mmap", "choices": ["raw", "lazy", "cached",
-     "mmap"], "help": "format of the data"}),
+    (("--dataset-impl",), {"default": "mmap", "choices": ["raw", "mmap"],
+     "help": "format of the data"}),
     (("--task",), {"default": "translation", "help": "task whose dictionaries are "
      "made"}),
     (("--user-dir",), {"help": "Python package with tasks of your own"}),

@@ -617,7 +617,7 @@ AREAS = {
                 "python/fairseq/test_fairseq_data.py "
                 "python/fairseq/test_fairseq_text.py "
                 "python/fairseq/test_fairseq_translation.py",
-            python("fairseq", "_file_pair", "_mmap_dataset", "_tnt_dataset",
+            python("fairseq", "_file_pair", "_mmap_dataset",
                    "indexed_dataset"):
                 "python/fairseq/test_fairseq_indexed.py "
                 "python/checkpoint/test_durable_files.py",

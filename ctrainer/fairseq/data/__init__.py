@@ -25,8 +25,6 @@ from ctrainer.fairseq.data.monolingual_dataset import MonolingualDataset
 from ctrainer.fairseq.data.token_block_dataset import TokenBlockDataset
 from ctrainer.fairseq.fairseq_dataset import EpochListening, FairseqDataset
 from ctrainer.fairseq.indexed_dataset import (
-    IndexedCachedDataset,
-    IndexedDataset,
     IndexedRawTextDataset,
     MMapIndexedDataset,
 )
@@ -47,8 +45,6 @@ __all__ = [
     "EpochListening",
     "FairseqDataset",
     "GroupedIterator",
-    "IndexedCachedDataset",
-    "IndexedDataset",
     "IndexedRawTextDataset",
     "LanguagePairDataset",
     "MMapIndexedDataset",

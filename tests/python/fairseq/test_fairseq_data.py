@@ -373,23 +373,20 @@ def test_the_modules_of_data_need_no_torch() -> None:
 # ---- several data sets ---------------------------------------------------------------
 
 
-def write(prefix: Path, items: list[list[int]], impl: str = "mmap") -> str:
-    builder = make_builder(f"{prefix}.bin", impl)
+def write(prefix: Path, items: list[list[int]]) -> str:
+    builder = make_builder(f"{prefix}.bin", "mmap")
     for item in items:
         builder.add_item(np.array(item, np.int64))
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
 
 
-@pytest.mark.parametrize("impl", ["mmap", "cached"])
-def test_a_data_set_is_loaded_with_its_parts(
-    tmp_path: Path, impl: str, caplog: Any
-) -> None:
+def test_a_data_set_is_loaded_with_its_parts(tmp_path: Path, caplog: Any) -> None:
     pytest.importorskip("torch")
     caplog.set_level("INFO")
-    prefix = write(tmp_path / "train", [[1, 2], [3]], impl)
-    write(tmp_path / "train1", [[4]], impl)
-    write(tmp_path / "train3", [[5]], impl)  # after a gap: not a part
+    prefix = write(tmp_path / "train", [[1, 2], [3]])
+    write(tmp_path / "train1", [[4]])
+    write(tmp_path / "train3", [[5]])  # after a gap: not a part
     whole = data_utils.load_indexed_dataset(prefix, combine=True)
     assert [whole[i].tolist() for i in range(len(whole))] == [[1, 2], [3], [4]]
     assert caplog.messages[0] == f"loaded 2 examples from: {prefix}"
@@ -398,8 +395,7 @@ def test_a_data_set_is_loaded_with_its_parts(
     assert (
         data_utils.load_indexed_dataset(str(tmp_path / "valid"), combine=True) is None
     )
-    lazy = "mmap" if impl == "mmap" else "lazy"
-    assert len(data_utils.load_indexed_dataset(prefix, dataset_impl=lazy)) == 2
+    assert len(data_utils.load_indexed_dataset(prefix, dataset_impl="mmap")) == 2
 
 
 def test_data_sets_follow_each_other_as_often_as_they_are_asked_for() -> None:

@@ -16,9 +16,6 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from ctrainer.fairseq.indexed_dataset import (  # noqa: E402
-    IndexedCachedDataset,
-    IndexedDataset,
-    IndexedDatasetBuilder,
     IndexedRawTextDataset,
     MMapIndexedDataset,
     MMapIndexedDatasetBuilder,
@@ -37,9 +34,9 @@ same_folder = settings(
 DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float64", "uint16", "uint32"]
 
 
-def build(folder: Path, impl: str = "mmap", items: Any = ITEMS, **options: Any) -> str:
+def build(folder: Path, items: Any = ITEMS, **options: Any) -> str:
     prefix = str(folder / "train")
-    builder = make_builder(prefix + ".bin", impl, **options)
+    builder = make_builder(prefix + ".bin", "mmap", **options)
     for item in items:
         builder.add_item(torch.tensor(item, dtype=torch.long))
     builder.finalize(prefix + ".idx")
@@ -193,24 +190,21 @@ def test_data_that_are_cut_off_are_an_error(tmp_path: Path) -> None:
             MMapIndexedDataset(spoiled(prefix, data=data[:n]))
 
 
-@pytest.fixture(scope="module", params=["mmap", "cached"])
-def whole(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, str, bytes]:
-    """A kind of data set, where one lies, and its good index."""
-    prefix = build(tmp_path_factory.mktemp("whole"), request.param)
-    kind = MMapIndexedDataset if request.param == "mmap" else IndexedDataset
-    return kind, prefix, Path(prefix + ".idx").read_bytes()
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
+    """Where a data set lies, and its good index."""
+    prefix = build(tmp_path_factory.mktemp("whole"))
+    return prefix, Path(prefix + ".idx").read_bytes()
 
 
 @given(data=st.data())
 @settings(same_folder, max_examples=300)
 def test_no_corruption_of_an_index_does_more_than_raise(
-    whole: tuple[Any, str, bytes], data: st.DataObject
+    whole: tuple[str, bytes], data: st.DataObject
 ) -> None:
     """Whatever the bytes, the data set opens and all its items can be read, or else it
     says in a ValueError what is wrong."""
-    kind, prefix, good = whole
+    prefix, good = whole
     index = bytearray(good)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(index) - 1))
@@ -218,7 +212,7 @@ def test_no_corruption_of_an_index_does_more_than_raise(
     cut = data.draw(st.one_of(st.none(), st.integers(0, len(index))))
     spoiled(prefix, bytes(index[:cut]))
     try:
-        dataset = kind(prefix)
+        dataset = MMapIndexedDataset(prefix)
         read = lists(dataset)
     except ValueError as error:
         message = str(error)
@@ -227,16 +221,14 @@ def test_no_corruption_of_an_index_does_more_than_raise(
     assert prefix in message
 
 
-@given(st.binary(max_size=200), st.sampled_from(["mmap", "lazy", "cached"]))
+@given(st.binary(max_size=200))
 @same_folder
-def test_files_of_any_bytes_do_no_more_than_raise(
-    tmp_path: Path, index: bytes, impl: str
-) -> None:
-    magic = b"MMIDIDX\0\0" if impl == "mmap" else b"TNTIDX\0\0"
+def test_files_of_any_bytes_do_no_more_than_raise(tmp_path: Path, index: bytes) -> None:
+    magic = b"MMIDIDX\0\0"
     for head in (b"", magic, magic + struct.pack("<Q", 1)):
         prefix = spoiled(str(tmp_path / "train"), head + index, bytes(64))
         with pytest.raises(ValueError, match=r"train\.idx"):
-            lists(make_dataset(prefix, impl))
+            lists(make_dataset(prefix, "mmap"))
 
 
 # ---- writing -------------------------------------------------------------------------
@@ -257,12 +249,11 @@ def test_values_that_the_dtype_does_not_hold_are_an_error(tmp_path: Path) -> Non
 
 
 def test_a_set_that_is_not_finished_leaves_no_file(tmp_path: Path) -> None:
-    for impl in ("mmap", "cached"):
-        builder = make_builder(str(tmp_path / "a.bin"), impl)
-        builder.add_item(torch.tensor([1]))
-        assert len(os.listdir(tmp_path)) == 1
-        del builder
-        assert os.listdir(tmp_path) == []
+    builder = make_builder(str(tmp_path / "a.bin"), "mmap")
+    builder.add_item(torch.tensor([1]))
+    assert len(os.listdir(tmp_path)) == 1
+    del builder
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_set_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path) -> None:
@@ -329,16 +320,15 @@ def test_a_process_killed_while_it_renames_leaves_no_mixture(
     assert lists(MMapIndexedDataset(build(tmp_path))) == ITEMS
 
 
-@pytest.mark.parametrize("impl", ["mmap", "cached"])
-def test_data_sets_are_appended(tmp_path: Path, impl: str) -> None:
+def test_data_sets_are_appended(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    prefix, other = build(tmp_path, impl), build(tmp_path / "other", impl)
-    builder = make_builder(str(tmp_path / "both.bin"), impl)
+    prefix, other = build(tmp_path), build(tmp_path / "other")
+    builder = make_builder(str(tmp_path / "both.bin"), "mmap")
     builder.add_item(torch.tensor([9]))
     builder.merge_file_(prefix)
     builder.merge_file_(other)
     builder.finalize(str(tmp_path / "both.idx"))
-    dataset = make_dataset(str(tmp_path / "both"), impl, fix_lua_indexing=True)
+    dataset = make_dataset(str(tmp_path / "both"), "mmap")
     assert lists(dataset) == [[9], *ITEMS, *ITEMS]
 
 
@@ -360,79 +350,6 @@ def test_data_sets_of_other_dtypes_are_not_appended(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_vocabulary_chooses_the_dtype(size: int | None, dtype: str) -> None:
     assert np.dtype(best_fitting_int_dtype(size)) == np.dtype(dtype)
-
-
-# ---- TorchNet's format ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [IndexedDataset, IndexedCachedDataset])
-def test_torchnets_format_is_read_item_by_item(tmp_path: Path, kind: Any) -> None:
-    dataset = kind(build(tmp_path, "lazy"), fix_lua_indexing=True)
-    assert lists(dataset) == ITEMS
-    assert lists(kind(dataset.path)) == [[i + 1 for i in item] for item in ITEMS]
-    assert dataset[3].dtype == torch.int64
-    assert (dataset.sizes.tolist(), dataset.size(3), len(dataset)) == (
-        [3, 0, 1, 4],
-        4,
-        4,
-    )
-    assert dataset.supports_prefetch is (kind is IndexedCachedDataset)
-    assert lists(pickle.loads(pickle.dumps(dataset))) == ITEMS
-    for i in (-1, 4):
-        with pytest.raises(IndexError, match=f"item {i} of .*train, which has 4"):
-            dataset[i]
-
-
-def test_items_of_torchnets_format_have_shapes(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "a")
-    builder = IndexedDatasetBuilder(prefix + ".bin", np.int16)
-    matrix, row = torch.arange(6).reshape(2, 3), torch.tensor([4])
-    for item in (matrix, row):
-        builder.add_item(item)
-    builder.finalize(prefix + ".idx")
-    dataset = IndexedDataset(prefix, fix_lua_indexing=True)
-    assert torch.equal(dataset[0], matrix)
-    assert torch.equal(dataset[1], row)
-    head = struct.pack("<8sQQQQQ", b"TNTIDX\0\0", 1, 3, 2, 2, 3)
-    tables = struct.pack("<9q", 0, 2, 3, 0, 6, 7, 2, 3, 1)
-    assert Path(prefix + ".idx").read_bytes() == head + tables
-
-
-def test_prefetched_items_are_kept_in_memory(tmp_path: Path) -> None:
-    prefix = build(tmp_path, "cached")
-    dataset = IndexedCachedDataset(prefix, fix_lua_indexing=True)
-    dataset.prefetch([3, 0, 0])
-    os.truncate(prefix + ".bin", 0)
-    assert (dataset[3].tolist(), dataset[0].tolist()) == ([1, 2, 3, 4], [5, 6, 7])
-    with pytest.raises(
-        ValueError, match=r"train.bin ends within item 2, bytes 12 to 16"
-    ):
-        dataset[2]
-    dataset.prefetch([0])  # nothing to read
-    assert dataset[3].tolist() == [1, 2, 3, 4]
-    with pytest.raises(IndexError):
-        dataset.prefetch([0, 4])
-
-
-@pytest.mark.parametrize(
-    ("table", "match"),
-    [
-        ([0, 2, 1, 0, 1, 2, 1, 1], "dimensions do not follow"),
-        ([0, 1, 3, 0, 1, 2, 1, 1], "dimensions do not follow"),
-        ([0, 1, 2, 0, 2, 1, 1, 1], "items do not follow"),
-        ([0, 1, 2, 0, 1, 2, 1, -1], "items do not follow"),
-        ([0, 1, 2, 0, 1, 3, 1, 2], "has 8 bytes, and .* items up to byte 12"),
-        ([0, 1, 2, 0, 1, 2, 9, 1], r"item 0 of shape \[9\] takes 36 bytes, and 4 are"),
-    ],
-)
-def test_a_bad_table_of_torchnets_is_an_error(
-    tmp_path: Path, table: list[int], match: str
-) -> None:
-    head = struct.pack("<8sQQQQQ", b"TNTIDX\0\0", 1, 4, 4, 2, 2)
-    index = head + struct.pack("<8q", *table)
-    prefix = spoiled(str(tmp_path / "train"), index, bytes(8))
-    with pytest.raises(ValueError, match=match):
-        lists(IndexedDataset(prefix))
 
 
 # ---- which kind it is ----------------------------------------------------------------
@@ -464,7 +381,7 @@ def test_text_is_encoded_when_it_is_opened(tmp_path: Path) -> None:
 def test_the_kind_is_read_off_the_files(tmp_path: Path) -> None:
     prefix = build(tmp_path)
     assert infer_dataset_impl(prefix) == "mmap"
-    assert infer_dataset_impl(build(tmp_path, "lazy")) == "cached"
+    assert infer_dataset_impl(spoiled(prefix, b"TNTIDX\0\0")) == "cached"
     assert infer_dataset_impl(spoiled(prefix, b"HUFFIDX\0\0")) == "huffman"
     assert infer_dataset_impl(spoiled(prefix, b"something")) is None
     assert infer_dataset_impl(str(tmp_path / "none")) is None
@@ -477,18 +394,12 @@ def test_the_kind_is_read_off_the_files(tmp_path: Path) -> None:
 def test_make_dataset_opens_what_there_is(tmp_path: Path) -> None:
     prefix = build(tmp_path)
     assert type(make_dataset(prefix, "mmap")) is MMapIndexedDataset
-    prefix = build(tmp_path, "lazy")
-    assert type(make_dataset(prefix, "lazy")) is IndexedDataset
-    assert type(make_dataset(prefix, "cached")) is IndexedCachedDataset
-    for impl in ("raw", "lazy", "cached", "mmap"):
-        assert impl in get_available_dataset_impl()
+    for impl in get_available_dataset_impl():
         assert make_dataset(str(tmp_path / "none"), impl) is None
         assert not dataset_exists(str(tmp_path / "none"), impl)
-    with pytest.raises(ValueError, match="expected format"):
-        make_dataset(prefix, "mmap")
 
 
-@pytest.mark.parametrize("impl", ["huffman", "fasta"])
+@pytest.mark.parametrize("impl", ["huffman", "fasta", "lazy", "cached"])
 def test_kinds_that_are_not_read_are_refused_with_the_reason(impl: str) -> None:
     with pytest.raises(
         ValueError, match=f"kind '{impl}' cannot be read: .*--dataset-impl"
