@@ -19,7 +19,7 @@ _COMMANDS = {
     "fairseq-train": ("ctrainer.fairseq.train", "train a model of fairseq's kind"),
     "original": ("ctrainer.fairseq.original", "run a program of an installed fairseq"),
     "plan": (
-        "ctrainer.fsdp.memory_tables",
+        "ctrainer.fsdp.memory_plan",
         "tell memory and traffic of sharded training on 8 to 1024 GPUs",
     ),
     "replay": ("ctrainer.fairseq.replay", "run the update of a crash.pt again"),

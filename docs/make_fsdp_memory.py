@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ctrainer.fsdp.memory_plan import MemoryPlan, memory_plan
-from ctrainer.fsdp.memory_tables import (
+from ctrainer.fsdp.memory_plan import (
     DECODERS,
     GB,
     WORLD_SIZES,
     Decoder,
+    MemoryPlan,
     in_gb,
     markdown,
+    memory_plan,
     table,
 )
 

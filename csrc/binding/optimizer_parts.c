@@ -1,5 +1,5 @@
 /* Parameters of which a rank has a part, as optimizers see them: the attribute `_part`
- * says of what (ctrainer/fsdp/_layout.py, Part), and `_is_part` that they are not one
+ * says of what (ctrainer/fsdp/layout.py, Part), and `_is_part` that they are not one
  * whole parameter. */
 #include "binding/communicator.h"
 #include "binding/optimizer.h"

@@ -68,7 +68,7 @@ def saves_shards(cfg: Any) -> bool:
 
 def metadata_of(module: Any) -> dict[str, Any]:
     """get_shard_metadata() in plain types, by which shards are put together."""
-    from ctrainer.fsdp._files import plain
+    from ctrainer.fsdp.shard_files import plain
 
     metadata: dict[str, Any] = plain(module.get_shard_metadata())
     return metadata
@@ -76,7 +76,7 @@ def metadata_of(module: Any) -> dict[str, Any]:
 
 def parameter_names(module: Any) -> list[str]:
     """Of the whole parameters, as get_shard_from_optim_state_dict() numbers them."""
-    from ctrainer.fsdp._optim_rows import held_in
+    from ctrainer.fsdp.optim_state import held_in
 
     return [name for held in held_in(module) for name in held.names]
 

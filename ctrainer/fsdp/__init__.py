@@ -6,7 +6,6 @@ import os
 # which cost a fifth where they go back to the system as soon as they are free.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-from ctrainer.fsdp._groups import hybrid_groups
 from ctrainer.fsdp.consolidate import (
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
@@ -18,8 +17,9 @@ from ctrainer.fsdp.module import (
     FullyShardedDataParallel,
     XlaFullyShardedDataParallel,
 )
+from ctrainer.fsdp.options import hybrid_groups
 from ctrainer.fsdp.shard_files import load_shard, save_shard
-from ctrainer.fsdp.state import TrainingState
+from ctrainer.fsdp.sharded import TrainingState
 
 __all__ = [
     "FlatParameter",

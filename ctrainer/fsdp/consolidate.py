@@ -9,30 +9,359 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from ctrainer.checkpoint.disk import write_together
 from ctrainer.checkpoint.files import unchanged
-from ctrainer.fsdp import _files
-from ctrainer.fsdp._optimizer_state import (
-    check_same_update,
-    consolidate_optimizers,
-    reshard_optimizers,
-)
-from ctrainer.fsdp._shard_layout import Part, division_of, parts_of, sharded_keys
-from ctrainer.fsdp._shard_set import (
+from ctrainer.fsdp import shard_files
+from ctrainer.fsdp.shard_files import (
+    Cut,
+    Part,
+    Shard,
     check_none_is_replaced,
+    check_optimizer,
+    division_of,
     find_shards,
+    item_of,
+    original_name,
+    parts_of,
+    readable,
     shard_paths,
+    sharded_keys,
+    tensor_of,
+    with_orig_name,
 )
-from ctrainer.fsdp._shards import Shard
-from ctrainer.fsdp._stored import Item, joined
-from ctrainer.fsdp._together import write_together
+from ctrainer.fsdp.stored import Item, Stored, joined
+
+# Optimizer states of shards: to those of whole parameters, and to other shards.
+
+
+State = dict[str, Any]
+
+# What Adafactor keeps of a whole parameter: the same on all ranks, of whatever shape.
+OF_WHOLE = frozenset({"exp_avg_sq_row", "exp_avg_sq_col"})
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What a parameter of an optimizer is of: of the shards `key` all elements, or
+    those of one whole parameter, [begin, end) of the ranks' shards laid end to end."""
+
+    key: str
+    parts: tuple[Part, ...]  # the whole parameters in it, each once
+    begin: int = 0
+    end: int | None = None  # None: all
+
+    def span(self, first: int, numel: int) -> tuple[int, int]:
+        """What of it is in elements [first, first + numel), counted from begin."""
+        last = first + numel if self.end is None else min(first + numel, self.end)
+        low = max(first, self.begin)
+        return low - self.begin, max(low, last) - self.begin
+
+    def lengths(self, shards: list[Shard]) -> list[int]:
+        """How many elements each rank has of it."""
+        numel = shards[0].model[self.key].numel
+        spans = [self.span(rank * numel, numel) for rank in range(len(shards))]
+        return [end - begin for begin, end in spans]
+
+
+def owned_by(shard: Shard) -> dict[int, Owned]:
+    """What each index of the optimizer's state is of.
+
+    By `param_names` in the groups, as torch writes them for an optimizer made of named
+    parameters: keys of the model's state_dict, or names of whole parameters, of which
+    the optimizer has this rank's part. Else by order, if there are as many as the model
+    has shards.
+
+    Raises ValueError where neither tells.
+    """
+    assert shard.optimizer is not None
+    groups = shard.optimizer["param_groups"]
+    indices = [index for group in groups for index in group["params"]]
+    keys = _first_keys(shard)
+    if all("param_names" in group for group in groups):
+        names = [n for group in groups for n in group["param_names"]]
+        keys = [name.replace("_fpw_module.", "") for name in names]
+    elif len(groups) > 1 or len(indices) != len(keys):
+        raise ValueError(
+            f"{shard.path}: its optimizer has {len(indices)} parameters in "
+            f"{len(groups)} groups, the model {len(keys)}, and nothing tells which is "
+            "which: make the optimizer of named_parameters(), so that its groups have "
+            "param_names"
+        )
+    known = _all_owned(shard)
+    keys = [key if key in known else original_name(key) for key in keys]
+    unknown = [key for key in keys if key not in known]
+    if unknown:
+        raise ValueError(f"{shard.path}: the model has no parameter {unknown[0]!r}")
+    return {i: known[key] for i, key in zip(indices, keys, strict=True)}
+
+
+def _first_keys(shard: Shard) -> list[str]:
+    """Of a unit in several places only the shards under the first: an optimizer has
+    them once."""
+    shared = shard.metadata.get("shared_info", {})
+    others = {original_name(name) for name in shared}
+    named = {part.key for part in shard.parts() if part.name not in others}
+    return [key for key in sharded_keys(shard.model) if key in named]
+
+
+def _all_owned(shard: Shard) -> dict[str, Owned]:
+    """By the keys of shards and by the names of whole parameters."""
+    parts: dict[str, list[Part]] = {key: [] for key in shard.model}
+    found = {}
+    for part in shard.parts():
+        known = parts[part.key]
+        if part.begin is None or part.begin not in [p.begin for p in known]:
+            known.append(part)  # and not another name of one
+        if part.begin is not None:
+            end = part.begin + part.numel
+            found[part.name] = Owned(part.key, (part,), part.begin, end)
+    shards = {key: Owned(key, tuple(inside)) for key, inside in parts.items()}
+    flat = {with_orig_name(key): one for key, one in shards.items()}
+    return flat | found | shards
+
+
+def consolidate_optimizers(shards: list[Shard]) -> State:
+    """{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}, of whole
+    parameters by the names that they have without wrappers.
+
+    Raises ValueError where a shard has no optimizer, or they do not fit.
+    """
+    _check_there(shards)
+    owned = owned_by(shards[0])
+    state: State = {}
+    for index, values in _states(shards, owned):
+        for part in owned[index].parts:
+            state[part.name] = {
+                name: _whole(found, owned[index], part)
+                for name, found in values.items()
+            }
+    names = {i: [part.name for part in one.parts] for i, one in owned.items()}
+    return {"state": state, "param_groups": _groups(shards[0], names)}
+
+
+def reshard_optimizers(shards: list[Shard], cuts: Mapping[str, Cut]) -> State | None:
+    """The state of one rank's shards, which `cuts` tells by key; None without any."""
+    if all(shard.optimizer is None for shard in shards):
+        return None
+    _check_there(shards)
+    owned = owned_by(shards[0])
+    state: dict[int, State] = {}
+    for index, values in _states(shards, owned):
+        one = owned[index]
+        cut = cuts[one.key]
+        state[index] = {name: _cut(found, one, cut) for name, found in values.items()}
+    optimizer = shards[0].optimizer
+    assert optimizer is not None
+    names = {i: [_name_in_groups(one)] for i, one in owned.items()}
+    groups = _groups(shards[0], names)
+    for group, given in zip(groups, optimizer["param_groups"], strict=True):
+        group["param_names"], group["params"] = group["params"], given["params"]
+    return {"state": state, "param_groups": groups}
+
+
+def _name_in_groups(owned: Owned) -> str:
+    return owned.key if owned.end is None else owned.parts[0].name
+
+
+def _check_there(shards: list[Shard]) -> None:
+    without = [shard.path for shard in shards if shard.optimizer is None]
+    if without:
+        raise ValueError(f"{without[0]}: holds no optimizer's state")
+    for shard in shards:
+        check_optimizer(shard.path, shard.optimizer)
+    groups = [
+        [group["params"] for group in shard.optimizer["param_groups"]]
+        for shard in shards
+        if shard.optimizer is not None
+    ]
+    for shard, mine in zip(shards, groups, strict=True):
+        if mine != groups[0]:
+            raise ValueError(
+                f"{shard.path}: its optimizer's groups are not those of "
+                f"{shards[0].path}"
+            )
+
+
+def _groups(shard: Shard, names: Mapping[int, list[str]]) -> list[State]:
+    assert shard.optimizer is not None
+    return [
+        {key: value for key, value in group.items() if key != "param_names"}
+        | {"params": [name for index in group["params"] for name in names[index]]}
+        for group in shard.optimizer["param_groups"]
+    ]
+
+
+def check_same_update(shards: list[Shard]) -> None:
+    """Shards of one model that were saved at different times fit each other in all but
+    their values: raise ValueError where the optimizers count other steps for a
+    parameter. Without optimizers, or steps, there is nothing to tell them by."""
+    first: dict[int, tuple[Any, Shard]] = {}
+    for shard in shards:
+        for index, step in _steps(shard):
+            other, where = first.setdefault(index, (step, shard))
+            if step != other:
+                raise ValueError(
+                    f"{shard.path}: its optimizer has made {step!r} steps, that of "
+                    f"{where.path} {other!r}; take the files of one save"
+                )
+
+
+def _steps(shard: Shard) -> Iterator[tuple[int, Any]]:
+    if shard.optimizer is None:
+        return
+    check_optimizer(shard.path, shard.optimizer)
+    for index, values in shard.optimizer["state"].items():
+        step = values.get("step")
+        stored = [value for value in values.values() if isinstance(value, Stored)]
+        without = any(value.numel == 0 for value in stored)  # any part of it
+        if step is None or without or (isinstance(step, Stored) and step.numel > 1):
+            continue
+        yield index, _plain_value(step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A value of a parameter's state that was sharded with it: each rank's part."""
+
+    stored: list[Stored]
+
+
+# A value of a parameter's state: the parts of all ranks, or what is the same on each.
+Found = _Parts | Any
+
+
+def _states(
+    shards: list[Shard], owned: Mapping[int, Owned]
+) -> list[tuple[int, dict[str, Found]]]:
+    optimizers = [shard.optimizer for shard in shards]
+    states = [o["state"] for o in optimizers if o is not None]
+    unknown = sorted({index for state in states for index in state} - owned.keys())
+    if unknown:
+        raise ValueError(
+            f"{shards[0].path}: its optimizer has a state of parameter {unknown[0]}, "
+            "which is in none of its groups"
+        )
+    found = []
+    for index, one in owned.items():
+        holders = _holders(one, shards)
+        there = [index in states[rank] for rank in holders]
+        if any(there) and not all(there):
+            raise ValueError(
+                f"{shards[holders[there.index(False)]].path}: its optimizer has states "
+                "of other parameters than that of "
+                f"{shards[holders[there.index(True)]].path}"
+            )
+        if all(there):
+            own = [states[rank][index] for rank in holders]
+            found.append((index, _values(shards, holders, own, one)))
+    return found
+
+
+def _holders(owned: Owned, shards: list[Shard]) -> list[int]:
+    """The ranks that have elements of it; an optimizer may pass over none of them."""
+    lengths = owned.lengths(shards)
+    return [r for r, n in enumerate(lengths) if n > 0] or list(range(len(shards)))
+
+
+def _values(
+    shards: list[Shard], holders: list[int], states: list[State], owned: Owned
+) -> dict[str, Found]:
+    """The values that the holders' states have for a parameter."""
+    found = {}
+    having = [shards[rank] for rank in holders]
+    lengths = owned.lengths(shards)
+    shapes = [_shape(owned, shards[r].model[owned.key], lengths[r]) for r in holders]
+    readable_name = readable(_name_in_groups(owned))
+    for name, value in states[0].items():
+        values = [state.get(name) for state in states]
+        where = f"{readable_name!r}, {name!r},"
+        if name in OF_WHOLE and isinstance(value, Stored):
+            alike = [value.shape] * len(having)
+            found[name] = item_of(_alike(having, values, alike, where)[0])
+        elif isinstance(value, Stored) and value.shape == shapes[0]:
+            found[name] = _Parts(_alike(having, values, shapes, where))
+        else:
+            found[name] = _same(having, values, where)
+    return found
+
+
+def _shape(owned: Owned, shard: Stored, numel: int) -> tuple[int, ...]:
+    """What a rank has of it: the shard, or so many elements of it, by rows where it has
+    rows."""
+    if owned.end is None:
+        return shard.shape
+    rest = shard.shape[1:]
+    return (numel // math.prod(rest) if math.prod(rest) else 0, *rest)
+
+
+def _alike(
+    shards: list[Shard], values: list[Any], shapes: list[Any], where: str
+) -> list[Stored]:
+    first = values[0]
+    for shard, value, shape in zip(shards, values, shapes, strict=True):
+        if not isinstance(value, Stored) or (value.tag, value.shape) != (
+            first.tag,
+            shape,
+        ):
+            raise ValueError(
+                f"{shard.path}: the optimizer's state of {where} is not like that of "
+                f"{shards[0].path}, {first.tag} of shape {first.shape}"
+            )
+    return values
+
+
+def _same(shards: list[Shard], values: list[Any], where: str) -> Any:
+    first = values[0]
+    if isinstance(first, Stored) and first.numel > 1:
+        raise ValueError(
+            f"{shards[0].path}: the optimizer's state of {where} has shape "
+            f"{first.shape}, which is not that of the parameter's shard: it cannot be "
+            "put together"
+        )
+    contents = [_plain_value(v) for v in values]
+    for shard, content in zip(shards, contents, strict=True):
+        if content != contents[0]:
+            raise ValueError(
+                f"{shard.path}: the optimizer's state of {where} is {content!r}, in "
+                f"{shards[0].path} it is {contents[0]!r}"
+            )
+    return item_of(first)
+
+
+def _plain_value(value: Any) -> Any:
+    return tensor_of(item_of(value)).tolist() if isinstance(value, Stored) else value
+
+
+def _whole(found: Found, owned: Owned, part: Part) -> Any:
+    if not isinstance(found, _Parts):
+        return found
+    assert part.begin is not None
+    excerpts = joined(found.stored, part.begin - owned.begin, part.numel)
+    return Item(found.stored[0].tag, part.shape, excerpts)
+
+
+def _cut(found: Found, owned: Owned, cut: Cut) -> Any:
+    if not isinstance(found, _Parts):
+        return found
+    begin, end = owned.span(cut.begin, cut.numel)
+    shape, total = cut.shape, cut.total
+    if owned.end is not None:
+        rows = math.prod(cut.shape[1:])
+        shape = ((end - begin) // rows if rows else 0, *cut.shape[1:])
+        total = owned.end - owned.begin
+    excerpts = joined(found.stored, begin, end - begin, total)
+    return Item(found.stored[0].tag, shape, excerpts)
+
 
 logger = logging.getLogger("ctrainer.fsdp")
 
@@ -125,7 +454,7 @@ def consolidate_sharded_model_checkpoints(
         OSError: of the disk. What was at save_path is still there after any error.
     """
     path = save_path or f"{ckpt_prefix}_consolidated.pth"
-    results = [path, _files.optimizer_path(path)]
+    results = [path, shard_files.optimizer_path(path)]
     with unchanged(*shard_paths(ckpt_prefix, ckpt_suffix, results)) as check:
         shards = find_shards(ckpt_prefix, ckpt_suffix, results)
         check_none_is_replaced(shards, results)
@@ -136,10 +465,12 @@ def consolidate_sharded_model_checkpoints(
         else:
             check_same_update(shards)
         if not save_model:
-            return OrderedDict((n, _files.tensor_of(i)) for n, i in items.items()), path
-        _files.write_full(path, items, optimizer, check)
+            return OrderedDict(
+                (n, shard_files.tensor_of(i)) for n, i in items.items()
+            ), path
+        shard_files.write_full(path, items, optimizer, check)
     logger.info("%d shards are consolidated in %s", len(shards), path)
-    return _files.open_full(path), path
+    return shard_files.open_full(path), path
 
 
 def _full_items(shards: list[Shard]) -> dict[str, Item]:
@@ -157,7 +488,7 @@ def _full_items(shards: list[Shard]) -> dict[str, Item]:
 def _full_item(shards: list[Shard], part: Part) -> Item:
     stored = [shard.model[part.key] for shard in shards]
     if part.begin is None:
-        return _files.cast(_files.item_of(stored[0]), part.dtype)
+        return shard_files.cast(shard_files.item_of(stored[0]), part.dtype)
     if sum(s.numel for s in stored) < part.begin + part.numel:
         raise ValueError(
             f"{part.name!r} needs {part.begin + part.numel} elements of "
@@ -199,7 +530,7 @@ def reshard_checkpoints(
         more = _agreed(shards)
 
         def write(rank: int, path: str) -> None:
-            _files.write_shard(path, one_shard(shards, rank, world_size) | more)
+            shard_files.write_shard(path, one_shard(shards, rank, world_size) | more)
 
         writers = {path: partial(write, rank) for rank, path in enumerate(paths)}
         write_together(writers, check)
@@ -227,7 +558,7 @@ def one_shard(shards: list[Shard], rank: int, world_size: int) -> dict[str, Any]
     shapes = {key: first.model[key].shape for key in keys}
     division = division_of(shapes, first.metadata)
     model = OrderedDict(
-        (key, _files.item_of(stored)) for key, stored in first.model.items()
+        (key, shard_files.item_of(stored)) for key, stored in first.model.items()
     )
     cuts = {key: division.cut(key, first.metadata, rank, world_size) for key in keys}
     for key, cut in cuts.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ctrainer.fsdp._layout import entries_of, flat_group
+from ctrainer.fsdp.layout import entries_of, flat_group
 
 __all__ = ["FlatParameter", "FlattenParamsWrapper"]
 

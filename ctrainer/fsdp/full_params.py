@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ctrainer.fsdp import _metadata
-from ctrainer.fsdp._layout import Entry, Group, Place
-from ctrainer.fsdp._sharded import ShardedModule
-from ctrainer.fsdp.state import TrainingState
+from ctrainer.fsdp import shard_metadata
+from ctrainer.fsdp.layout import Entry, Group, Place
+from ctrainer.fsdp.sharded import ShardedModule, TrainingState
 
 
 def gathered(unit: Any, group: Group, shard: torch.Tensor) -> torch.Tensor:
@@ -124,7 +123,7 @@ def names_of(root: Any) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for name, unit in root.named_modules(remove_duplicate=False):
         for place, param in _places(unit) if is_unit(unit) else ():
-            path = _metadata.original_name(_metadata.join(name, place.path))
+            path = shard_metadata.original_name(shard_metadata.join(name, place.path))
             found.setdefault(id(param), []).append(path)
     return found
 
@@ -149,8 +148,8 @@ def persistent_buffers(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for module_name, module in root.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                path = _metadata.join(module_name, name)
-                yield _metadata.original_name(path), buffer
+                path = shard_metadata.join(module_name, name)
+                yield shard_metadata.original_name(path), buffer
 
 
 def load_state_dict(

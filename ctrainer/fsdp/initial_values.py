@@ -1,5 +1,6 @@
 """What values parameters and buffers have before they are shared: a module's own, new
-ones where it is on the meta device, or those of the first rank."""
+ones where it is on the meta device, or those of the first rank.
+"""
 
 from __future__ import annotations
 

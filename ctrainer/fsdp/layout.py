@@ -1,22 +1,98 @@
-"""How a module's parameters become groups, and what of them is on this rank."""
+"""How a module's parameters become groups of flat parameters, what of them is on this
+rank, and how a shard is seen: by parameter, and where parameters are frozen.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.dlpack import from_dlpack
 
-from ctrainer.fsdp._tensors import new_zeros, tensor_over
+from ctrainer import _C
 
 if TYPE_CHECKING:
-    from ctrainer import _C
-    from ctrainer.fsdp.unit import Unit
+    from ctrainer.fsdp.sharded import Unit
+
+
+# Tensors in what modules take and return, and memory for them.
+
+
+FLOAT_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
+    """container with fn(tensor) for every tensor in dicts, lists, tuples and sets."""
+    if isinstance(container, torch.Tensor):
+        return fn(container)
+    if isinstance(container, OrderedDict):
+        made = container.__class__()
+        for key, value in container.items():
+            made[key] = apply_to_tensors(fn, value)
+        return made
+    if isinstance(container, PackedSequence):
+        return container._replace(data=fn(container.data))
+    if isinstance(container, dict):
+        return {key: apply_to_tensors(fn, value) for key, value in container.items()}
+    if isinstance(container, tuple) and hasattr(container, "_fields"):
+        return type(container)(*(apply_to_tensors(fn, value) for value in container))
+    if isinstance(container, list | tuple | set):
+        return type(container)(apply_to_tensors(fn, value) for value in container)
+    return container
+
+
+def cast_floats(dtype: torch.dtype, container: Any) -> Any:
+    """container with its floating point tensors as dtype."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_tensors(cast, container)
+
+
+def tensor_over(
+    memory: _C.MappedMemory, dtype: torch.dtype, offset: int, shape: torch.Size
+) -> torch.Tensor:
+    """A view of memory that begins at element `offset`."""
+    if not memory.on_host:
+        row = from_dlpack(memory)
+        if shape.numel() == 0:
+            return torch.empty(shape, dtype=dtype, device=row.device)
+        begin = offset * dtype.itemsize
+        row = row[begin : begin + shape.numel() * dtype.itemsize]
+        return row.view(dtype).view(shape)
+    if shape.numel() == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(
+        memory,
+        dtype=dtype,
+        offset=offset * dtype.itemsize,
+        count=shape.numel(),
+    )
+    return flat.view(shape)
+
+
+def new_zeros(shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """float32 zeros whose pages, in the host's memory, go back to the system with the
+    tensor: what malloc frees in pieces of a few MiB may stay with the process.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+    memory = _C.MappedMemory(shape.numel() * torch.float32.itemsize)
+    return tensor_over(memory, torch.float32, 0, shape)
+
+
+# How a module's parameters become groups, and what of them is on this rank.
+
 
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
 
@@ -233,3 +309,231 @@ def replace_parameters(unit: Unit, groups: list[Group], dtype: torch.dtype) -> N
                 param.requires_grad_(True)  # a copy's may be frozen meanwhile
                 param.register_post_accumulate_grad_hook(hook)
                 param.requires_grad_(entry.trains)
+
+
+# Parameters that are frozen, or trained again, after their module was wrapped.
+
+
+def _held(unit: Any) -> Iterator[tuple[Group, Entry, Any]]:
+    """Each parameter, and what optimizers have of it: a view, or its group's shard."""
+    for number, (group, shard) in enumerate(
+        zip(unit._groups, unit.sharded_params, strict=True)
+    ):
+        views = unit._views[number].pieces if unit.use_orig_params else ()
+        for place, entry in enumerate(group.entries):
+            yield group, entry, views[place][0] if views else shard
+
+
+def watched(unit: Any) -> tuple[Any, ...]:
+    """What the engine compares before a forward: what optimizers have of a parameter
+    and itself, those that were wrapped as trained ones first."""
+    trained: list[Any] = []
+    frozen: list[Any] = []
+    for group, entry, held in _held(unit):
+        (trained if group.requires_grad else frozen).extend((held, entry.param))
+    return (*trained, *frozen)
+
+
+def settle(unit: Any) -> tuple[bool, ...]:
+    """Which of the parameters that were wrapped as trained ones are frozen now, on both
+    sides: the one that has changed tells.
+
+    Raises RuntimeError for a parameter that was wrapped frozen and is to be trained,
+    and for a part of a flat parameter.
+    """
+    found = []
+    for group, entry, held in _held(unit):
+        own, shown = entry.param.requires_grad, held.requires_grad
+        path = entry.places[0].path
+        if not group.requires_grad:
+            if own or shown:
+                raise RuntimeError(
+                    f"{path} requires a gradient, and was frozen when it was wrapped: "
+                    "there is no room for one. Wrap it while it requires gradients, "
+                    "and freeze it after that"
+                )
+            continue
+        trains = shown if shown != entry.trains else own
+        if trains != shown and not unit.use_orig_params and len(group.entries) > 1:
+            raise RuntimeError(
+                f"{path}.requires_grad is {own}, and it is part of a flat parameter, "
+                f"whose requires_grad is {shown}: wrap with use_orig_params=True, "
+                "which has a parameter for each, or flatten_parameters=False"
+            )
+        entry.trains = trains
+        entry.param.requires_grad_(trains)
+        held.requires_grad_(trains)
+        found.append(not trains)
+    return tuple(found)
+
+
+# A shard by the parameters that lie in it, for optimizers that tell them apart.
+
+
+Pieces = list[tuple[nn.Parameter, int]]  # a view, and where it begins in the shard
+
+
+class Views:
+    """The views of a shard, whose gradients side by side are its gradient."""
+
+    def __init__(
+        self, shard: nn.Parameter, group: Group, communicator: _C.Communicator
+    ) -> None:
+        self.pieces = _cut(shard, group, communicator)
+        self.numel = shard.numel()
+        self.shape = shard.shape
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """What the next gradient is added to: that of all views that have one and want
+        more, -0 elsewhere; None where none has.
+
+        A view whose gradient was replaced is given its place in the whole again.
+        """
+        if all(view.grad is None for view, _ in self.pieces):
+            return None
+        row = self._row()
+        for view, begin in self.pieces:
+            place = _place(row, view, begin)
+            if view.grad is None or not view.requires_grad:
+                if view.grad is not None:
+                    view.grad = view.grad.clone()
+                place.fill_(-0.0)  # which a sum with no gradient is, too
+                continue
+            if view.grad.data_ptr() != place.data_ptr():
+                place.copy_(view.grad)
+            view.grad = place
+        return row.view(self.shape)
+
+    def receive(self, row: torch.Tensor, missing: list[int]) -> None:
+        """Share out a reduced gradient, of which the views `missing` have nothing."""
+        flat = row.detach().view(-1)
+        for number, (view, begin) in enumerate(self.pieces):
+            if view.grad is None and view.requires_grad and number not in missing:
+                view.grad = _place(flat, view, begin)
+
+    def _row(self) -> torch.Tensor:
+        """What the views' gradients are parts of; a new one where of none."""
+        for view, begin in self.pieces:
+            grad = view.grad
+            base = None if grad is None or grad.numel() == 0 else grad._base
+            if grad is None or base is None or base.numel() != self.numel:
+                continue
+            if base.view(-1)[begin:].data_ptr() == grad.data_ptr():
+                return base.view(-1)
+        return torch.zeros(
+            self.numel, dtype=torch.float32, device=self.pieces[0][0].device
+        )
+
+    def follow(self, shard: nn.Parameter) -> None:
+        """Be views of another shard: optimizers go on with them."""
+        for view, begin in self.pieces:
+            view.data = _place(shard.detach().view(-1), view, begin)
+
+
+def _place(row: torch.Tensor, view: torch.Tensor, begin: int) -> torch.Tensor:
+    return row[begin : begin + view.numel()].view(view.shape)
+
+
+def _cut(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces:
+    """A view of every parameter's part in the shard: of one dimension, or its rows.
+
+    One that has nothing on this rank has a view of no elements: all ranks' optimizers
+    then have the same parameters.
+    """
+    flat, offset = shard.detach().view(-1), communicator.rank * shard.numel()
+    pieces: Pieces = []
+    for entry in group.entries:
+        low = min(max(entry.at - offset, 0), shard.numel())
+        high = max(low, min(entry.at + entry.numel - offset, shard.numel()))
+        values = flat[low:high]
+        if shard.dim() > 1:
+            values = values.view(-1, *shard.shape[1:])
+        view: Any = nn.Parameter(values, requires_grad=group.requires_grad)
+        view._is_sharded = True
+        refuse_hooks(view)
+        view._part = part_of(entry, offset, communicator)
+        view._orig_size = entry.param.size()
+        pieces.append((view, low))
+    return pieces
+
+
+# ---- who is in the modules' tables
+
+
+def make(unit: Any) -> None:
+    """Give the unit's modules views of its shards for parameters."""
+    unit._views = [
+        Views(shard, group, unit.communicator)
+        for shard, group in zip(unit.sharded_params, unit._groups, strict=True)
+    ]
+    unit._unit.grad_owners = unit._views
+    show_views(unit)
+
+
+def adopt(unit: Any, copied: list[Views]) -> None:
+    """Let the unit have these views, which a copied optimizer has, for its own."""
+    each = zip(unit._views, copied, unit.sharded_params, strict=True)
+    for own, views, shard in each:
+        for (made, _), (view, _) in zip(own.pieces, views.pieces, strict=True):
+            view.__dict__.update(made.__dict__)
+        views.follow(shard)
+    unit._views = unit._unit.grad_owners = copied
+    show_views(unit)
+
+
+def show_views(unit: Any) -> None:
+    """Let the unit's modules have the views for parameters, under the first names.
+
+    Attributes stay what forward() computes with: an instance's own come before what
+    nn.Module finds in its tables.
+    """
+    for shard, views in zip(unit.sharded_params, unit._views, strict=True):
+        unit._parameters.pop(shard._name, None)
+        shard._pieces = views.pieces
+    for group, views in zip(unit._groups, unit._views, strict=True):
+        for entry, (view, _) in zip(group.entries, views.pieces, strict=True):
+            entry.param._sharded_param = view
+            for place in entry.places:
+                place.module._parameters[place.name] = view
+
+
+def show_shards(unit: Any) -> None:
+    """Let the unit have its shards for parameters, as checkpoints do."""
+    for group, shard in zip(unit._groups, unit.sharded_params, strict=True):
+        unit._parameters[shard._name] = shard
+        for entry in group.entries:
+            for place in entry.places:
+                place.module._parameters.pop(place.name, None)
+
+
+def views_shown(unit: Any) -> bool:
+    return unit.use_orig_params and not any(
+        shard._name in unit._parameters for shard in unit.sharded_params
+    )
+
+
+@contextlib.contextmanager
+def shards_shown(units: Iterable[Any]) -> Iterator[None]:
+    """Within it, units that have views for parameters have shards."""
+    changed = [unit for unit in units if views_shown(unit)]
+    for unit in changed:
+        show_shards(unit)
+    try:
+        yield
+    finally:
+        for unit in changed:
+            show_views(unit)
+
+
+def before_load(unit: Any, *unused: object) -> None:
+    """The hook of load_state_dict, which finds shards in states."""
+    if views_shown(unit):
+        show_shards(unit)
+
+
+def after_load(unit: Any) -> None:
+    """Let the views be those of the shards that the unit has now."""
+    for views, shard in zip(unit._views, unit.sharded_params, strict=True):
+        views.follow(shard)
+    show_views(unit)

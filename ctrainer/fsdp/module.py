@@ -10,10 +10,40 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ctrainer.fsdp import _alike, _codes, _full, _metadata, optim_state
-from ctrainer.fsdp._sharded import ShardedModule
-from ctrainer.fsdp._tensors import cast_floats
-from ctrainer.fsdp.state import TrainingState
+from ctrainer.fsdp import full_params, optim_state, shard_metadata
+from ctrainer.fsdp.layout import cast_floats, tensor_over
+from ctrainer.fsdp.sharded import ShardedModule, TrainingState
+
+# What the codes of gradients have missed so far, of all units: saved and loaded.
+
+
+def _residuals(root: Any) -> dict[str, torch.Tensor]:
+    """By the name of the unit, over its own memory."""
+    found = {}
+    for name, unit in root.named_modules():
+        memory = getattr(getattr(unit, "_unit", None), "residual", None)
+        if memory is not None and unit in root.units():
+            size = torch.Size([memory.nbytes // torch.float32.itemsize])
+            found[name] = tensor_over(memory, torch.float32, 0, size)
+    return found
+
+
+def state_dict(root: Any) -> dict[str, torch.Tensor]:
+    return {name: residual.clone() for name, residual in _residuals(root).items()}
+
+
+def load_state_dict(root: Any, state: dict[str, Any]) -> None:
+    residuals = _residuals(root)
+    expected = {name: r.numel() for name, r in residuals.items()}
+    given = {name: value.numel() for name, value in state.items()}
+    if given != expected:
+        raise ValueError(
+            f"error feedback is of units with {given} elements; expected {expected}, "
+            "of as many ranks: with others leave it out, and begin with none"
+        )
+    for name, residual in residuals.items():
+        residual.copy_(state[name])
+
 
 __all__ = ["FullyShardedDataParallel", "XlaFullyShardedDataParallel"]
 
@@ -111,7 +141,7 @@ class FullyShardedDataParallel(ShardedModule):
                 unit._is_root = False
         for name, unit in self.named_modules():
             if isinstance(unit, ShardedModule):
-                unit._unit.path = _metadata.original_name(f"{name}.").rstrip(".")
+                unit._unit.path = shard_metadata.original_name(f"{name}.").rstrip(".")
                 unit._unit.label = unit._unit.path or "the root"
         self._unit.set_units([unit._unit for unit in self.units()])
         if self.disable_reshard_on_root:
@@ -149,7 +179,7 @@ class FullyShardedDataParallel(ShardedModule):
             return self.module(*args, **kwargs)
         self._lazy_init()
         if self._is_root and not self._is_alike:
-            _alike.compare(self, self.units())
+            shard_metadata.compare(self, self.units())
             self._is_alike = True
         if self.compute_dtype != torch.float32:
             args, kwargs = cast_floats(self.compute_dtype, (args, kwargs))
@@ -260,7 +290,7 @@ class FullyShardedDataParallel(ShardedModule):
         was replaced by another.
         """
         self._assert_idle()
-        with _full.summoned(self.units() if recurse else [self], writeback):
+        with full_params.summoned(self.units() if recurse else [self], writeback):
             yield
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
@@ -279,7 +309,7 @@ class FullyShardedDataParallel(ShardedModule):
         in summon_full_params(), whose changes it has."""
         self._unit.recover()
         self.assert_state([TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS])
-        return _full.state_dict(self, self.units())
+        return full_params.state_dict(self, self.units())
 
     def load_full_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         """Take every rank's part out of the unwrapped module's state_dict().
@@ -288,7 +318,7 @@ class FullyShardedDataParallel(ShardedModule):
         parameters of other shapes; nothing is loaded then.
         """
         self._assert_idle()
-        _full.load_state_dict(self, self.units(), state, strict)
+        full_params.load_state_dict(self, self.units(), state, strict)
 
     # ---- optimizer states, under torch's names
 
@@ -307,14 +337,14 @@ class FullyShardedDataParallel(ShardedModule):
 
         Empty without reduce_bits and error_feedback.
         """
-        return _codes.state_dict(self)
+        return state_dict(self)
 
     def load_feedback_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what feedback_state_dict() gave on this rank.
 
         Raises ValueError where it is of other units or another number of ranks.
         """
-        _codes.load_state_dict(self, state)
+        load_state_dict(self, state)
 
     # ---- names and metadata
 
@@ -325,7 +355,12 @@ class FullyShardedDataParallel(ShardedModule):
         if self.use_orig_params:
             return list(self.named_parameters())
         return [
-            (_metadata.original_name(_metadata.join(name, shard._orig_name)), shard)
+            (
+                shard_metadata.original_name(
+                    shard_metadata.join(name, shard._orig_name)
+                ),
+                shard,
+            )
             for name, unit in self.named_modules()
             if isinstance(unit, FullyShardedDataParallel)
             for shard in unit.sharded_params
@@ -340,7 +375,7 @@ class FullyShardedDataParallel(ShardedModule):
         world_size and rank; shard_param_on_dim_0 and shard_size_multiple: how
         parameters are divided.
         """
-        return _metadata.shard_metadata(self, FullyShardedDataParallel)
+        return shard_metadata.shard_metadata(self, FullyShardedDataParallel)
 
 
 XlaFullyShardedDataParallel = FullyShardedDataParallel

@@ -10,14 +10,80 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ctrainer.fsdp import _full, _metadata
-from ctrainer.fsdp._optim_rows import Held, Row, held_in, rows_of, whole_in
-from ctrainer.fsdp._optimizer_state import OF_WHOLE
+from ctrainer.fsdp import full_params, shard_metadata
+from ctrainer.fsdp.consolidate import OF_WHOLE
+
+# Which parts of which parameters an optimizer of a sharded module has.
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter that an optimizer has, and the whole ones of which it has parts."""
+
+    param: Any
+    names: list[str]  # of whole parameters, the first name of tied ones
+    unit: Any = None  # None: it is whole itself
+    entries: tuple[Any, ...] = ()
+    begin: int = 0  # in the group, of this rank's first element
+
+    def cut(self, entry: Any) -> tuple[slice, slice]:
+        """Which elements of param are which of the whole parameter."""
+        low = max(self.begin, entry.at)
+        high = max(low, min(self.begin + self.param.numel(), entry.at + entry.numel))
+        own = slice(low - self.begin, high - self.begin)
+        return own, slice(low - entry.at, high - entry.at)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A shard: one parameter of an optimizer, or with use_orig_params several."""
+
+    held: list[Held]
+    unit: Any
+    group: Any
+    numel: int
+
+
+def rows_of(model: nn.Module) -> list[Row]:
+    """Units in the order of modules()."""
+    names = full_params.names_of(model)
+    rows = []
+    for unit in full_params.units_of(model):
+        for i, (_, group, shard) in enumerate(full_params.groups_of([unit])):
+            first = unit.rank * shard.numel()
+            firsts = [names[id(entry.param)][0] for entry in group.entries]
+            held = [Held(shard, firsts, unit, tuple(group.entries), first)]
+            if unit.use_orig_params:
+                held = [
+                    Held(view, [name], unit, (entry,), first + begin)
+                    for name, entry, (view, begin) in zip(
+                        firsts, group.entries, unit._views[i].pieces, strict=True
+                    )
+                ]
+            rows.append(Row(held, unit, group, shard.numel()))
+    return rows
+
+
+def held_in(model: nn.Module) -> list[Held]:
+    """What parameters() yields: of units, and then what no unit has."""
+    held = [one for row in rows_of(model) for one in row.held]
+    return held + whole_in(model, held)
+
+
+def whole_in(model: nn.Module, held: list[Held]) -> list[Held]:
+    sharded = {id(one.param) for one in held}
+    return [
+        Held(param, [shard_metadata.original_name(name)])
+        for name, param in model.named_parameters()
+        if id(param) not in sharded
+    ]
+
 
 State = dict[str, Any]
 Optimizer = torch.optim.Optimizer
@@ -93,7 +159,7 @@ def _add_row(state: dict[str, State], row: Row, optim: Optimizer, keep: bool) ->
         names = [name for one, _ in found for name in one.names]
         entries = [entry for one, _ in found for entry in one.entries]
         for name, entry in zip(names, entries, strict=True) if keep else ():
-            state.setdefault(name, {})[key] = _full.view_of(full, entry).clone()
+            state.setdefault(name, {})[key] = full_params.view_of(full, entry).clone()
 
 
 def _is_elementwise(one: Held, key: str, value: Any) -> bool:
@@ -325,7 +391,7 @@ def scatter_full_optim_state_dict(
 
     Raises ValueError where the model has no unit, whose ranks these are.
     """
-    units = _full.units_of(model)
+    units = full_params.units_of(model)
     if not units:
         raise ValueError("the model has no sharded module")
     full = _broadcast(units[0].communicator, full_optim_state_dict)
@@ -350,7 +416,9 @@ def sharded_optim_state_dict(
 
     Raises ValueError for a parameter of the optimizer that is not the model's.
     """
-    names = {id(p): [_metadata.without_wrapper(n)] for n, p in model.named_parameters()}
+    names = {
+        id(p): [shard_metadata.without_wrapper(n)] for n, p in model.named_parameters()
+    }
     own: State = optim.state_dict()
     for mine, given in zip(own["param_groups"], optim.param_groups, strict=True):
         mine["param_names"] = _renamed(given, names)["params"]

@@ -1,15 +1,21 @@
-"""What the constructor's arguments say: checked."""
+"""What the constructor's arguments say: options, the device, the groups of ranks."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ctrainer.fsdp._tensors import FLOAT_DTYPES
+from ctrainer import _C, comm
+from ctrainer.comm import nccl
+from ctrainer.fsdp.layout import FLOAT_DTYPES
+
+# What the constructor's arguments say: checked.
 
 
 def check_module(module: nn.Module, wrapper: type) -> None:
@@ -127,3 +133,208 @@ def predivide_factor(world_size: int) -> float:
     while world_size % factor == 0 and world_size / factor > factor:
         factor *= 2
     return float(factor)
+
+
+# Where a module's parameters are, and the group that shares them there.
+
+
+@dataclass(frozen=True)
+class Home:
+    """Memory that a unit works in. plugin: of its device, None for the host's."""
+
+    device: torch.device
+    plugin: Any = None
+
+    def group(self, over: _C.Communicator | None) -> _C.Communicator | None:
+        """The ranks of `over`, as a group that takes this memory. Collective."""
+        return over if over is None or self.plugin is None else _on_gpu(over)
+
+
+def home_of(module: nn.Module) -> Home:
+    """The one device on which are the module's parameters that no inner unit has.
+
+    Raises ValueError naming parameters on two devices, or one that is neither the host
+    nor the current GPU, RuntimeError saying what of the plugin is missing.
+    """
+    named = [(n, p) for n, p in module.named_parameters() if not _is_taken(p)]
+    devices = {param.device: name for name, param in named}
+    if len(devices) > 1:
+        each = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"a unit's parameters are on one device, and here are {each}: move the "
+            "module to one, or wrap the modules on the others as units of their own"
+        )
+    if not devices:
+        return _of_inner_units(module)
+    (device,) = devices
+    if device.type == "cpu":
+        return Home(device)
+    return Home(_usable(device), nccl.plugin().plugin)
+
+
+def _is_taken(param: nn.Parameter) -> bool:
+    return hasattr(param, "_is_sharded") or hasattr(param, "_sharded_param")
+
+
+def _of_inner_units(module: nn.Module) -> Home:
+    """A module without parameters of its own is where those below it are."""
+    found = (getattr(child, "home", None) for child in module.modules())
+    homes = [home for home in found if isinstance(home, Home)]
+    return homes[0] if homes else Home(torch.device("cpu"))
+
+
+def _usable(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        raise ValueError(
+            f"the module is on {device}; parameters can be sharded on the CPU and on "
+            "CUDA devices"
+        )
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):
+        raise ValueError(
+            f"the module is on {device} and the current device is cuda:{current}: call "
+            f"torch.cuda.set_device({device.index}) first"
+        )
+    return torch.device("cuda", current)
+
+
+@functools.cache
+def _on_gpu(over: _C.Communicator) -> _C.Communicator:
+    """NCCL's group of the same ranks, on a stream beside that of the computation."""
+    if over.backend == "nccl":
+        return over
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    _streams.append(stream)
+    return nccl.communicator(over, stream=int(stream.cuda_stream))
+
+
+_streams: list[Any] = []  # as long as the groups, which is as long as the process
+
+
+# Which ranks share a module's parameters, and which have the same shards.
+
+
+Groups = tuple[_C.Communicator, _C.Communicator | None]
+
+
+def hybrid_groups(
+    ranks_a_group: int, world: _C.Communicator | None = None
+) -> tuple[_C.Communicator, _C.Communicator]:
+    """The ranks in groups of so many, one after the other: for hybrid sharding.
+
+    world: who is to be divided; by default ctrainer.comm.world(). Returns this rank's
+    group, in which parameters are sharded, and its replicas: the ranks that have its
+    place in their groups. FSDP takes the pair as process_group; ranks_a_group is best
+    the number of ranks on a machine. Collective. Raises ValueError where the ranks
+    cannot be divided so.
+    """
+    world = comm.world() if world is None else world
+    if ranks_a_group < 1 or world.world_size % ranks_a_group != 0:
+        raise ValueError(
+            f"ranks_a_group is {ranks_a_group}; expected a divisor of the "
+            f"{world.world_size} ranks"
+        )
+    shards = world.split(world.rank // ranks_a_group)
+    replicas = world.split(world.rank % ranks_a_group)
+    assert shards is not None
+    assert replicas is not None
+    return shards, replicas
+
+
+def groups_of(
+    process_group: Any,
+    device_mesh: Any,
+    sharding_groups: Any,
+    replica_groups: Any,
+    rank: int | None,
+    world_size: int | None,
+) -> Groups:
+    """The ranks that share and their replicas, as the constructor's arguments say."""
+    given = process_group if device_mesh is None else _of_mesh(device_mesh)
+    if isinstance(given, tuple):
+        if len(given) != 2:
+            raise ValueError(
+                f"process_group is a tuple of {len(given)}; expected two groups, of "
+                "the ranks that share and of those with the same shards"
+            )
+        return _checked(_adopted(given[0]), _adopted(given[1]))
+    shards = _sharing(given, sharding_groups, rank, world_size)
+    if replica_groups is None:
+        return shards, None
+    return _checked(shards, _of_lists(replica_groups))
+
+
+def _sharing(
+    process_group: Any, sharding_groups: Any, rank: int | None, world_size: int | None
+) -> _C.Communicator:
+    """The ranks that share: those given, this rank's list of ranks, or all."""
+    if process_group is not None:
+        return _adopted(process_group)
+    if sharding_groups is None:
+        return comm.world()
+    if rank is None or world_size is None:
+        raise ValueError(
+            "sharding_rank and sharding_world_size must be provided when "
+            "sharding_groups is specified"
+        )
+    found = _of_lists(sharding_groups)
+    if (found.rank, found.world_size) != (rank, world_size):
+        raise ValueError(
+            f"sharding_rank={rank} and sharding_world_size={world_size}, but "
+            f"sharding_groups makes this rank {found.rank} of {found.world_size}"
+        )
+    return found
+
+
+def _checked(shards: _C.Communicator, replicas: _C.Communicator) -> Groups:
+    """All replicas have to have the same place among as many ranks. Collective."""
+    own = f"rank {shards.rank} of {shards.world_size}"
+    for replica, place in enumerate(replicas.gather_bytes(own.encode())):
+        if place.decode() != own:
+            raise ValueError(
+                f"replica {replica} shares as {place.decode()}, replica "
+                f"{replicas.rank} as {own}: they do not have the same shards"
+            )
+    return shards, replicas
+
+
+def _of_mesh(mesh: Any) -> Any:
+    """Of torch's DeviceMesh: all ranks, or (replicas, ranks that share)."""
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"device_mesh has {mesh.ndim} dimensions; expected 1, or 2 for hybrid "
+            "sharding: replicas, and the ranks that share"
+        )
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return mesh.get_group(1), mesh.get_group(0)
+
+
+def _adopted(group: Any) -> _C.Communicator:
+    if isinstance(group, _C.Communicator):
+        return group
+    from ctrainer.comm import process_group
+
+    return process_group.shared_communicator(group)
+
+
+def _of_lists(groups: Any) -> _C.Communicator:
+    if isinstance(groups, _C.Communicator):
+        return groups
+    return _own_group(tuple(tuple(group) for group in groups))
+
+
+@functools.cache
+def _own_group(groups: tuple[tuple[int, ...], ...]) -> _C.Communicator:
+    """The communicator of the list that this rank is in, one for all units."""
+    world = comm.world()
+    own = [group for group in groups if world.rank in group]
+    if len(own) != 1:
+        raise ValueError(
+            f"rank {world.rank} must be in exactly one of the lists of ranks {groups}"
+        )
+    if len(own[0]) == world.world_size:
+        return world
+    made = world.split(groups.index(own[0]), own[0].index(world.rank))
+    assert made is not None
+    return made

@@ -2,30 +2,164 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import weakref
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from ctrainer import _C
-from ctrainer.fsdp import (
-    _copies,
-    _device,
-    _frozen,
-    _groups,
-    _layout,
-    _metadata,
-    _options,
-    _values,
-    _views,
-)
-from ctrainer.fsdp._buffers import cast_buffers
+from ctrainer.fsdp import initial_values, layout, options, shard_metadata
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
-from ctrainer.fsdp.state import TrainingState
-from ctrainer.fsdp.unit import Unit
+from ctrainer.fsdp.layout import new_zeros
+
+# Where a unit is in an iteration.
+
+
+class TrainingState(Enum):
+    """Outside of its forward and backward, in its forward, in its backward before and
+    after the first gradient of one of its parameters, or in summon_full_params()."""
+
+    IDLE = 1
+    FORWARD = 2
+    BACKWARD_PRE = 3
+    BACKWARD_POST = 4
+    SUMMON_FULL_PARAMS = 5
+
+
+# A unit as torch sees it: what the engine asks of autograd.
+
+
+class Unit(_C.FSDPUnit):
+    """The engine of one module, with torch's answers to its questions."""
+
+    owner: Callable[[], Any]  # a weak reference to the module
+    path = ""  # of the module, from its root
+
+    _grad_enabled = staticmethod(torch.is_grad_enabled)
+    _graph_task = staticmethod(torch._C._current_graph_task_id)
+    _current_node = staticmethod(torch._C._current_autograd_node)
+    _next_sequence_nr = staticmethod(torch._C._autograd._get_sequence_nr)
+
+    def _queue(self) -> Callable[[], Any]:
+        """Have the backward that is under way end with the module's own ending.
+
+        Returns a weak reference to what autograd keeps for it, and drops when the
+        backward has ended, with an exception or without.
+        """
+        end = self.owner()._end_of_backward
+        Variable._execution_engine.queue_callback(end)
+        return weakref.ref(end)
+
+    def _new_gradient(self, group: int) -> torch.Tensor:
+        shard = self.shards[group]
+        return new_zeros(shard.shape, shard.device)
+
+    def _settle_trained(self) -> tuple[bool, ...]:
+        return layout.settle(self.owner())
+
+    def _check_order(self, what: str) -> None:
+        """Raise ValueError on all ranks where they do not come to the same unit."""
+        own = f"{what} {self.path!r}" if self.path else f"{what} the root"
+        answers = self.communicator.gather_bytes(own.encode())
+        told = [answer.decode() for answer in answers]
+        if any(other != own for other in told):
+            each = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(told))
+            raise ValueError(
+                f"ranks use different units, or in different orders: {each}. All ranks "
+                "have to call the same modules in the same order"
+            )
+
+    def assert_state(self, states: list[int]) -> None:
+        self.owner().assert_state([TrainingState(state) for state in states])
+
+
+# Buffers in the dtype that a module computes in.
+
+
+def cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating point buffers below root, those of inner units too.
+
+    The dtype that a buffer had at first is kept in its `_orig_dtype`.
+    """
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and buffer.dtype != dtype:
+                cast: Any = buffer.to(dtype)
+                cast._orig_dtype = getattr(buffer, "_orig_dtype", buffer.dtype)
+                setattr(module, name, cast)
+
+
+# Copies of sharded modules.
+
+
+M = TypeVar("M")
+
+
+@contextlib.contextmanager
+def _without_memory(unit: Any) -> Iterator[None]:
+    """Within it full parameters have their shapes, and one element for all places."""
+    own = [entry.param for group in unit._groups for entry in group.entries]
+    homes = [(p, p.data) for p in [*own, *(p for _, p in unit.borrowed)]]
+    for param, home in homes:
+        one = torch.zeros((), dtype=home.dtype, device=home.device)
+        param.data = one.expand(home.shape)
+    try:
+        yield
+    finally:
+        for param, home in homes:
+            param.data = home
+
+
+# Attributes that a copy makes anew: its engine, and those that it borrows from.
+_OF_THE_ENGINE = {"_unit", "_lenders"}
+
+
+def deep_copy(unit: M, memo: dict[int, Any]) -> M:
+    """A copy of a unit and of all below it.
+
+    Raises ValueError in the middle of a forward or backward.
+    """
+    source: Any = unit
+    source._assert_idle()
+    made: Any = object.__new__(type(source))
+    memo[id(source)] = made
+    for shared in (source.communicator, source.replicas, source.home):
+        memo[id(shared)] = shared
+    if "_lenders" in source.__dict__:
+        made.__dict__["_lenders"] = None
+    with _without_memory(source):
+        for name, value in source.__dict__.items():
+            if name not in _OF_THE_ENGINE:
+                made.__dict__[name] = copy.deepcopy(value, memo)
+    _settle(made, source)
+    return made  # type: ignore[no-any-return]
+
+
+def _settle(made: Any, source: Any) -> None:
+    """Give the copy an engine like its source's."""
+    for shard, group in zip(made.sharded_params, made._groups, strict=True):
+        made._sharding.mark(shard, group)
+    views = made.__dict__.get("_views")
+    made._share_out()
+    if views is not None:
+        layout.adopt(made, views)
+        made._watched = layout.watched(made)
+    made._unit.divide_factors = source._unit.divide_factors
+    made._unit.require_sync = source._unit.require_sync
+    if made._unit.residual is not None:
+        memoryview(made._unit.residual)[:] = memoryview(source._unit.residual)
+    made._reset_lazy_init()
+
+
+# A module whose parameters have been taken over by a unit, and what it is made of.
+
 
 # Longer blocks would leave holes as long, which few others fit. A tensor of 1 MiB has
 # to be among those that are kept, with what torch and malloc put around it: the next
@@ -88,13 +222,13 @@ class ShardedModule(nn.Module):
         watch_released: bool = False,
         return_memory: bool = True,
     ) -> None:
-        _options.check_module(module, ShardedModule)
-        _options.check_flags(ShardedModule.__init__, locals())
+        options.check_module(module, ShardedModule)
+        options.check_flags(ShardedModule.__init__, locals())
         super().__init__()
-        self.compute_dtype = _options.float_dtype(
+        self.compute_dtype = options.float_dtype(
             "compute_dtype", compute_dtype, torch.float32
         )
-        self.buffer_dtype = _options.float_dtype(
+        self.buffer_dtype = options.float_dtype(
             "buffer_dtype", buffer_dtype, self.compute_dtype
         )
         self._orig_reshard_after_forward = reshard_after_forward
@@ -108,14 +242,14 @@ class ShardedModule(nn.Module):
         self.gather_bits, self.reduce_bits = gather_bits, reduce_bits
         self.error_feedback = error_feedback
         self.forward_prefetch = forward_prefetch
-        self.backward_prefetch = _options.backward_prefetch(backward_prefetch)
-        self._offloads = _options.offloads(cpu_offload)
+        self.backward_prefetch = options.backward_prefetch(backward_prefetch)
+        self._offloads = options.offloads(cpu_offload)
         self.sharding_groups = sharding_groups
         self.on_neuron = on_neuron
         self._debug_dummy_forward_pass = _debug_dummy_forward_pass
         self._debug_dummy_all_reduce_op = _debug_dummy_all_reduce_op
         self._debug_msg, self._debug_print = _debug_msg, _debug_print
-        communicator, replicas = _groups.groups_of(
+        communicator, replicas = options.groups_of(
             process_group,
             device_mesh,
             sharding_groups,
@@ -126,7 +260,7 @@ class ShardedModule(nn.Module):
         self.communicator: _C.Communicator = communicator
         self.replicas: _C.Communicator | None = replicas
         self.rank, self.world_size = communicator.rank, communicator.world_size
-        self._sharding = _layout.Sharding(
+        self._sharding = layout.Sharding(
             self.communicator,
             self.rank,
             self.world_size,
@@ -134,26 +268,26 @@ class ShardedModule(nn.Module):
             on_dim_0=on_neuron or shard_param_on_dim_0,
             pads=shard_param_on_dim_0,
         )
-        init = param_init_fn or _values.initializer(module)
+        init = param_init_fn or initial_values.initializer(module)
         if auto_wrap_policy is not None:
             alike = functools.partial(
                 self._inner_like,
                 param_init_fn=init,
                 sync_module_states=sync_module_states,
             )
-            _options.wrap_children(
+            options.wrap_children(
                 module, auto_wrap_policy, auto_wrapper_callable or alike
             )
         sources = [self.replicas, self.communicator] if sync_module_states else []
         groups = [group for group in sources if group is not None]
-        _values.settle(module, init, groups, ShardedModule)
-        self.home = _device.home_of(module)
+        initial_values.settle(module, init, groups, ShardedModule)
+        self.home = options.home_of(module)
         self.communicator = self.home.group(communicator) or communicator
         self.replicas = self.home.group(replicas)
         self.borrowed = self._borrow(module)
-        _options.check_parameters(module)
+        options.check_parameters(module)
         self._wrap(module)
-        poison = _options.poison()
+        poison = options.poison()
         self._flags = (
             watch_released or poison == "protect",
             poison == "nan" and not watch_released,
@@ -172,7 +306,7 @@ class ShardedModule(nn.Module):
             )
         self._reset_lazy_init()
         hooked: Any = self  # this has no types in torch
-        hooked.register_load_state_dict_pre_hook(_views.before_load)
+        hooked.register_load_state_dict_pre_hook(layout.before_load)
         hooked.register_load_state_dict_post_hook(_after_load)
         on_host = self.home.plugin is None  # activations elsewhere are not malloc's
         self._unit.return_memory = return_memory and on_host
@@ -183,9 +317,9 @@ class ShardedModule(nn.Module):
 
     # ---- construction
 
-    def _borrow(self, module: nn.Module) -> list[tuple[_layout.Place, Any]]:
+    def _borrow(self, module: nn.Module) -> list[tuple[layout.Place, Any]]:
         """Parameters below that units outside of this one have: refused."""
-        for place, _ in _layout.of_other_units(module):
+        for place, _ in layout.of_other_units(module):
             raise ValueError(
                 f"{place.path} is a parameter of another unit, too: wrap the module "
                 f"that is around both instead of this {type(module).__name__}"
@@ -203,11 +337,11 @@ class ShardedModule(nn.Module):
             module, flat, auto_unflatten_state_dict=False, _flatten=False
         )
         groups = [
-            _layout.under(group, "_fsdp_wrapped_module")
+            layout.under(group, "_fsdp_wrapped_module")
             for group in self._fsdp_wrapped_module._groups
         ]
         if not self.flatten_parameters:
-            groups += [_layout.lone_group(e) for e in _layout.entries_of(self, params)]
+            groups += [layout.lone_group(e) for e in layout.entries_of(self, params)]
         for group in groups:
             self._sharding.fit(group)
         self._groups = groups
@@ -236,7 +370,7 @@ class ShardedModule(nn.Module):
         unit.forward_prefetch = self.forward_prefetch
         unit.backward_pre = self.backward_prefetch == "BACKWARD_PRE"
         unit.backward_post = self.backward_prefetch == "BACKWARD_POST"
-        factor = _options.predivide_factor(self.world_size)
+        factor = options.predivide_factor(self.world_size)
         unit.divide_factors = (factor, self.world_size / factor)
         return unit
 
@@ -250,10 +384,10 @@ class ShardedModule(nn.Module):
                 entry.param._sharded_param = shard
                 entry.param._unit = weakref.ref(self._unit)
         self._unit.shards = self.sharded_params
-        _layout.replace_parameters(self._unit, self._groups, self.compute_dtype)
+        layout.replace_parameters(self._unit, self._groups, self.compute_dtype)
         if self.use_orig_params:
-            _views.make(self)
-        self._watched: tuple[Any, ...] = _frozen.watched(self)
+            layout.make(self)
+        self._watched: tuple[Any, ...] = layout.watched(self)
 
     def _inner_like(self, module: nn.Module, **more: Any) -> ShardedModule:
         """A child that auto_wrap_policy chooses, with the options of this one."""
@@ -283,7 +417,7 @@ class ShardedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with memory of its own in the same groups, without gradients."""
-        return _copies.deep_copy(self, memo)
+        return deep_copy(self, memo)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -324,12 +458,12 @@ class ShardedModule(nn.Module):
         found = super().named_parameters(prefix, recurse, remove_duplicate)
         summoned = self.training_state is TrainingState.SUMMON_FULL_PARAMS
         plain = summoned or self.use_orig_params
-        rename = _metadata.original_name if plain else str
+        rename = shard_metadata.original_name if plain else str
         return ((rename(name), param) for name, param in found)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards."""
-        with _views.shards_shown(self.units()):
+        with layout.shards_shown(self.units()):
             return super().state_dict(*args, **kwargs)
 
     @property
@@ -397,6 +531,6 @@ def _after_load(module: Any, incompatible: object) -> None:
         module._sharding.mark(shard, group)
     module.sharded_params = module._unit.shards = shards
     if module.use_orig_params:
-        _views.after_load(module)
-    module._watched = _frozen.watched(module)
+        layout.after_load(module)
+    module._watched = layout.watched(module)
     module._unit.release()

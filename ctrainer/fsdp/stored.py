@@ -1,9 +1,14 @@
-"""Tensors that lie in files: where, and how they become others without being read."""
+"""Tensors that lie in files: where, in safetensors and in archives of torch.save, and
+how they become others without being read.
+"""
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import pickle
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +17,9 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.checkpoint.files import expected_of, unchanged
+
+# Tensors that lie in files: where, and how they become others without being read.
+
 
 # (path or None for zeros, offset, bytes): what C copies from file to file.
 Excerpt = tuple[bytes | None, int, int]
@@ -106,3 +114,163 @@ def read_safetensors_index(path: str) -> tuple[dict[str, str], dict[str, Stored]
         tensors[name] = Stored(path, at, tag, shape)
         at += nbytes
     return metadata, tensors
+
+
+# What a file of torch.save holds, its tensors left where they are.
+#
+# The pickle is read with less trust than weights_only=True has: a name that it gives is
+# looked up in one short table of plain types, and what is not there is refused.
+
+
+_STORAGES = {
+    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16",
+    "BFloat16Storage": "BF16", "LongStorage": "I64", "IntStorage": "I32",
+    "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
+    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64",
+}  # fmt: skip
+ARCHIVED = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "complex64": "C64", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    key: str
+    tag: str
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's own, whose memo is a dict: no number in the file makes it large."""
+
+    def __init__(self, file: io.BytesIO, archive: _Archive) -> None:
+        super().__init__(file)
+        self._archive = archive
+        self._names: dict[tuple[str, str], Any] = {
+            ("collections", "OrderedDict"): OrderedDict,
+            ("torch", "Size"): tuple,
+            ("torch", "device"): str,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_of_dtype,
+            ("torch._utils", "_rebuild_parameter"): _parameter,
+            ("torch.storage", "UntypedStorage"): "U8",
+            **{("torch", name): tag for name, tag in _STORAGES.items()},
+            **{("torch", name): name for name in ARCHIVED},
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._names:
+            raise ValueError(
+                f"{self._archive.path}: holds a {module}.{name}; shard files may hold "
+                "tensors, numbers, strings, lists, tuples and dicts only"
+            )
+        return self._names[module, name]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, tag, key, _, _ = pid
+        return _Storage(key, tag)
+
+    def _tensor(
+        self,
+        storage: _Storage,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        *_: Any,
+    ) -> Stored:
+        return self._archive.tensor(storage.key, storage.tag, offset, shape, stride)
+
+    def _tensor_of_dtype(
+        self,
+        storage: _Storage,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        _requires_grad: bool,
+        _hooks: Any,
+        dtype: str,
+        *_: Any,
+    ) -> Stored:
+        return self._archive.tensor(storage.key, ARCHIVED[dtype], offset, shape, stride)
+
+
+def _parameter(data: Stored, *_: Any) -> Stored:
+    return data
+
+
+class _Archive:
+    """The records of a file that torch.save wrote, which C has checked."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._places = _C.archive_index(path, expected_of(path))
+
+    def load(self) -> Any:
+        if self._record("byteorder", b"little") != b"little":
+            raise ValueError(f"{self.path}: was written by a big-endian machine")
+        return _Unpickler(io.BytesIO(self._record("data.pkl")), self).load()
+
+    def _record(self, name: str, default: bytes | None = None) -> bytes:
+        if default is not None and name not in self._places:
+            return default
+        offset, nbytes = self._place(name)
+        memory = np.empty(nbytes, np.uint8)
+        read_into(memory, os.fsencode(self.path), offset)
+        return memory.tobytes()
+
+    def tensor(
+        self,
+        key: str,
+        tag: str,
+        begin: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> Stored:
+        if not _is_contiguous(shape, stride):
+            raise ValueError(
+                f"{self.path}: holds a tensor of shape {shape} and stride {stride}; "
+                "save .contiguous() ones"
+            )
+        offset, nbytes = self._place(f"data/{key}")
+        found = Stored(self.path, offset + begin * ITEM_BYTES[tag], tag, shape)
+        if begin < 0 or (begin + found.numel) * ITEM_BYTES[tag] > nbytes:
+            raise ValueError(f"{self.path}: a tensor of shape {shape} ends too late")
+        return found
+
+    def _place(self, name: str) -> tuple[int, int]:
+        if name not in self._places:
+            raise ValueError(f"{self.path}: has no record {name!r}")
+        return self._places[name]
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for extent, step in zip(reversed(shape), reversed(stride), strict=True):
+        if extent == 0:
+            return True
+        if extent != 1 and step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def read_archive(path: str) -> Any:
+    """The object that torch.save wrote to path, with a Stored for each tensor, a tuple
+    for each torch.Size and the name of each dtype. Every record is compared with its
+    checksum.
+
+    Raises:
+        ValueError: the file is damaged, not of torch.save's format since torch 1.6, or
+            holds something else than plain data.
+    """
+    archive = _Archive(path)
+    try:
+        return archive.load()
+    except (OSError, ValueError) as problem:
+        if path in str(problem):
+            raise
+        raise ValueError(f"{path}: is no file of torch.save: {problem!r}") from None
+    except Exception as problem:
+        raise ValueError(f"{path}: is no file of torch.save: {problem!r}") from None

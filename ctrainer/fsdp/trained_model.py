@@ -1,34 +1,153 @@
-"""A sharded Trainer's files: shards of checkpoints, and the whole weights."""
+"""A Trainer's model, sharded: which modules become units, and its files."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import glob
+import logging
 import os
 import tempfile
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ctrainer import _C
 from ctrainer.adapters import _saved_names
 from ctrainer.adapters._torch_checkpoint import raise_unless_all, weight_files
 from ctrainer.adapters._torch_files import load_plain
 from ctrainer.checkpoint.files import expected_of, unchanged
-from ctrainer.fsdp import _files, _full, _metadata
-from ctrainer.fsdp._optimizer_state import consolidate_optimizers
-from ctrainer.fsdp._shard_set import find_shards, shard_paths
-from ctrainer.fsdp._shards import Shard, described, read_shard
+from ctrainer.comm import world
+from ctrainer.comm.machines import ranks_a_machine
+from ctrainer.fsdp import full_params, initial_values, shard_files, shard_metadata
 from ctrainer.fsdp.consolidate import (
+    consolidate_optimizers,
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
     one_shard,
 )
+from ctrainer.fsdp.flatten import FlattenParamsWrapper
+from ctrainer.fsdp.module import FullyShardedDataParallel
 from ctrainer.fsdp.optim_state import (
     rekeyed,
     shard_full_optim_state_dict,
     sharded_optim_state_dict,
 )
-from ctrainer.fsdp.shard_files import save_shard, tensors_of
+from ctrainer.fsdp.options import hybrid_groups
+from ctrainer.fsdp.shard_files import (
+    Shard,
+    described,
+    find_shards,
+    read_shard,
+    save_shard,
+    shard_paths,
+    tensors_of,
+)
+from ctrainer.fsdp.sharded import ShardedModule
+
+if TYPE_CHECKING:
+    from ctrainer.arguments.fsdp import Sharding
+
+
+# Which modules of a Trainer's model become units.
+
+
+logger = logging.getLogger("ctrainer.trainer")
+
+
+def choose(model: nn.Module, sharding: Sharding) -> set[int]:
+    """The ids of the modules below `model` that become units.
+
+    By the names of their classes, or by the number of their parameters. Never one that
+    shares a parameter with a module outside of it, of which both would have a part.
+
+    Raises ValueError for the name of a class of which the model has no module.
+    """
+    if not sharding.wraps:
+        return set()
+    if sharding.min_num_params is not None:
+        chosen = _by_size(model, sharding.min_num_params)
+    else:
+        chosen = _by_class(model, sharding.layers)
+    places = _places(model)
+    return {
+        id(module)
+        for module in chosen
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and all(places[p] == n for p, n in _places(module).items())
+    }
+
+
+def _by_class(model: nn.Module, layers: tuple[str, ...] | None) -> list[nn.Module]:
+    names = set(layers or getattr(model, "_no_split_modules", None) or ())
+    found = [m for m in _below(model) if type(m).__name__ in names]
+    missing = names - {type(m).__name__ for m in found}
+    if layers and missing:
+        there = sorted({type(m).__name__ for m in _below(model)})
+        raise ValueError(
+            f"fsdp_config: transformer_layer_cls_to_wrap names {sorted(missing)}, of "
+            f"which the model has no module; its classes are {', '.join(there)}"
+        )
+    if not found:
+        logger.warning(
+            "The model tells no classes of layers (_no_split_modules): it becomes one "
+            "unit, gathered whole. Set transformer_layer_cls_to_wrap or min_num_params "
+            "in fsdp_config."
+        )
+    return found
+
+
+def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """The innermost modules first: what is in a unit does not count for those around.
+    Attention of torch reads the weights of what is below it, which stay with it.
+    """
+    found: list[nn.Module] = []
+    if least > 0:
+        for child in model.children():
+            _add_large(child, least, found)
+    return found
+
+
+def _add_large(module: nn.Module, least: int, found: list[nn.Module]) -> int:
+    """Append the units at and below the module; how many parameters are in them."""
+    inside = 0
+    if not isinstance(module, nn.MultiheadAttention):
+        inside = sum(_add_large(child, least, found) for child in module.children())
+    count = sum(p.numel() for p in module.parameters())
+    if count - inside >= least:
+        found.append(module)
+        return count
+    return inside
+
+
+def _below(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if module is not model]
+
+
+def _places(module: nn.Module) -> Counter[nn.Parameter]:
+    """In how many places of modules each parameter is."""
+    return Counter(
+        parameter
+        for below in module.modules()
+        for parameter in below._parameters.values()
+        if parameter is not None
+    )
+
+
+def recompute(model: nn.Module, chosen: set[int]) -> None:
+    """Let the chosen modules keep their inputs instead of their activations."""
+    from ctrainer.compat.fairscale import checkpoint_wrapper
+
+    for module in model.modules():
+        if id(module) in chosen:
+            checkpoint_wrapper(module)
+
+
+# A sharded Trainer's files: shards of checkpoints, and the whole weights.
+
 
 PREFIX, SUFFIX = "shard-", "[0-9]*-of-*.safetensors"
 State = dict[str, Any]
@@ -64,26 +183,26 @@ def gather(model: Any, folder: str, keep: bool) -> dict[str, torch.Tensor]:
     more of it than one unit at a time. Collective.
     """
     if not keep:
-        for unit, group, shard in _full.groups_of(model.units()):
-            _full.gathered(unit, group, shard)
+        for unit, group, shard in full_params.groups_of(model.units()):
+            full_params.gathered(unit, group, shard)
         return {}
     os.makedirs(folder, exist_ok=True)
-    names = _full.names_of(model)
+    names = full_params.names_of(model)
     memory = _Scratch(folder, _full_bytes(model))
     state: dict[str, torch.Tensor] = {}
-    for unit, group, shard in _full.groups_of(model.units()):
-        full = _full.gathered(unit, group, shard)
+    for unit, group, shard in full_params.groups_of(model.units()):
+        full = full_params.gathered(unit, group, shard)
         for entry in group.entries:
-            value = memory.copy(_full.view_of(full, entry))
+            value = memory.copy(full_params.view_of(full, entry))
             state.update(dict.fromkeys(names[id(entry.param)], value))
-    for name, buffer in _full.persistent_buffers(model):
+    for name, buffer in full_params.persistent_buffers(model):
         dtype = getattr(buffer, "_orig_dtype", buffer.dtype)
         state[name] = buffer.detach().to(dtype, copy=True)
     return state
 
 
 def _full_bytes(model: Any) -> int:
-    groups = _full.groups_of(model.units())
+    groups = full_params.groups_of(model.units())
     entries = (entry for _, group, _ in groups for entry in group.entries)
     return sum(entry.numel for entry in entries) * torch.float32.itemsize
 
@@ -136,16 +255,15 @@ def load_weights(model: Any, folder: str) -> None:
 
 
 def _load_mapped(model: Any, folder: str, files: list[str]) -> None:
-    from ctrainer.fsdp import _trained
 
     state: State = {}
     for path in files:
         if path.endswith(".safetensors"):
-            state |= _files.mapped(path)
+            state |= shard_files.mapped(path)
         else:
             state |= load_plain(path, expected_of(path))
-    module, own = _trained.unwrapped(model), _own_names(model)
-    with _trained.without_wrappers(model):
+    module, own = unwrapped(model), _own_names(model)
+    with without_wrappers(model):
         layout = _saved_names.layout(module, own, state)
         raise_unless_all(folder, *layout.fit(state))
         state = layout.state(state)
@@ -154,9 +272,9 @@ def _load_mapped(model: Any, folder: str, files: list[str]) -> None:
 
 def _own_names(model: Any) -> State:
     """The whole weights' names, with tensors of their shapes and no memory."""
-    names = _full.names_of(model)
-    own = dict(_full.persistent_buffers(model))
-    for _, group, _ in _full.groups_of(model.units()):
+    names = full_params.names_of(model)
+    own = dict(full_params.persistent_buffers(model))
+    for _, group, _ in full_params.groups_of(model.units()):
         for entry in group.entries:
             empty = torch.empty(entry.param.shape, device="meta")
             own.update(dict.fromkeys(names[id(entry.param)], empty))
@@ -246,18 +364,18 @@ def _whole_average(folder: str, load: Any) -> State | None:
 
 def _own_average(model: Any, average: Any, whole: State) -> State:
     """This rank's part of whole averages, by the names that its own have."""
-    names = _full.names_of(model)
+    names = full_params.names_of(model)
     keys = {id(v): key for key, v in model.state_dict(keep_vars=True).items()}
     own = {
-        key: whole[_metadata.original_name(key)]
+        key: whole[shard_metadata.original_name(key)]
         for key in average.averages
-        if _metadata.original_name(key) in whole
+        if shard_metadata.original_name(key) in whole
     }
-    for unit, group, shard in _full.groups_of(model.units()):
+    for unit, group, shard in full_params.groups_of(model.units()):
         key = keys[id(shard)]
         if key in average.averages:
             own[key] = torch.zeros_like(average.averages[key])
-            _full.load_group(unit, group, own[key], names, whole)
+            full_params.load_group(unit, group, own[key], names, whole)
     return own
 
 
@@ -323,7 +441,233 @@ def _same_units(model: Any, folder: str) -> bool:
     """Have the shards the names that the model's have, and of the same parameters?"""
     place = os.path.join(glob.escape(folder), f"{PREFIX}{SUFFIX}")
     names, saved = described(sorted(glob.glob(place))[0])
-    own = _files.plain(model.get_shard_metadata())
+    own = shard_files.plain(model.get_shard_metadata())
     return names == list(model.state_dict()) and all(
         saved[key] == own[key] for key in ("shard_info", "flatten_info")
     )
+
+
+# A Trainer's model, sharded: which modules become units, and names as before.
+
+
+logger = logging.getLogger("ctrainer.trainer")
+
+
+class TrainedModel(FullyShardedDataParallel):
+    """The outermost unit, with parameters and modules by their names before wrapping.
+
+    named_parameters() gives each parameter's part of the shards, under the names and in
+    the order that the parameters had; get_submodule() passes over the wrappers. What
+    tells parameters apart by name, such as weight decay, so goes on working.
+    """
+
+    _places: dict[str, int]  # in the model as it was
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        places = self.__dict__.get("_places", {})
+        found = super().named_parameters(prefix, recurse, remove_duplicate)
+        outer = f"{prefix}." if prefix else ""
+        last = len(places)
+        return iter(
+            sorted(found, key=lambda it: places.get(it[0].removeprefix(outer), last))
+        )
+
+    def get_submodule(self, target: str) -> nn.Module:
+        found: Any = unwrapped(self)
+        for word in target.split(".") if target else ():
+            found = unwrapped(getattr(found, word))
+        return found  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name == "generate":
+            return self._with_all_values(found)
+        return self._save_together if name == "save_pretrained" else found
+
+    def _with_all_values(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method as it runs while all parameters are there: one that calls the
+        module as often as its data asks for, on each rank."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.summon_full_params(writeback=False):
+                return method(*args, **kwargs)
+
+        return call
+
+    def _save_together(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's save_pretrained() on the run's first rank, with all values.
+        Collective."""
+        first = world().rank == 0
+        state = gather(self, os.fspath(save_directory), first)
+        try:
+            if first:
+                with whole(self, state) as module:
+                    return module.save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.communicator.barrier()
+        return None
+
+
+def unwrapped(module: Any) -> Any:
+    while isinstance(module, ShardedModule | FlattenParamsWrapper):
+        module = module.module
+    return module
+
+
+@contextlib.contextmanager
+def whole(model: TrainedModel, state: dict[str, torch.Tensor]) -> Iterator[Any]:
+    """The module as it was before it was sharded, with the values of `state`, on this
+    rank alone; for what saves it, and not to be called."""
+    units, names = model.units(), full_params.names_of(model)
+    values = [
+        (entry, state[names[id(entry.param)][0]])
+        for _, group, _ in full_params.groups_of(units)
+        for entry in group.entries
+    ]
+    with full_params.shown(units, values), without_wrappers(model):
+        yield unwrapped(model)
+
+
+@contextlib.contextmanager
+def without_wrappers(model: TrainedModel) -> Iterator[None]:
+    """Within it the wrapped module's tree has no wrappers, as before; its tables have
+    parts for parameters. For what reads names and dtypes of modules.
+    """
+    wrapped = [
+        (module, name, child)
+        for module in model.modules()
+        if not isinstance(module, ShardedModule | FlattenParamsWrapper)
+        for name, child in module._modules.items()
+        if isinstance(child, ShardedModule)
+    ]
+    for module, name, child in wrapped:
+        module._modules[name] = unwrapped(child)
+    try:
+        yield
+    finally:
+        for module, name, child in wrapped:
+            module._modules[name] = child
+
+
+def shard(
+    model: nn.Module, sharding: Sharding, args: Any, group: _C.Communicator
+) -> TrainedModel:
+    """`model` in units over the ranks of `group`, computing as args.bf16 and args.fp16
+    say. Collective.
+
+    All ranks take rank 0's values, a unit at a time, unless sharding.synchronizes is
+    False. A model on the meta device that gets no values so begins with new ones.
+
+    Raises ValueError for a model that cannot be sharded as it is, and for names of
+    layers that it has not.
+    """
+    groups = _groups(sharding, group)
+    _ready_dtype(model, args)
+    chosen = choose(model, sharding)
+    if sharding.recomputes:
+        recompute(model, chosen)
+    names = [name for name, _ in model.named_parameters()]
+    options = _options(sharding, args) | {
+        "process_group": groups,
+        "param_init_fn": initial_values.initializer(model),
+        "sync_module_states": sharding.synchronizes,
+    }
+
+    def wrap(module: nn.Module) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(
+            module, execute_sharding_on_init=False, **options
+        )
+
+    made = TrainedModel(
+        model,
+        auto_wrap_policy=lambda module, recurse: id(module) in chosen,
+        auto_wrapper_callable=wrap,
+        **options,
+    )
+    made._places = {name: place for place, name in enumerate(names)}
+    return made
+
+
+def begins_anew(model: nn.Module, sharding: Sharding, group: _C.Communicator) -> bool:
+    """Whether sharding makes new values: the model is on the meta device on rank 0, or,
+    where ranks keep their own, on all.
+
+    Collective. Raises ValueError where some ranks that keep their own have none.
+    """
+    own = b"1" if initial_values.is_on_meta(model) else b""
+    empty = [told == b"1" for told in group.gather_bytes(own)]
+    if sharding.synchronizes:
+        return empty[0]
+    if any(empty) and not all(empty):
+        missing = [rank for rank, none in enumerate(empty) if none]
+        raise ValueError(
+            f"the model is on the meta device on ranks {missing}, and fsdp_config has "
+            "sync_module_states=False: set it to True, so that they get rank 0's "
+            "values, or make the model on the CPU"
+        )
+    return all(empty)
+
+
+def _groups(sharding: Sharding, group: _C.Communicator) -> Any:
+    """Who shares: all, or the ranks of a machine, with the others' as replicas.
+
+    Raises ValueError where machines have not equally many ranks side by side.
+    """
+    if not sharding.hybrid:
+        return group
+    each = ranks_a_machine(group)
+    if each is None:
+        raise ValueError(
+            "fsdp: hybrid_shard needs as many ranks on every machine, numbered one "
+            "machine after the other; start them so, or use full_shard"
+        )
+    return group if each == group.world_size else hybrid_groups(each, group)
+
+
+def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
+    """Gradients are reduced, and buffers kept, in float32 whatever computes."""
+    compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    return {
+        "compute_dtype": compute,
+        "buffer_dtype": "float32",
+        "fp32_reduce_scatter": True,
+        "reshard_after_forward": sharding.reshard_after_forward,
+        "on_neuron": False,
+        "flatten_parameters": True,
+        "use_orig_params": True,
+        "return_memory": not args.malloc_tuning,
+        "forward_prefetch": sharding.forward_prefetch,
+        "backward_prefetch": sharding.backward_prefetch,
+        "gather_bits": sharding.gather_bits,
+        "reduce_bits": sharding.reduce_bits,
+        "error_feedback": sharding.error_feedback,
+        "cpu_offload": sharding.cpu_offload,
+        **sharding.xla_options,
+    }
+
+
+def _ready_dtype(model: nn.Module, args: Any) -> None:
+    """Shards are float32; a model of 16 bits that trains in mixed precision becomes
+    so, as accelerate has it."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float32:
+            continue
+        if not parameter.is_floating_point() or parameter.element_size() == 1:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}, as of a quantized model, "
+                "and sharded parameters are float32: load the model without "
+                "quantization_config, or train it without fsdp"
+            )
+        if not (args.bf16 or args.fp16):
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}, and sharded parameters are "
+                "float32: load the model with dtype=torch.float32; with bf16 or fp16 "
+                "it computes in 16 bits all the same"
+            )
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        logger.warning("The parameters become float32, of which each rank has a part.")
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()

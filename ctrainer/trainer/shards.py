@@ -59,20 +59,22 @@ class ShardsMixin(CheckpointMixin):
         shards, or its weights where the model had no values to replace by them."""
         if self._sharding is None:
             return
-        from ctrainer.fsdp import _trained, _trainer_files
+        from ctrainer.fsdp import trained_model
 
-        if not isinstance(self.model, _trained.TrainedModel):
+        if not isinstance(self.model, trained_model.TrainedModel):
             self._set_signature_columns_if_needed()  # type: ignore[attr-defined]
             self._flos_per_token = self._adapter.flos_per_token(self.model)
             group = self._communicator
-            anew = _trained.begins_anew(self.model, self._sharding, group)
-            self.model = _trained.shard(self.model, self._sharding, self.args, group)
+            anew = trained_model.begins_anew(self.model, self._sharding, group)
+            self.model = trained_model.shard(
+                self.model, self._sharding, self.args, group
+            )
             self.model_wrapped = self.model
             self._shard_group = self.model.communicator
             if anew and checkpoint is not None and not _has_shards(checkpoint):
-                _trainer_files.load_weights(self.model, checkpoint)
+                trained_model.load_weights(self.model, checkpoint)
         if checkpoint is not None and _has_shards(checkpoint):
-            _trainer_files.load_model(self.model, checkpoint)
+            trained_model.load_model(self.model, checkpoint)
 
     def _check_optimizer(self) -> None:
         """Raise ValueError for an optimizer that needs whole parameters."""
@@ -106,18 +108,18 @@ class ShardsMixin(CheckpointMixin):
         own_saving = is_overridden(self, "_save")
         if in_checkpoint and not self._sharding.saves_full and not own_saving:
             return {}
-        from ctrainer.fsdp import _trainer_files
+        from ctrainer.fsdp import trained_model
 
-        return _trainer_files.gather(self.model, folder, self.args.should_save)
+        return trained_model.gather(self.model, folder, self.args.should_save)
 
     def _save_shared(self, folder: str, weights: dict[str, Any]) -> Any:
         """_save() of a model that looks as it did before it was sharded."""
         if not weights:
             return self._save(folder, weights)
-        from ctrainer.fsdp import _trained
+        from ctrainer.fsdp import trained_model
 
         sharded = self.model
-        with _trained.whole(sharded, weights) as self.model:
+        with trained_model.whole(sharded, weights) as self.model:
             try:
                 return self._save(folder, weights)
             finally:
@@ -144,12 +146,12 @@ class ShardsMixin(CheckpointMixin):
 
     def _save_shards(self, folder: str) -> None:
         """Into the folder, where this rank sees it, and else by those that write."""
-        from ctrainer.fsdp import _trainer_files
+        from ctrainer.fsdp import trained_model
 
         def save(to: str) -> None:
-            _trainer_files.save(to, self.model, self.optimizer)
+            trained_model.save(to, self.model, self.optimizer)
 
-        if not _trainer_files.is_first_replica(self.model, self._communicator):
+        if not trained_model.is_first_replica(self.model, self._communicator):
             return
         if os.path.isdir(folder) and not self.args.save_on_each_node:
             save(folder)
@@ -200,9 +202,9 @@ class ShardsMixin(CheckpointMixin):
             if not is_on_meta(self.model if model is None else model):
                 super()._load_from_checkpoint(folder, model)
         elif self._sharding is None:
-            from ctrainer.fsdp import _trainer_files
+            from ctrainer.fsdp import trained_model
 
-            _trainer_files.load_into_whole(self.model, folder)
+            trained_model.load_into_whole(self.model, folder)
         # A sharded model loads its shards when it is one, in _shard_model; one without
         # values its weights, too.
 
@@ -211,17 +213,17 @@ class ShardsMixin(CheckpointMixin):
         if checkpoint is None or (whole and not _has_shards(checkpoint)):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        from ctrainer.fsdp import _trainer_files
+        from ctrainer.fsdp import trained_model
 
         load = self._adapter.checkpoints.load_object
         scheduler = load(checkpoint, "scheduler.pt")
         if _has_shards(checkpoint):
-            state = _trainer_files.optimizer_state(
+            state = trained_model.optimizer_state(
                 None if whole else self.model, self.optimizer, checkpoint
             )
         else:
             found = load(checkpoint, "optimizer.pt")
-            state = _trainer_files.part_of_whole(self.model, self.optimizer, found)
+            state = trained_model.part_of_whole(self.model, self.optimizer, found)
         self._take_optimizer_and_scheduler(checkpoint, state, scheduler)
         self._load_feedback(checkpoint)
 
@@ -244,15 +246,15 @@ class ShardsMixin(CheckpointMixin):
         sharded = checkpoint is not None and _has_shards(checkpoint)
         if self.weight_average is None or checkpoint is None:
             return
-        from ctrainer.fsdp import _trainer_files
+        from ctrainer.fsdp import trained_model
 
         alone = self._shard_group is None
         if (alone and not sharded) or (
-            sharded and not alone and _trainer_files.same_layout(self.model, checkpoint)
+            sharded and not alone and trained_model.same_layout(self.model, checkpoint)
         ):
             super()._load_weight_average(checkpoint)
             return
-        state = _trainer_files.average_state(
+        state = trained_model.average_state(
             None if alone else self.model,
             self.weight_average,
             checkpoint,
@@ -267,12 +269,12 @@ class ShardsMixin(CheckpointMixin):
         if self._shard_group is None:
             super()._load_best_weights(folder)
             return
-        from ctrainer.fsdp import _trainer_files
+        from ctrainer.fsdp import trained_model
 
         if _has_shards(folder):
-            _trainer_files.load_model(self.model, folder)
+            trained_model.load_model(self.model, folder)
         else:
-            _trainer_files.load_weights(self.model, folder)
+            trained_model.load_weights(self.model, folder)
 
 
 def is_on_meta(model: Any) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ctrainer import _C, optim
-from ctrainer.fsdp._layout import Part
+from ctrainer.fsdp.layout import Part
 
 
 def part_of(whole: torch.Tensor, part: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import nn  # noqa: E402
 
 from ctrainer import _C  # noqa: E402
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP  # noqa: E402
-from ctrainer.fsdp import _device  # noqa: E402
+from ctrainer.fsdp import options as fsdp_options  # noqa: E402
 
 RANKS = 2
 Values = dict[str, torch.Tensor]
@@ -107,8 +107,8 @@ def test_updates_on_the_device_are_those_on_the_host(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     on_host = on_every_rank(cuda, lambda group: trained(group, **options))
-    home = _device.Home(torch.device("cpu"), cuda.plugin)
-    monkeypatch.setattr(_device, "home_of", lambda module: home)
+    home = fsdp_options.Home(torch.device("cpu"), cuda.plugin)
+    monkeypatch.setattr(fsdp_options, "home_of", lambda module: home)
     on_device = on_every_rank(cuda, lambda group: trained(group, **options))
     before = on_every_rank(cuda, lambda group: sharded(group).full_state_dict())
     assert not torch.equal(on_host[0]["3.weight"], before[0]["3.weight"])
@@ -134,8 +134,8 @@ def test_any_model_trains_on_the_device_like_plain_torch(
         # A reentrant checkpoint of what needs no gradient says so, in both runs.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         expected = models.in_one_process(plain, spec)
-        home = _device.Home(torch.device("cpu"), cuda.plugin)
-        monkeypatch.setattr(_device, "home_of", lambda module: home)
+        home = fsdp_options.Home(torch.device("cpu"), cuda.plugin)
+        monkeypatch.setattr(fsdp_options, "home_of", lambda module: home)
 
         def train(group: _C.Communicator) -> None:
             model = models.sharded(copies[group.rank], spec, group, watch_released=True)
@@ -155,8 +155,8 @@ def test_a_parameter_without_a_gradient_has_none_on_the_device(
 ) -> None:
     case = missing_gradients.drawn(seed) | {"hybrid": False}
     expected = missing_gradients.train_whole(case)
-    home = _device.Home(torch.device("cpu"), cuda.plugin)
-    monkeypatch.setattr(_device, "home_of", lambda module: home)
+    home = fsdp_options.Home(torch.device("cpu"), cuda.plugin)
+    monkeypatch.setattr(fsdp_options, "home_of", lambda module: home)
 
     def train(group: _C.Communicator) -> None:
         found = missing_gradients.train_sharded(case, group, **options)
@@ -168,8 +168,8 @@ def test_a_parameter_without_a_gradient_has_none_on_the_device(
 def test_memory_is_the_devices_and_comes_and_goes(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home = _device.Home(torch.device("cpu"), cuda.plugin)
-    monkeypatch.setattr(_device, "home_of", lambda module: home)
+    home = fsdp_options.Home(torch.device("cpu"), cuda.plugin)
+    monkeypatch.setattr(fsdp_options, "home_of", lambda module: home)
 
     def work(group: _C.Communicator) -> list[Any]:
         model = sharded(group)
@@ -217,6 +217,6 @@ def test_tensors_keep_the_memory_that_they_are_views_of() -> None:
 def test_parameters_on_two_devices_are_named() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, device="meta")})
     with pytest.raises(ValueError, match=r"a\.bias on cpu, b\.bias on meta"):
-        _device.home_of(model)
+        fsdp_options.home_of(model)
     with pytest.raises(ValueError, match="the module is on meta; parameters can be"):
-        _device.home_of(model["b"])
+        fsdp_options.home_of(model["b"])

@@ -326,7 +326,9 @@ AREAS = {
             "ctrainer/checkpoint/files.py ctrainer/checkpoint/schema.py":
                 "python/checkpoint/test_damaged_checkpoints.py "
                 "python/checkpoint/test_trainer_checkpoints.py",
-            "ctrainer/checkpoint/disk.py": "python/checkpoint/test_durable_files.py",
+            "ctrainer/checkpoint/disk.py":
+                "python/checkpoint/test_durable_files.py "
+                "python/fsdp/test_fsdp_files_together.py",
             "ctrainer/trainer/rank_files.py":
                 "python/checkpoint/test_ranks_checkpoints.py",
             python("adapters", "_saved_names"):
@@ -411,39 +413,32 @@ AREAS = {
             core("mapping"): "core/test_mapping.c",
             binding("mapped_memory", "mapped_memory_dlpack"):
                 "python/trainer/test_copies.py cuda/test_fsdp_device.py",
-            "ctrainer/arguments/fsdp.py " + python("fsdp", "_options"):
+            "ctrainer/arguments/fsdp.py":
                 "python/fsdp/test_fsdp_options.py python/fsdp/test_fsdp_errors.py",
-            python("fsdp", "module", "unit", "_full", "_layout", "_sharded",
-                   "_tensors", "_views"):
-                "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py",
+            python("fsdp", "full_params", "module", "sharded"):
+                "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py "
+                "python/fsdp/test_fsdp_copies.py",
+            python("fsdp", "layout"):
+                "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py "
+                "python/fsdp/test_fsdp_freezing.py",
             python("fsdp", "flatten"):
                 "python/fsdp/test_fsdp_errors.py python/fsdp/test_fsdp.py",
-            python("fsdp", "_alike"): "python/comm/test_ranks_differ.py",
-            python("fsdp", "_copies"): "python/fsdp/test_fsdp_copies.py",
-            python("fsdp", "_codes"): "python/fsdp/test_fsdp_codes.py",
-            python("fsdp", "_frozen"): "python/fsdp/test_fsdp_freezing.py",
-            python("fsdp", "_groups"):
-                "python/fsdp/test_fsdp_hybrid.py python/fsdp/test_fsdp_values.py",
-            python("fsdp", "_buffers", "_values"): "python/fsdp/test_fsdp_values.py",
-            python("fsdp", "_device"): "cuda/test_fsdp_device.py",
-            python("fsdp", "memory_tables"): "python/fsdp/test_fsdp_memory.py",
-            python("fsdp", "_optim_rows", "_optimizer_state", "optim_state"):
+            python("fsdp", "options"):
+                "python/fsdp/test_fsdp_options.py python/fsdp/test_fsdp_errors.py "
+                "python/fsdp/test_fsdp_hybrid.py cuda/test_fsdp_device.py",
+            python("fsdp", "initial_values"): "python/fsdp/test_fsdp_values.py",
+            python("fsdp", "optim_state"):
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_world_sizes.py "
                 "python/fsdp/test_fsdp_checkpoints.py",
-            python("fsdp", "_trained", "_units"):
+            "ctrainer/trainer/shards.py " + python("fsdp", "trained_model"):
                 "python/fsdp/test_fsdp_trainer.py python/fsdp/test_fsdp_meta.py "
                 "parity/test_fine_tuning.py",
-            "ctrainer/trainer/shards.py " + python("fsdp", "_trainer_files"):
-                "python/fsdp/test_fsdp_trainer.py",
-            python("fsdp", "_files", "_metadata", "_shard_checks", "_shard_layout",
-                   "_shard_set", "_shards", "_stored", "_torch_archive",
-                   "consolidate", "shard_files"):
+            python("fsdp", "consolidate", "shard_files", "stored"):
                 "python/fsdp/test_fsdp_checkpoints.py "
                 "python/fsdp/test_fsdp_shard_faults.py "
                 "python/fsdp/test_fsdp_files_together.py",
-            python("fsdp", "_together"):
-                "python/fsdp/test_fsdp_files_together.py "
-                "python/checkpoint/test_durable_files.py",
+            python("fsdp", "shard_metadata"):
+                "python/fsdp/test_fsdp_checkpoints.py python/comm/test_ranks_differ.py",
             "ctrainer/fsdp/memory_plan.py":
                 "python/fsdp/test_fsdp_memory.py python/fsdp/test_fsdp_traffic.py",
         },

@@ -17,9 +17,9 @@ import ctrainer
 from ctrainer.adapters.torch import checkpoints
 from ctrainer.fsdp import (
     FullyShardedDataParallel,
-    _trainer_files,
     consolidate_sharded_model_checkpoints,
     save_shard,
+    trained_model,
 )
 
 load_object = checkpoints.load_object
@@ -250,7 +250,7 @@ def _save_each_by_itself(source: str, target: str) -> None:
         f"{source}/shard-", "*.safetensors", save_model=False
     )
     model.load_full_state_dict(weights)
-    full = _trainer_files._whole_optimizer(source)
+    full = trained_model._whole_optimizer(source)
     assert full is not None
     shards = dict(model.get_original_names_and_sharded_parameters())
     groups = [
@@ -263,10 +263,10 @@ def _save_each_by_itself(source: str, target: str) -> None:
         own["param_names"] = [keys[id(shard)] for shard in group["params"]]
     content = {"model": model.state_dict(), "optimizer": state,
                "shard_metadata": model.get_shard_metadata()}  # fmt: skip
-    name = _trainer_files.file_name(model.rank, model.world_size)
+    name = trained_model.file_name(model.rank, model.world_size)
     save_shard(content, f"{target}/{name}")
     average = ctrainer.average.EMA(model, 0.8)
-    found = _trainer_files.average_state(model, average, source, load_object)
+    found = trained_model.average_state(model, average, source, load_object)
     torch.save(found, f"{target}/weight_average_{model.rank}.pt")
 
 

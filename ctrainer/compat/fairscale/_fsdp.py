@@ -15,13 +15,13 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ctrainer.compat.fairscale import _optim_state
 from ctrainer.compat.fairscale._groups import communicator_of
 from ctrainer.fsdp import FullyShardedDataParallel as Engine
-from ctrainer.fsdp import TrainingState, _layout, consolidate_sharded_state_dicts
-from ctrainer.fsdp._metadata import is_flat, original_name
-from ctrainer.fsdp._shard_layout import parts_of
-from ctrainer.fsdp._tensors import cast_floats
+from ctrainer.fsdp import TrainingState, consolidate_sharded_state_dicts, layout
+from ctrainer.fsdp.layout import cast_floats
+from ctrainer.fsdp.shard_files import parts_of
+from ctrainer.fsdp.shard_metadata import is_flat, original_name
 
 
-def _lenders_of(borrowed: list[tuple[_layout.Place, Any]]) -> list[Any]:
+def _lenders_of(borrowed: list[tuple[layout.Place, Any]]) -> list[Any]:
     """The engines of the units that parameters are borrowed from.
 
     Raises RuntimeError where there is none, as in a copy of the borrower alone.
@@ -135,8 +135,8 @@ class FullyShardedDataParallel(Engine):
 
     # ---- parameters of units beside this one
 
-    def _borrow(self, module: nn.Module) -> list[tuple[_layout.Place, Any]]:
-        found = _layout.of_other_units(module)
+    def _borrow(self, module: nn.Module) -> list[tuple[layout.Place, Any]]:
+        found = layout.of_other_units(module)
         below = {id(m._unit) for m in module.modules() if isinstance(m, Engine)}
         for place, param in found:
             if id(param._unit()) in below:
@@ -144,7 +144,7 @@ class FullyShardedDataParallel(Engine):
                     f"{place.path} is a parameter of a unit below, too: wrap both in "
                     "one unit"
                 )
-            _layout.hide(place, param)
+            layout.hide(place, param)
         # None in a copy, whose lenders may be made after it.
         self._lenders: list[Any] | None = _lenders_of(found)
         return found

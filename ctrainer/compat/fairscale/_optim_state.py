@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ctrainer.fsdp import optim_state
-from ctrainer.fsdp._optim_rows import held_in
+from ctrainer.fsdp.optim_state import held_in
 
 State = dict[str, Any]
 

@@ -30,7 +30,7 @@ from ctrainer.checkpoint import (
     read_own_state,
     read_safetensors,
 )
-from ctrainer.fsdp._shards import read_shard
+from ctrainer.fsdp.shard_files import read_shard
 from ctrainer.trainer_state import TrainerState
 
 SEED = 20_000
@@ -117,7 +117,7 @@ def fairseq_bytes(folder: Path) -> Any:
 
 def shards(folder: Path) -> Any:
     """One file of each format, with its tensors in memory."""
-    from ctrainer.fsdp._files import item_of, tensor_of
+    from ctrainer.fsdp.shard_files import item_of, tensor_of
 
     def read(value: Any) -> Any:
         if isinstance(value, dict):
@@ -135,7 +135,7 @@ def shards(folder: Path) -> Any:
 
 
 def make_shards(folder: Path, seed: int) -> None:
-    from ctrainer.fsdp._files import item_of, write_shard
+    from ctrainer.fsdp.shard_files import item_of, write_shard
 
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randn(64, generator=generator)
@@ -477,11 +477,11 @@ def test_shards_are_put_together_right_or_named(ending: str, tmp_path: Path) -> 
 def test_a_shard_that_changes_after_its_check_is_named(
     ending: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ctrainer.fsdp import _files, load_shard
+    from ctrainer.fsdp import load_shard, shard_files
 
     make_shards(tmp_path, 0)
     path = tmp_path / f"shard-0.{ending}"
-    plain = _files.tensor_of
+    plain = shard_files.tensor_of
 
     def late(item: Any) -> Any:
         data = bytearray(path.read_bytes())
@@ -491,7 +491,7 @@ def test_a_shard_that_changes_after_its_check_is_named(
         path.write_bytes(data)
         return plain(item)
 
-    monkeypatch.setattr(_files, "tensor_of", late)
+    monkeypatch.setattr(shard_files, "tensor_of", late)
     with pytest.raises(ValueError, match=f"shard-0.{ending}: was changed while it was"):
         load_shard(path)
 
@@ -499,11 +499,11 @@ def test_a_shard_that_changes_after_its_check_is_named(
 def test_a_mapped_file_that_is_replaced_after_its_check_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ctrainer.fsdp import _files
+    from ctrainer.fsdp import shard_files
 
     make_shards(tmp_path, 0)
     path = tmp_path / "shard-0.safetensors"
-    plain = _files._map
+    plain = shard_files._map
 
     def late(name: str, index: Any) -> Any:
         data = path.read_bytes()
@@ -511,10 +511,10 @@ def test_a_mapped_file_that_is_replaced_after_its_check_is_named(
         path.write_bytes(data)
         return plain(name, index)
 
-    assert _files.mapped(str(path))
-    monkeypatch.setattr(_files, "_map", late)
+    assert shard_files.mapped(str(path))
+    monkeypatch.setattr(shard_files, "_map", late)
     with pytest.raises(ValueError, match=r"shard-0.safetensors: was changed while it"):
-        _files.mapped(str(path))
+        shard_files.mapped(str(path))
 
 
 def test_a_damaged_adapter_is_named(tmp_path: Path) -> None:

@@ -15,11 +15,7 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.fsdp import (
-    FlatParameter,
-    FlattenParamsWrapper,
-    _layout,
-)
+from ctrainer.fsdp import FlatParameter, FlattenParamsWrapper, layout
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp.flatten import replace_by_prefix
 
@@ -76,7 +72,7 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (
         AssertionError,
         "there are parameters in params_to_shard not belonging to this module.",
-        lambda: _layout.entries_of(linear(), linear().parameters()),
+        lambda: layout.entries_of(linear(), linear().parameters()),
     ),
     (AssertionError, "expects all parameters to have same dtype: ", of_two_dtypes),
     (

@@ -15,6 +15,7 @@ from fsdp_trees import WIDTH, Scale
 from torch import nn
 
 from ctrainer import _C
+from ctrainer.checkpoint.disk import write_together
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp import (
     consolidate_sharded_model_checkpoints,
@@ -22,7 +23,6 @@ from ctrainer.fsdp import (
     reshard_checkpoints,
     save_shard,
 )
-from ctrainer.fsdp._together import write_together
 
 RESULT, BESIDE = "full.safetensors", "full.optimizer.safetensors"
 

@@ -9,7 +9,7 @@ from places import ROOT
 
 from ctrainer import __main__
 from ctrainer.fsdp import UnitSize, memory_plan
-from ctrainer.fsdp.memory_tables import DECODERS
+from ctrainer.fsdp.memory_plan import DECODERS
 
 
 def test_the_models_have_the_parameters_that_were_published() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from ctrainer import _C
 from ctrainer.arguments.fsdp import Sharding
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
-from ctrainer.fsdp._trained import shard
+from ctrainer.fsdp.trained_model import shard
 
 WORLD = 2
 SCENARIOS = "fsdp_prefetch_scenarios"
