@@ -26,29 +26,7 @@ from ctrainer.fairseq.indexed_dataset import MMapIndexedDataset, make_builder
 
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
-GLOO = ranks.GLOO.replace("seconds=60.0", "seconds=200.0")
-
-# How many ranks a group has, and how it is made.
-GROUPS = {
-    "shm": (2, "from ctrainer.comm import world\ngroup = world(200.0)\n"),
-    "python": (
-        2,
-        GLOO
-        + "from ctrainer.comm.process_group import communicator\n"
-        + "group = communicator()\n",
-    ),
-    "levels": (
-        4,
-        GLOO
-        + "from ctrainer.comm.machines import over_machines\n"
-        + "from ctrainer.comm.process_group import communicator\n"
-        + "group = over_machines(communicator(), 200.0, machine=str(rank // 2))\n",
-    ),
-}
-CHILDREN = """
-import fork_scenarios
-told = fork_scenarios.run(group, folder, {seed}, {n})
-"""
+GROUPS = {"shm": 2, "python": 2, "levels": 4}  # how many ranks each has
 
 
 @pytest.mark.parametrize("backend", GROUPS)
@@ -56,10 +34,10 @@ told = fork_scenarios.run(group, folder, {seed}, {n})
 def test_groups_outlive_children_however_they_end(
     tmp_path: Path, backend: str, seed: int
 ) -> None:
-    world, join = GROUPS[backend]
-    n = draws(10 if backend == "shm" else 5, 10)
-    body = join + CHILDREN.format(seed=seed, n=n) + "tell([group.backend, told])\n"
-    first, *others = ranks.told(ranks.run_ranks(tmp_path, body, world))
+    world, n = GROUPS[backend], draws(10 if backend == "shm" else 5, 10)
+    options = {"backend": backend, "seed": seed, "n": n}
+    made = ranks.run(tmp_path, "forked_children", world, **options)
+    first, *others = ranks.told(made)
     assert first[0] == backend
     assert len(first[1]) == n
     assert others == [first] * (world - 1)
@@ -71,31 +49,15 @@ def test_groups_outlive_children_however_they_end(
 )
 @pytest.mark.parametrize("seed", range(draws(1, 3)))
 def test_groups_over_mpi_outlive_children(tmp_path: Path, seed: int) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os\n"
-        "from ctrainer.comm.mpi import communicator\n"
-        "group = communicator(timeout_seconds=200.0)\n"
-        f"folder = {str(tmp_path)!r}\n"
-        + CHILDREN.format(seed=seed, n=draws(5, 10))
-        + "os.write(1, f'whole {len(told)}\\n'.encode())\n"
-    )
+    given = [str(tmp_path), str(seed), str(draws(5, 10))]
+    program = [sys.executable, "-m", "programs.forked_children_mpi", *given]
     done = subprocess.run(
-        [str(MPIEXEC), "-n", "2", sys.executable, str(script)],
+        [str(MPIEXEC), "-n", "2", *program],
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=ranks.LIMIT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"whole {draws(5, 10)}") == 2
-
-
-TRAINING = """
-import fork_scenarios
-plain = fork_scenarios.training(f"{folder}/plain", 0, False, forks=False)
-forking = fork_scenarios.training(
-    f"{folder}/forking", %(workers)d, %(persistent)s, forks=True)
-tell(forking == plain)
-"""
 
 
 @pytest.mark.parametrize(
@@ -109,8 +71,9 @@ tell(forking == plain)
 def test_a_run_goes_on_while_its_ranks_fork(
     tmp_path: Path, workers: int, persistent: bool
 ) -> None:
-    body = TRAINING % {"workers": workers, "persistent": persistent}
-    assert ranks.told(ranks.run_ranks(tmp_path, body)) == [True, True]
+    options = {"workers": workers, "persistent": persistent}
+    made = ranks.run(tmp_path, "forked_training", **options)
+    assert ranks.told(made) == [True, True]
 
 
 def _in_child(work: Callable[[], object]) -> int:

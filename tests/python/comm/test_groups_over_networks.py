@@ -46,25 +46,6 @@ done
 for rank in $ranks; do wait $rank; done
 """
 
-WORK = """
-import json, sys, time
-import numpy as np
-from ctrainer.comm import from_environment
-group = from_environment(60.0)
-values = np.arange(5001.0) * (group.rank + 1)
-group.all_reduce(values)
-out = np.zeros(4)
-group.all_gather(out, np.array([10.0 + group.rank]))
-longer = np.ones(250_000)
-began = time.monotonic()
-group.all_reduce(longer)
-seconds = time.monotonic() - began
-alike = bool((longer == 4).all()) and bool((values == np.arange(5001.0) * 10).all())
-who = [group.backend, group.rank, group.world_size]
-print(json.dumps([*who, alike, out.tolist(), seconds]))
-group.barrier()
-"""
-
 
 def can_make_machines() -> bool:
     if not all(shutil.which(name) for name in ("unshare", "nsenter", "ip", "tc")):
@@ -77,11 +58,10 @@ def test_ranks_in_two_networks_make_one_group(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     if not can_make_machines():
         pytest.skip("needs unshare, ip and the right to make network name spaces")
-    script = tmp_path / "rank.py"
-    script.write_text(WORK)
+    program = ROOT / "tests/programs/networks.py"
     command = ["unshare", "-rn", "bash", "-c", MACHINES, "machines"]
     done = subprocess.run(
-        [*command, sys.executable, str(script), str(tmp_path)],
+        [*command, sys.executable, str(program), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

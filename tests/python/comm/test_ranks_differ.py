@@ -156,28 +156,11 @@ def test_a_rank_whose_loop_ends_early_is_named_in_data_parallel(
         assert re.search(rf"rank {early}\b", text), text
 
 
-LOOP = """
-import torch, os, signal, time
-from torch import nn
-from ctrainer import DataParallel
-torch.manual_seed(0)
-model = DataParallel(nn.Linear(6, 4))
-began = time.monotonic()
-try:
-    for step in range(2 + (rank != 1)):
-        model(torch.ones(3, 6)).sum().backward()
-    if rank == 1 and %r:
-        os.kill(os.getpid(), signal.SIGKILL)
-except RuntimeError as error:
-    tell([str(error), time.monotonic() - began])
-"""
-
-
 @pytest.mark.parametrize("killed", [False, True], ids=["ends", "is killed"])
 def test_a_process_whose_loop_ends_early_is_named_in_data_parallel(
     tmp_path: Path, killed: bool
 ) -> None:
-    first, early, last = ranks.run_ranks(tmp_path, LOOP % killed, 3)
+    first, early, last = ranks.run(tmp_path, "loop_ends_early", 3, killed=killed)
     assert early.told is None
     assert early.code == (-9 if killed else 0), early.output
     for rank in (first, last):
@@ -188,41 +171,12 @@ def test_a_process_whose_loop_ends_early_is_named_in_data_parallel(
 
 
 # Engines of torch, and machines of two ranks each, all of this one machine.
-OVER_PROCESSES = """
-import desync_scenarios as scenarios
-from ctrainer.comm.machines import over_machines
-from ctrainer.comm.process_group import communicator
-
-def train(group, kinds, wrong=None):
-    told = []
-    for seed, kind in enumerate([*kinds, scenarios.same]):
-        wrong_one = seed % world if wrong is None else wrong
-        told.append(scenarios.run(group, kind, wrong_one, seed, prefetches=False))
-    return told
-
-machine, all_kinds = str(rank // 2), [k for k, why in scenarios.KINDS.items()
-                                      if why != "left"]  # nothing works behind that
-found = {"engine": train(communicator(), scenarios.UNSEEN_BY_ENGINES)}
-two = over_machines(communicator(), 60.0, machine)
-found["machine"] = train(two, scenarios.UNSEEN_BY_ENGINES, rank if rank > 1 else -1)
-os.environ["CTRAINER_CHECK_COLLECTIVES"] = "yes"
-found["engine compared"] = train(communicator(), all_kinds)
-compared = over_machines(communicator(), 60.0, machine)
-found["levels compared"] = train(compared, all_kinds)
-found["other modules"] = [
-    scenarios.run_other(way, communicator(), n % 4)
-    for n, way in enumerate(scenarios.OTHER_MODULES)
-]
-found["alone"] = scenarios.run(two, scenarios.other_unit, 3, 1)
-tell(found)
-os._exit(0)  # the second machine's ranks, which leave the others waiting, among them
-"""
 
 
 def test_ranks_of_processes_are_told_by_their_numbers_in_the_run(
     tmp_path: Path,
 ) -> None:
-    every = ranks.told(ranks.run_ranks(tmp_path, ranks.GLOO + OVER_PROCESSES, 4))
+    every = ranks.told(ranks.run(tmp_path, "desync", 4))
     unseen = desync_scenarios.UNSEEN_BY_ENGINES
     kinds = [k for k, why in desync_scenarios.KINDS.items() if why != "left"]
     for way, expected in [
@@ -279,31 +233,11 @@ def test_words_for_yes_and_no_are_taken(
     assert _C.Communicator(Backend()).world_size == 2
 
 
-LENGTHS = """
-import ctrainer, tiny
-from rank_lengths import OwnLoader, Skipping, Stream, run
-uneven = {"even_batches": False, "dispatch_batches": False}
-longer = 8 * (rank == world - 1)
-all_read = {"accelerator_config": {"dispatch_batches": False}, "max_steps": 20}
-tell({
-    "rows": run(folder, ctrainer.Trainer, tiny.rows(41 + (rank == 1))),
-    "batches": run(folder, ctrainer.Trainer, tiny.rows(40 + 4 * world * rank)),
-    "own": run(folder, OwnLoader, tiny.rows(40 + longer)),
-    "stream": run(folder, ctrainer.Trainer, Stream(40 + 4 * world * rank), **all_read),
-    "skip": run(folder, Skipping, tiny.rows(64 * world), skips=rank == 1),
-    "asked for": run(folder, OwnLoader, tiny.rows(40 + longer),
-                     accelerator_config=uneven),
-    "equal": run(folder, ctrainer.Trainer, tiny.rows(41)),
-    "equal streams": run(folder, ctrainer.Trainer, Stream(41), max_steps=3),
-})
-"""
-
-
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_unequal_data_is_told_with_the_length_on_each_rank(
     tmp_path: Path, world: int
 ) -> None:
-    first, *others = ranks.told(ranks.run_ranks(tmp_path, LENGTHS, world))
+    first, *others = ranks.told(ranks.run(tmp_path, "unequal_data", world))
     assert others == [first] * (world - 1)
     differ = "ValueError: the ranks' training data differ in length: rank 0 has"
     assert first["rows"].startswith(differ)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
-from ranks import run_ranks
+from ranks import run as run_ranks
 
 # Seconds on an idle machine, minutes on a busy one.
 pytestmark = pytest.mark.timeout(1800)
@@ -48,12 +48,8 @@ def test_digits_are_read_by_a_numpy_model_without_torch(tmp_path: Path) -> None:
 
 def test_two_ranks_come_to_the_weights_of_one(tmp_path: Path) -> None:
     script = ROOT / "examples/digits_ranks.py"
-    body = f"""
-        import runpy
-        sys.argv = ["digits_ranks.py", "--epochs", "8", "--width", "256"]
-        runpy.run_path({str(script)!r}, run_name="__main__")
-    """
-    first, second = run_ranks(tmp_path, body)
+    given = ["--epochs", "8", "--width", "256"]
+    first, second = run_ranks(tmp_path, "example", script=str(script), arguments=given)
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert first_number(r"1 rank : .* test accuracy ([\d.]+) %", first.output) >= 80
     assert first_number(r"2 ranks: .* test accuracy ([\d.]+) %", first.output) >= 80
@@ -65,15 +61,9 @@ def test_a_sharded_gpt_learns_and_one_process_goes_on_from_its_shards(
     tmp_path: Path,
 ) -> None:
     script = ROOT / "examples/sharded_gpt.py"
-    body = f"""
-        import runpy
-        sys.path.insert(0, {str(script.parent)!r})
-        sys.argv = ["sharded_gpt.py", "--folder", {str(CORPUS)!r}, "--steps", "8",
-                    "--out", folder + "/run", "--width", "64", "--layers", "2",
-                    "--block", "16"]
-        runpy.run_path({str(script)!r}, run_name="__main__")
-    """
-    first, second = run_ranks(tmp_path, body)
+    given = ["--folder", str(CORPUS), "--steps", "8", "--out", f"{tmp_path}/run"]
+    given += ["--width", "64", "--layers", "2", "--block", "16"]
+    first, second = run_ranks(tmp_path, "example", script=str(script), arguments=given)
     assert (first.code, second.code) == (0, 0), first.output + second.output
     losses = re.findall(r"step (\d): loss ([\d.]+) on 2 ranks(.*)", first.output)
     assert [int(step) for step, *_ in losses] == list(range(1, 9))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from places import ROOT
+from ranks import run_alone
 
 from ctrainer.fairseq import distributed
 
@@ -159,45 +158,10 @@ def test_one_worker_runs_here_and_hands_back_what_main_returns(
     assert result == (cfg, "yes")
 
 
-SPAWNED = """
-import sys
-from types import SimpleNamespace
-from ctrainer.fairseq import distributed
-
-def main(cfg, folder):
-    import torch
-    import torch.distributed as dist
-    total = torch.ones(1) + dist.get_rank()
-    dist.all_reduce(total)
-    rank = cfg.distributed_training.distributed_rank
-    open(f"{folder}/{rank}", "w").write(f"{dist.get_backend()} {total.item()}")
-    if sys.argv[2] == "fail" and rank == 1:
-        raise RuntimeError("rank 1 has had enough")
-    dist.barrier()
-
-if __name__ == "__main__":
-    group = SimpleNamespace(
-        distributed_init_method=None, distributed_world_size=2, distributed_rank=0,
-        distributed_port=-1, distributed_no_spawn=False, distributed_num_procs=None,
-        distributed_backend="nccl", device_id=0, heartbeat_timeout=60,
-    )
-    cfg = SimpleNamespace(
-        distributed_training=group, common=SimpleNamespace(cpu=True)
-    )
-    distributed.call_main(cfg, main, folder=sys.argv[1])
-"""
-
-
 def spawn(
     folder: Path, word: str, no_launcher: Any
 ) -> subprocess.CompletedProcess[str]:
-    script = folder / "spawned.py"
-    script.write_text(SPAWNED)
-    return subprocess.run(
-        [sys.executable, str(script), str(folder), word],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return run_alone("fairseq_spawned", str(folder), word)
 
 
 def test_several_workers_are_started_and_meet(

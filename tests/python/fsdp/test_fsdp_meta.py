@@ -8,26 +8,11 @@ from typing import Any
 import pytest
 import ranks
 
-BODY = """
-import os
-import meta_trainings as runs
-from ctrainer.comm import world
-
-assert world(60).world_size == 2
-told = {"first": runs.of_first_rank(folder)}
-told["whole"] = runs.of_whole_weights(folder)
-told["anew"], told["loaded"] = runs.anew(folder), runs.loaded(folder)
-runs.refused(folder)
-del os.environ["CTRAINER_FSDP_POISON"]  # which takes all the pages
-told["memory"] = runs.memory(folder)  # last: what is made once is there
-tell(told)
-"""
-
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder: Path = tmp_path_factory.mktemp("meta")
-    return ranks.told(ranks.run_ranks(folder, BODY))
+    return ranks.told(ranks.run(folder, "meta_training"))
 
 
 def test_a_rank_without_values_trains_as_if_it_had_them(told: list[Any]) -> None:

@@ -13,27 +13,6 @@ import transformers
 
 from ctrainer.fsdp import consolidate_sharded_model_checkpoints
 
-BODY = """
-# transformers imports these where they are, and no run here needs them
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
-import sharded_trainings as runs
-from ctrainer.comm import machines, world
-
-assert world(60).world_size == 2
-machines._this_machine = lambda: f"machine {rank}"  # as for hybrid sharding
-results = {name: runs.both(folder, name) for name in runs.CASES}
-results["plain"] = runs.plain(folder)
-results["saved"] = runs.saved(folder)
-results["factored"] = runs.of_whole_parameters(folder)
-results["other"] = runs.of_other_units(folder)
-results["older"] = runs.older(folder)
-results["coded"] = runs.coded(folder)
-results["adapted"] = runs.adapted(folder)
-results["spoiled"] = runs.spoiled(folder)
-results["saved by others"] = runs.saved_by_others(folder)
-tell(results)
-"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(folder: Path) -> list[Any]:
-    return ranks.told(ranks.run_ranks(folder, BODY))
+    return ranks.told(ranks.run(folder, "sharded_training"))
 
 
 ALIKE = ["gpt2", "bert", "recomputed", "foreign", "each", "hybrid"]

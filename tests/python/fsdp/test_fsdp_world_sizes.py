@@ -71,39 +71,11 @@ def test_any_other_number_of_ranks_goes_on_with_the_same_bits(
             assert found[0] == expected
 
 
-GLOO = (
-    ranks.GLOO
-    + """
-from pathlib import Path
-from typing import Any
-import fsdp_trees as trees
-import fsdp_world_sizes as sizes
-import fsdp_scenarios as scenarios
-from ctrainer.comm import process_group
-
-group = process_group.communicator()
-given, own = Path(folder).parent, Path(folder)
-found = {}
-for layout in sizes.LAYOUTS:
-    found[layout] = {"saved": sizes.save(group, trees.whole(sizes.LAYERS), layout, own)}
-    for old in sizes.SIZES:
-        model = trees.whole(sizes.LAYERS)
-        found[layout][old] = sizes.resume(group, model, layout, given, old, "full")
-for check in (
-    scenarios.scenario_every_layout_trains_like_one_process,
-    scenarios.scenario_gradients_accumulate_with_and_without_no_sync,
-):
-    check(group)
-tell(found)
-"""
-)
-
-
 def test_gloo_and_shared_memory_go_on_with_what_the_other_saved(
     folder: Path, saved: dict[tuple[str, int], Digests]
 ) -> None:
     own = folder / "run"
-    first, second = ranks.told(ranks.run_ranks(own, GLOO))
+    first, second = ranks.told(ranks.run(own, "world_sizes"))
     assert first == second
     for (layout, old), digests in saved.items():
         assert first[layout][str(old)][0] == digests[0]
