@@ -85,10 +85,8 @@ refuse(PyObject *op, PyObject *Py_UNUSED(protocol))
         {state->FSDPUnit,         "its memory is a shard of the group's parameters"},
         {state->GradHook,         of_run                                           },
         {state->MappedMemory,     "it maps memory of this process"                 },
-        {state->MetricLog,        of_run                                           },
         {state->ObjectWatch,      of_run                                           },
         {state->RowBuffer,        "it may map a file that this process has opened" },
-        {state->Ticker,           of_run                                           },
     };
     const char *why = of_group;
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
@@ -115,8 +113,8 @@ ctpy_refuse_copies(const ctpy_state *state)
         state->BMUF,           state->BatchShard,   state->CheckpointWriter,
         state->CollectiveWork, state->Communicator, state->FSDPUnit,
         state->FairseqTrainer, state->GradHook,     state->GradReducer,
-        state->GroupMemory,    state->MappedMemory, state->MetricLog,
-        state->ObjectWatch,    state->RowBuffer,    state->Ticker,
+        state->GroupMemory,    state->MappedMemory, state->ObjectWatch,
+        state->RowBuffer,
     };
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
         PyObject *method = PyDescr_NewMethod(types[i], &refusing);

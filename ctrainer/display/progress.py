@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from ctrainer import _C
 from ctrainer.callbacks import TrainerCallback
 from ctrainer.display.text import (
     Progress,
@@ -180,7 +179,7 @@ def memory_in_use() -> int | None:
     return resident_bytes()
 
 
-class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
+class ProgressCallback(TrainerCallback):
     """Shows how far a run is and how it goes.
 
     `max_str_len` cuts longer texts among the logs. The logs that it is shown are never
@@ -190,7 +189,9 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
     def __init__(self, max_str_len: int = 100) -> None:
         self.max_str_len = max_str_len
         self.mode = choose_mode(sys.stderr)
-        super().__init__(_INTERVALS.get(self.mode, math.inf))
+        self.interval = _INTERVALS.get(self.mode, math.inf)  # seconds
+        self.due = 0.0  # monotonic time of the next look at a step or a batch
+        self.predicted = 0  # batches since the last evaluation or prediction ended
         self.meter = Meter()
         self.line = Line(sys.stderr)
         self.training = False
@@ -212,11 +213,19 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
         self.meter.start(args, state)
         self._draw(state, force=True)
 
-    def on_step_tick(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.meter.move(args, state)
-        self._draw(state)
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if now < self.due:
+            return False
+        self.due = now + self.interval
+        return True
 
-    def on_prediction_tick(
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_due():
+            self.meter.move(args, state)
+            self._draw(state)
+
+    def on_prediction_step(
         self,
         args: Any,
         state: Any,
@@ -224,9 +233,11 @@ class ProgressCallback(_C.Ticker, TrainerCallback):  # type: ignore[misc]
         eval_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        of = len(eval_dataloader) if has_length(eval_dataloader) else None
-        self.meter.progress.evaluating = (self.predicted, of)
-        self._draw(state)
+        self.predicted += 1
+        if self._is_due():
+            of = len(eval_dataloader) if has_length(eval_dataloader) else None
+            self.meter.progress.evaluating = (self.predicted, of)
+            self._draw(state)
 
     def _end_prediction(self) -> None:
         self.predicted, self.due = 0, 0.0

@@ -7,12 +7,13 @@ one element; tensors stay where they are until a smoothed value is read.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ctrainer import _C
 from ctrainer.fairseq._tensors import Scalar, is_tensor, type_as
 
 __all__ = [
@@ -78,7 +79,7 @@ class _RoundedMeter(Meter):
         return safe_round(value, self.round)
 
 
-class AverageMeter(_C.AverageMeter, Meter):
+class AverageMeter(_RoundedMeter):
     """The weighted mean of what it was updated with.
 
     `val` is the latest value, `sum` that of value times weight, `count` that of the
@@ -86,8 +87,44 @@ class AverageMeter(_C.AverageMeter, Meter):
     nothing has had weight.
     """
 
-    _safe_round = staticmethod(safe_round)
-    _type_as = staticmethod(type_as)
+    def __init__(self, round: int | None = None) -> None:
+        self.round = round
+        self.reset()
+
+    def reset(self) -> None:
+        self.val: Scalar = None
+        self.sum: Scalar = 0
+        self.count: Scalar = 0
+
+    def update(self, val: Scalar, n: Scalar = 1) -> None:
+        """Add `val` with weight `n`; None is left out."""
+        if val is None:
+            return
+        if n > 0:
+            total = type_as(self.sum, val) + val * n
+            self.count = type_as(self.count, n) + n
+            self.sum = total
+        self.val = val
+
+    def state_dict(self) -> State:
+        return {
+            "val": self.val,
+            "sum": self.sum,
+            "count": self.count,
+            "round": self.round,
+        }
+
+    def load_state_dict(self, state_dict: State) -> None:
+        names = ("val", "sum", "count")
+        self.val, self.sum, self.count = [state_dict[name] for name in names]
+        self.round = state_dict.get("round")
+
+    @property
+    def avg(self) -> Scalar:
+        return self.sum / self.count if self.count > 0 else self.val
+
+    def _value(self) -> Scalar:
+        return self.avg
 
 
 class SumMeter(_RoundedMeter):
@@ -253,13 +290,59 @@ class DerivedMeter(Meter):
         return self.fn(meters)
 
 
-class MetersDict(_C.MetersDict[Meter]):
+class MetersDict(dict[str, Meter]):
     """Meters by name, in the order of (priority, insertion); low priorities first.
 
     `meters[key] = (priority, meter)` adds one; a key is given once.
     """
 
     _DerivedMeter = DerivedMeter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ranks: dict[str, tuple[int, int]] = {}  # (priority, place) by key
+        self._added = 0
+        self._highest = -math.inf  # priority
+
+    @property
+    def priorities(self) -> list[tuple[int, int, str]]:
+        """(priority, place of insertion, key) of each meter, in their order."""
+        return [(*self._ranks[key], key) for key in self]
+
+    def add_meter(self, key: str, meter: Meter, priority: int) -> None:
+        """Add a meter. Raises ValueError where the key has one."""
+        if key in self:
+            raise ValueError(
+                f"MetersDict doesn't support reassignment: there is a meter {key!r}"
+            )
+        self._ranks[key] = priority, self._added
+        self._added += 1
+        later = []
+        if priority < self._highest:
+            later = [k for k in self if self._ranks[k][0] > priority]
+        self._highest = max(self._highest, priority)
+        super().__setitem__(key, meter)
+        for k in later:
+            super().__setitem__(k, self.pop(k))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise TypeError(
+                f"meters[{key!r}] was given a {type(value).__name__}; expected "
+                "(priority, meter)"
+            )
+        self.add_meter(key, value[1], value[0])
+
+    def get_smoothed_value(self, key: str) -> Scalar:
+        """One meter's value as it is reported. Raises KeyError."""
+        meter = self[key]
+        derive = getattr(meter, "derived_from", None)
+        return meter.smoothed_value if derive is None else derive(self)
+
+    def get_smoothed_values(self) -> OrderedDict[str, Scalar]:
+        """Those of all meters whose names do not begin with an underscore."""
+        shown = [key for key in self if not key.startswith("_")]
+        return OrderedDict((key, self.get_smoothed_value(key)) for key in shown)
 
     def __reduce__(self) -> tuple[Any, ...]:
         entries = [(key, (pri, self[key])) for pri, _, key in self.priorities]

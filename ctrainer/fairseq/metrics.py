@@ -15,7 +15,6 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ctrainer import _C
 from ctrainer.fairseq._tensors import Scalar
 from ctrainer.fairseq.meters import (
     AverageMeter,
@@ -89,23 +88,15 @@ class _Contexts:
     def use(self, stack: _Stack) -> None:
         """Log into that stack from now on; after a reset() others are logged into."""
         self.stack = stack
-        if _contexts is self:
-            _log.active = stack.active
 
 
-_log = _C.MetricLog(AverageMeter)  # what log_scalar() needs of _contexts, for C
-log_scalar = _log.log_scalar
+_contexts = _Contexts()
 
 
 def reset() -> None:
     """Forget every aggregator; contexts that are open collect nothing more."""
     global _contexts
     _contexts = _Contexts()
-    _log.active = _contexts.stack.active
-
-
-_contexts: _Contexts
-reset()
 
 
 @contextmanager
@@ -149,6 +140,23 @@ def _meters(key: str, make: Callable[[], Meter], priority: int) -> Iterator[Any]
             meter = make()
             meters.add_meter(key, meter, priority)
         yield meter
+
+
+def log_scalar(
+    key: str,
+    value: Scalar,
+    weight: Scalar = 1,
+    priority: int = 10,
+    round: int | None = None,
+) -> None:
+    """Log `value` for a mean in which it counts `weight` times.
+
+    With weight 0 the latest value is what is reported. Low priorities are reported
+    first; `round` is the number of decimals, None for all. Both are taken from the
+    first call for a key.
+    """
+    for meter in _meters(key, lambda: AverageMeter(round=round), priority):
+        meter.update(value, weight)
 
 
 def log_scalar_sum(

@@ -1,4 +1,4 @@
-"""Lifetime and failed allocations of _C.CallbackHandler, DefaultFlow and Ticker."""
+"""Lifetime and failed allocations of _C.CallbackHandler, and DefaultFlow."""
 
 import gc
 import sys
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ctrainer._C import CallbackHandler, DefaultFlow, Ticker
+from ctrainer._C import CallbackHandler, DefaultFlow
 
 ARGS = SimpleNamespace(
     logging_strategy="steps",
@@ -24,11 +24,6 @@ class Flow(DefaultFlow):
     pass
 
 
-class Clock(Ticker):
-    def on_step_tick(self, args, state, control, **kwargs):
-        return control
-
-
 class Narrow:
     def on_log(self, args, state, control, logs, tokenizer=None):
         return None
@@ -38,7 +33,7 @@ class Narrow:
 
 
 def exercise() -> SimpleNamespace:
-    handler = CallbackHandler([Flow(), Clock(0.0), Narrow()], 1, 2, 3, 4)
+    handler = CallbackHandler([Flow(), Narrow()], 1, 2, 3, 4)
     control = SimpleNamespace(should_training_stop=False)
     handler.on_log(ARGS, STATE, control, {"loss": 1.0}, model=5)
     handler.on_epoch_end(ARGS, STATE, control)
@@ -62,7 +57,7 @@ def test_as_many_extras_as_may_be_arrive_with_their_values() -> None:
 
 
 def test_no_reference_is_kept() -> None:
-    kinds = (CallbackHandler, DefaultFlow, Ticker, Flow, Clock, Narrow)
+    kinds = (CallbackHandler, DefaultFlow, Flow, Narrow)
 
     def measure() -> tuple[list[int], int]:
         gc.collect()

@@ -141,7 +141,6 @@ AREAS = {
                 "binding/test_trainer_hooks.py",
             binding("flow"):
                 "python/callbacks/test_callbacks.py binding/test_gradient_metrics.py",
-            binding("ticker"): "binding/test_callback_handler.py",
             "ctrainer/runtime/events.py": "python/callbacks/test_callbacks.py",
             python("display", "html", "plotting", "progress", "text"):
                 "python/display/test_progress.py",
@@ -274,9 +273,6 @@ AREAS = {
             binding("fairseq_sync"): "binding/test_fairseq_sync.py",
             binding("fairseq_optimizer", "fairseq_optimizer_step"):
                 "python/fairseq/test_fairseq_optimizers.py",
-            binding("average_meter", "meters_dict"): "binding/test_meters.py",
-            binding("metric_log"):
-                "binding/test_meters.py python/fairseq/test_fairseq_metrics.py",
             binding("fairseq_calls", "fairseq_sample", "fairseq_settings",
                     "fairseq_trainer"):
                 "binding/test_fairseq_step.py python/fairseq/test_fairseq_facts.py",

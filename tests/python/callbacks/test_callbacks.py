@@ -478,29 +478,3 @@ def test_cache_is_emptied_every_so_many_steps() -> None:
         state = TrainerState(global_step=step, max_steps=9)
         handler.on_step_end(args_of(), state, TrainerControl())
     assert len(calls) == 2
-
-
-class TestTicker:
-    def test_ticks_once_per_interval_and_counts_batches(self) -> None:
-        seen = []
-
-        class Clock(_C.Ticker):
-            def on_step_tick(self, *args, **kwargs):
-                seen.append((args, kwargs))
-
-            def on_prediction_tick(self, *args, **kwargs):
-                seen.append("prediction")
-
-        clock = Clock(interval=3600.0)
-        for _ in range(3):
-            clock.on_step_end(1, 2, 3, model=4)
-            clock.on_prediction_step(1, 2, 3)
-        assert seen == [((1, 2, 3), {"model": 4})]
-        assert clock.predicted == 3
-        clock.due = 0.0
-        clock.on_prediction_step(1, 2, 3)
-        assert seen[1:] == ["prediction"]
-
-    def test_interval_must_not_be_negative(self) -> None:
-        with pytest.raises(ValueError, match="at least 0 seconds"):
-            _C.Ticker(float("nan"))

@@ -5,6 +5,7 @@ Source of the rules: fairseq/logging/meters.py.
 
 import copy
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import numpy as np
@@ -220,3 +221,73 @@ class TestMeters:
 
         with pytest.raises(NotImplementedError, match="Half must define"):
             use(Half())
+
+
+class Noted(AverageMeter):
+    """A user's meter, with an attribute and an update() of its own."""
+
+    note = "none"
+
+    def update(self, val, n=1):
+        super().update(2 * val, n)
+
+
+class TestUpdatesAndState:
+    def test_what_cannot_be_added_changes_nothing(self):
+        meter = AverageMeter()
+        meter.update(3.0)
+        for value, weight in (("text", 1.5), (1.0, "text"), (1.0, None)):
+            with pytest.raises(TypeError):
+                meter.update(value, weight)
+        assert meter.state_dict() == {"val": 3.0, "sum": 3.0, "count": 1, "round": None}
+
+    @pytest.mark.parametrize("missing", ["val", "sum", "count"])
+    def test_a_state_that_lacks_a_field_changes_nothing(self, missing):
+        meter = AverageMeter(round=2)
+        state = {"val": 1, "sum": 2, "count": 3}
+        del state[missing]
+        with pytest.raises(KeyError, match=missing):
+            meter.load_state_dict(state)
+        assert meter.state_dict() == {"val": None, "sum": 0, "count": 0, "round": 2}
+
+    @pytest.mark.parametrize("kind", [AverageMeter, Noted])
+    def test_copies_have_its_fields_and_its_attributes(self, kind):
+        meter = kind(round=1)
+        meter.update(4.0, 3)
+        meter.note = "mine"
+        for twin in (copy.deepcopy(meter), pickle.loads(pickle.dumps(meter))):
+            assert type(twin) is kind
+            assert twin.state_dict() == meter.state_dict()
+            assert twin.note == "mine"
+
+
+class TestOrder:
+    def test_it_takes_nothing_and_gives_an_ordered_dict(self):
+        with pytest.raises(TypeError):
+            MetersDict({"a": 1})
+        assert type(MetersDict().get_smoothed_values()) is OrderedDict
+
+    def test_a_value_has_to_be_a_priority_and_a_meter(self):
+        found = MetersDict()
+        with pytest.raises(TypeError, match=r"meters\['a'\] was given a SumMeter"):
+            found["a"] = SumMeter()
+        assert not found
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_the_order_is_that_of_a_stable_sort(self, seed):
+        found, given = MetersDict(), []
+        for place in range(12):
+            priority = (seed * 7 + place * place * 5) % 6 - 3
+            given.append((priority, place, str(place)))
+            found.add_meter(str(place), SumMeter(), priority)
+        assert found.priorities == sorted(given)
+        assert list(found) == [key for _, _, key in sorted(given)]
+
+    def test_removing_and_adding_keeps_the_order(self):
+        found = MetersDict()
+        for key, priority in (("high", 9), ("mid", 5), ("low", 1)):
+            found.add_meter(key, SumMeter(), priority)
+        del found["high"]
+        found.add_meter("last", SumMeter(), 7)
+        found.add_meter("high", SumMeter(), 6)
+        assert list(found) == ["low", "mid", "high", "last"]
