@@ -18,24 +18,6 @@ from draws import draws
 TABLE = fine_tunings.table()
 EACH = 10  # in one run of the ranks
 
-BODY = """
-# transformers imports these where they are, and no run here needs them
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
-import traceback
-import fine_tunings
-import torch
-
-failed = {}
-for case in fine_tunings.table()[FIRST:END]:
-    try:
-        found = fine_tunings.train(case, f"{folder}/{case.number}", sharded=True)
-        expected = torch.load(f"{folder}/{case.number}.pt", weights_only=True)
-        fine_tunings.compare(case, found, *expected)
-    except Exception:
-        failed[str(case)] = traceback.format_exc()
-tell(failed)
-"""
-
 
 @pytest.mark.parametrize("first", range(0, draws(EACH, fine_tunings.COUNT), EACH))
 def test_two_sharded_ranks_train_what_transformers_trains_in_one(
@@ -47,8 +29,8 @@ def test_two_sharded_ranks_train_what_transformers_trains_in_one(
         }
         expected = fine_tunings.train(case, f"{tmp_path}/{case.number}", sharded=False)
         torch.save((expected, before), tmp_path / f"{case.number}.pt")
-    body = BODY.replace("FIRST", str(first)).replace("END", str(first + EACH))
-    told: list[Any] = ranks.told(ranks.run_ranks(tmp_path, body))
+    options = {"first": first, "end": first + EACH}
+    told: list[Any] = ranks.told(ranks.run(tmp_path, "parity.fine_tuning", **options))
     for failed in told:
         assert not failed, f"{len(failed)} of {EACH}:\n" + "\n".join(failed.values())
 

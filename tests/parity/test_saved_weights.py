@@ -177,21 +177,11 @@ def test_a_quantized_model_is_not_sharded(dtype: torch.dtype, tmp_path: Path) ->
         made._shard_model(None)
 
 
-ON_TWO_RANKS = """
-# transformers imports these where they are, and no run here needs them
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
-import sharded_weights as runs
-tell({f"{n} {k}": runs.round_trip(folder, n, k) for n, k in NAMED})
-"""
-
-
 def test_two_sharded_ranks_get_their_weights_back(tmp_path: Path) -> None:
     kinds, models = sharded_weights.KINDS, list(sharded_weights.MODELS)
     named = [(m, kinds[(i + j) % 2]) for j in (0, 1) for i, m in enumerate(models)]
     named = named[: draws(3, 6)]
-    found = ranks.told(
-        ranks.run_ranks(tmp_path, ON_TWO_RANKS.replace("NAMED", repr(named)))
-    )
+    found = ranks.told(ranks.run(tmp_path, "parity.saved_weights", named=named))
     for told in found:
         assert len(told) == len(named)
         for name, differs in told.items():

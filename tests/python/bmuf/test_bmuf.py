@@ -18,7 +18,7 @@ from ctrainer import optim
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of 2 ranks found: importing torch takes longer than all of it."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    return ranks.told(ranks.run(folder, "bmuf_tensors"))
+    return ranks.told(ranks.run(folder, "bmuf.tensors"))
 
 
 Told = list[dict[str, Any]]

@@ -14,7 +14,7 @@ import ranks
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of 4 ranks found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    return ranks.told(ranks.run(folder, "bmuf_arrays", world=4))
+    return ranks.told(ranks.run(folder, "bmuf.arrays", world=4))
 
 
 Told = list[dict[str, Any]]

@@ -17,11 +17,11 @@ import ctrainer
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     first = tmp_path_factory.mktemp("killed")
-    ranks = run(first, "blocks_killed")
+    ranks = run(first, "bmuf.blocks_killed")
     assert ranks[1].code == -9
     assert "rank 1" in ranks[0].told
     folder = tmp_path_factory.mktemp("blocks")
-    return told(run(folder, "blocks", killed=str(first / "killed")))
+    return told(run(folder, "bmuf.blocks", killed=str(first / "killed")))
 
 
 def by_hand(updates: int, every: int, warmup: int, step: Any) -> Any:

@@ -19,7 +19,7 @@ HF = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return told(run(tmp_path_factory.mktemp("ranks"), "checkpoints"))
+    return told(run(tmp_path_factory.mktemp("ranks"), "checkpoint.ranks"))
 
 
 def test_a_checkpoint_has_each_file_once_and_the_generators_of_both(found: Any) -> None:
@@ -68,7 +68,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
 
 @pytest.mark.parametrize("where", ["evaluation", "save"])
 def test_the_others_of_a_killed_rank_are_told(tmp_path: Any, where: str) -> None:
-    ranks = run(tmp_path, "checkpoints_killed", where=where)
+    ranks = run(tmp_path, "checkpoint.ranks_killed", where=where)
     assert ranks[1].code == -9
     text, left = ranks[0].told
     # That it died is not the word for a rank that does not come in time.

@@ -36,7 +36,7 @@ def test_groups_outlive_children_however_they_end(
 ) -> None:
     world, n = GROUPS[backend], draws(10 if backend == "shm" else 5, 10)
     options = {"backend": backend, "seed": seed, "n": n}
-    made = ranks.run(tmp_path, "forked_children", world, **options)
+    made = ranks.run(tmp_path, "comm.forked_children", world, **options)
     first, *others = ranks.told(made)
     assert first[0] == backend
     assert len(first[1]) == n
@@ -50,7 +50,7 @@ def test_groups_outlive_children_however_they_end(
 @pytest.mark.parametrize("seed", range(draws(1, 3)))
 def test_groups_over_mpi_outlive_children(tmp_path: Path, seed: int) -> None:
     given = [str(tmp_path), str(seed), str(draws(5, 10))]
-    program = [sys.executable, "-m", "programs.forked_children_mpi", *given]
+    program = [sys.executable, "-m", "programs.comm.forked_children_mpi", *given]
     done = subprocess.run(
         [str(MPIEXEC), "-n", "2", *program],
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
@@ -72,7 +72,7 @@ def test_a_run_goes_on_while_its_ranks_fork(
     tmp_path: Path, workers: int, persistent: bool
 ) -> None:
     options = {"workers": workers, "persistent": persistent}
-    made = ranks.run(tmp_path, "forked_training", **options)
+    made = ranks.run(tmp_path, "comm.forked_training", **options)
     assert ranks.told(made) == [True, True]
 
 

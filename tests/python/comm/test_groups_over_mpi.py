@@ -40,7 +40,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_collective_over_mpi() -> None:
-    done = run("mpi")
+    done = run("comm.mpi")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(done.stdout.splitlines())
     assert lines[0].startswith("all_reduce on rank 0 of 2: another rank did not come")
@@ -48,7 +48,7 @@ def test_every_collective_over_mpi() -> None:
 
 
 def test_a_killed_rank_ends_the_job() -> None:
-    done = run("mpi_faults", "dies")
+    done = run("comm.mpi_faults", "dies")
     assert done.returncode == 9
     assert "Killed (signal 9)" in done.stdout  # MPICH's own words
 
@@ -57,7 +57,7 @@ def test_a_killed_rank_ends_the_job() -> None:
 def test_a_rank_that_does_not_come_is_told_in_time_and_the_job_ends(
     fault: str,
 ) -> None:
-    done = run("mpi_faults", fault)
+    done = run("comm.mpi_faults", fault)
     assert done.returncode != 0
     assert (
         "RuntimeError: all_reduce on rank 0 of 2: another rank did not come, or was "

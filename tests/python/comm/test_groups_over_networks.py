@@ -58,7 +58,7 @@ def test_ranks_in_two_networks_make_one_group(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     if not can_make_machines():
         pytest.skip("needs unshare, ip and the right to make network name spaces")
-    program = ROOT / "tests/programs/networks.py"
+    program = ROOT / "tests/programs/comm/networks.py"
     command = ["unshare", "-rn", "bash", "-c", MACHINES, "machines"]
     done = subprocess.run(
         [*command, sys.executable, str(program), str(tmp_path)],

@@ -8,7 +8,7 @@ from ranks import Rank, run
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
-    return run(tmp_path_factory.mktemp("ranks"), "process_groups")
+    return run(tmp_path_factory.mktemp("ranks"), "comm.process_groups")
 
 
 def test_every_collective_over_gloo(ranks: list[Rank]) -> None:

@@ -160,7 +160,7 @@ def test_a_rank_whose_loop_ends_early_is_named_in_data_parallel(
 def test_a_process_whose_loop_ends_early_is_named_in_data_parallel(
     tmp_path: Path, killed: bool
 ) -> None:
-    first, early, last = ranks.run(tmp_path, "loop_ends_early", 3, killed=killed)
+    first, early, last = ranks.run(tmp_path, "ddp.ends_early", 3, killed=killed)
     assert early.told is None
     assert early.code == (-9 if killed else 0), early.output
     for rank in (first, last):
@@ -176,7 +176,7 @@ def test_a_process_whose_loop_ends_early_is_named_in_data_parallel(
 def test_ranks_of_processes_are_told_by_their_numbers_in_the_run(
     tmp_path: Path,
 ) -> None:
-    every = ranks.told(ranks.run(tmp_path, "desync", 4))
+    every = ranks.told(ranks.run(tmp_path, "fsdp.desync", 4))
     unseen = desync_scenarios.UNSEEN_BY_ENGINES
     kinds = [k for k, why in desync_scenarios.KINDS.items() if why != "left"]
     for way, expected in [
@@ -237,7 +237,7 @@ def test_words_for_yes_and_no_are_taken(
 def test_unequal_data_is_told_with_the_length_on_each_rank(
     tmp_path: Path, world: int
 ) -> None:
-    first, *others = ranks.told(ranks.run(tmp_path, "unequal_data", world))
+    first, *others = ranks.told(ranks.run(tmp_path, "data.unequal", world))
     assert others == [first] * (world - 1)
     differ = "ValueError: the ranks' training data differ in length: rank 0 has"
     assert first["rows"].startswith(differ)

@@ -35,7 +35,7 @@ def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
 
 
 def test_ranks_of_a_launcher_meet_in_shared_memory_without_torch() -> None:
-    with start_ranks("shared_memory") as both:
+    with start_ranks("comm.shared_memory") as both:
         assert outputs(both) == ["shm 0 2 [0, 7]", "shm 1 2 [0, 7]"]
 
 
@@ -47,7 +47,7 @@ def traces() -> set[str]:
 
 
 def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
-    with start_ranks("shared_memory_killed") as both:
+    with start_ranks("comm.shared_memory_killed") as both:
         assert both[1].stdout is not None
         assert both[1].stdout.readline() == "ready\n"
         began = time.monotonic()
@@ -64,7 +64,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
 
 
 def test_ctrl_c_ends_a_wait_and_tells_the_other_ranks() -> None:
-    with start_ranks("shared_memory_interrupted") as (first, second):
+    with start_ranks("comm.shared_memory_interrupted") as (first, second):
         assert first.stdout is not None
         assert first.stdout.readline() == "interrupted 1.0\n"
         text = second.communicate("go\n", timeout=TIMEOUT)[0]

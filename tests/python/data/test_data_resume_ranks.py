@@ -26,7 +26,7 @@ EVERY = [
 
 
 def resume_in_ranks(folder: Path, cases: Any, steps: list[int]) -> None:
-    for rank in told(run(folder, "data_resume", cases=cases, steps=steps)):
+    for rank in told(run(folder, "data.resume", cases=cases, steps=steps)):
         assert len(rank) == len(cases) * len(steps)
         assert {name: same for name, same in rank.items() if same != [True, True]} == {}
 

@@ -12,7 +12,7 @@ import ranks
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("torch")
-    return ranks.told(ranks.run(tmp_path_factory.mktemp("ranks"), "data_parallel"))
+    return ranks.told(ranks.run(tmp_path_factory.mktemp("ranks"), "ddp.data_parallel"))
 
 
 CASES = ["all used", "small buckets", "buffers stay", "unused", "static"]
@@ -127,5 +127,5 @@ def test_a_module_on_a_gpu_gets_torchs_wrapper_in_the_launchers_group(
     tmp_path: Path,
 ) -> None:
     given = [["cuda:7"], {"bucket_cap_mb": 3}] * 2
-    found = ranks.told(ranks.run(tmp_path, "data_parallel_on_gpu"))
+    found = ranks.told(ranks.run(tmp_path, "ddp.on_gpu"))
     assert found == [[rank, 2, "gloo", given, 2.0] for rank in range(2)]

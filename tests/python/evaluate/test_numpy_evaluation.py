@@ -12,7 +12,7 @@ from ctrainer.adapters.numpy import Loss, Parameter
 
 
 def test_evaluates_and_predicts_without_torch(tmp_path: Path) -> None:
-    done = run_alone("numpy_evaluation", str(tmp_path))
+    done = run_alone("evaluate.numpy_model", str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 

@@ -17,7 +17,7 @@ from ctrainer import _C
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return told(run(tmp_path_factory.mktemp("ranks"), "evaluation"))
+    return told(run(tmp_path_factory.mktemp("ranks"), "evaluate.ranks"))
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,7 @@ def test_one_worker_runs_here_and_hands_back_what_main_returns(
 def spawn(
     folder: Path, word: str, no_launcher: Any
 ) -> subprocess.CompletedProcess[str]:
-    return run_alone("fairseq_spawned", str(folder), word)
+    return run_alone("fairseq.spawned", str(folder), word)
 
 
 def test_several_workers_are_started_and_meet(

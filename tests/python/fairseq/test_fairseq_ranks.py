@@ -20,7 +20,7 @@ from ctrainer.fairseq.replay import replay
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
-    made = run(tmp_path_factory.mktemp("ranks"), "fairseq_trainers")
+    made = run(tmp_path_factory.mktemp("ranks"), "fairseq.trainers")
     for rank in made:
         assert rank.told is not None, rank.output
         assert rank.code == 0, rank.output

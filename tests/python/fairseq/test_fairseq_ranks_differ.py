@@ -52,7 +52,7 @@ def test_a_rank_with_a_step_or_a_sample_less_is_named_by_all(
     drawn = cases(draw, world, engine)
     last = "" if engine else draw.choice([*SHARED, "fully_sharded"])
     options = {"cases": drawn, "last": last, "engine": engine}
-    made = ranks.run(tmp_path, "fairseq_ranks_differ", world, **options)
+    made = ranks.run(tmp_path, "fairseq.ranks_differ", world, **options)
     for rank in made:
         assert rank.told is not None, rank.output
     for number, case in enumerate(drawn):

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[Any]:
-    return told(run(folder, "fairseq_sharding"))
+    return told(run(folder, "fairseq.sharding"))
 
 
 @pytest.mark.parametrize("name", ["flat", "apart"])

@@ -12,7 +12,7 @@ import ranks
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder: Path = tmp_path_factory.mktemp("meta")
-    return ranks.told(ranks.run(folder, "meta_training"))
+    return ranks.told(ranks.run(folder, "fsdp.meta"))
 
 
 def test_a_rank_without_values_trains_as_if_it_had_them(told: list[Any]) -> None:

@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(folder: Path) -> list[Any]:
-    return ranks.told(ranks.run(folder, "sharded_training"))
+    return ranks.told(ranks.run(folder, "fsdp.training"))
 
 
 ALIKE = ["gpt2", "bert", "recomputed", "foreign", "each", "hybrid"]

@@ -75,7 +75,7 @@ def test_gloo_and_shared_memory_go_on_with_what_the_other_saved(
     folder: Path, saved: dict[tuple[str, int], Digests]
 ) -> None:
     own = folder / "run"
-    first, second = ranks.told(ranks.run(own, "world_sizes"))
+    first, second = ranks.told(ranks.run(own, "fsdp.world_sizes"))
     assert first == second
     for (layout, old), digests in saved.items():
         assert first[layout][str(old)][0] == digests[0]

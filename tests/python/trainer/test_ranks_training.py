@@ -13,7 +13,7 @@ def test_like_one_process_and_alike_on_both(tmp_path) -> None:
     import torch
     from rank_trainings import parameters, trained
 
-    ranks = told(run(tmp_path / "two", "training"))
+    ranks = told(run(tmp_path / "two", "trainer.ranks"))
     alone = trained(str(tmp_path), 48, per_device_train_batch_size=8)
     for number, found in enumerate(ranks):
         # Means of halves are added where the whole is: an ulp or two an update.
