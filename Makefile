@@ -31,13 +31,13 @@ STRICT := -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wvla
 EXACT := -ffp-contract=off -fno-math-errno -fno-trapping-math
 CFLAGS := -O3 $(STRICT) $(EXACT) -pthread -fvisibility=hidden -Icsrc $(SAN)
 
-CORE := $(wildcard csrc/core/*.c csrc/cpu/*.c)
-BINDING := $(wildcard csrc/binding/*.c)
-HEADERS := $(wildcard csrc/*/*.h csrc/*/*.def)
+CORE := $(wildcard csrc/core/*/*.c csrc/cpu/*.c)
+BINDING := $(wildcard csrc/binding/*.c csrc/binding/*/*.c)
+HEADERS := $(wildcard csrc/*/*.h csrc/*/*.def csrc/*/*/*.h csrc/*/*/*.def)
 # A communicator whose ranks are threads, for the tests.
 RANKS := $(patsubst tests/core/%.c,$(BUILD)/obj/tests/%.o,$(wildcard tests/core/ct_*.c))
 TESTS := $(patsubst tests/core/%.c,$(BUILD)/%,$(wildcard tests/core/test_*.c))
-FORMATTED := $(wildcard csrc/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] \
+FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] \
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 

@@ -25,7 +25,8 @@ EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CFLAGS = ["-std=c11", "-O3", "-fvisibility=hidden", "-pthread", *STRICT, *EXACT]
 CFLAGS += os.environ.get("CTRAINER_CFLAGS", "").split()
 LDFLAGS = ["-pthread", *os.environ.get("CTRAINER_LDFLAGS", "").split()]
-HEADERS = [*glob("csrc/*/*.h"), *glob("csrc/*/*.def"), "setup.py"]
+HEADERS = [*glob("csrc/**/*.h", recursive=True), *glob("csrc/**/*.def", recursive=True)]
+HEADERS += ["setup.py"]
 
 # Machine code for each; PTX of the first, which any other GPU compiles for itself.
 ARCHS = os.environ.get("CTRAINER_CUDA_ARCHS", "75;80;86;89;90;100;120").split(";")
@@ -36,10 +37,10 @@ NVCC_HOST += ",-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"  # no libstdc+
 OLDEST_NVCC = 13
 # Files of the core that both modules have.
 SHARED = [
-    f"csrc/core/ct_{name}.c"
+    f"csrc/core/{name}.c"
     for name in (
-        *("alloc", "comm", "deadline", "dtype", "factored"),
-        *("interrupt", "owner", "status", "update"),
+        *("base/alloc", "base/owner", "base/span", "base/status", "base/wait"),
+        *("comm/comm", "device/factored", "device/update"),
     )
 ]
 
@@ -172,7 +173,7 @@ def cuda_wanted() -> bool:
 
 native = Extension(
     "ctrainer._C",
-    sorted(glob("csrc/core/*.c") + glob("csrc/cpu/*.c") + glob("csrc/binding/*.c")),
+    sorted(glob("csrc/**/*.c", recursive=True)),
     include_dirs=["csrc", numpy.get_include()],
     depends=HEADERS,
     extra_compile_args=CFLAGS,

@@ -5,9 +5,9 @@
  * nothing, the limit that no update can beat. The two alternate; what is printed are
  * medians, and their ratio. With --json, a line of JSON each. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
-#include "core/ct_alloc.h"
-#include "core/ct_optim.h"
-#include "core/ct_pool.h"
+#include "core/base/alloc.h"
+#include "core/optim/optim.h"
+#include "core/base/pool.h"
 
 #include <stdbool.h>
 #include <stdio.h>

@@ -2,7 +2,7 @@
 #include "element.cuh"
 #include "kernels.h"
 #include "launch.cuh"
-#include "math/ct_scale_math.h"
+#include "math/scale.h"
 
 struct add_operand : ct_span {
     ct_span value;

@@ -3,7 +3,7 @@
 #define CT_CUDA_AVERAGE_CUH
 
 #include "element.cuh"
-#include "math/ct_ema_math.h"
+#include "math/ema.h"
 
 __device__ inline float
 ct_average_of(const ct_ema_coef &coef, float average, float value)

@@ -2,7 +2,7 @@
 #include "element.cuh"
 #include "kernels.h"
 #include "launch.cuh"
-#include "math/ct_codes_math.h"
+#include "math/codes.h"
 #include "quant.cuh"
 
 static_assert(CT_CODES_BLOCK == ct_cuda_block_size, "a thread has one value");

@@ -2,7 +2,7 @@
  * every later call fails at once. */
 #include "comm_nccl.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 #include "nccl_member.h"
 
 struct ct_work {

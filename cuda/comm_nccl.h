@@ -2,7 +2,7 @@
 #ifndef CT_CUDA_COMM_NCCL_H
 #define CT_CUDA_COMM_NCCL_H
 
-#include "core/ct_plugin.h"
+#include "core/comm/plugin.h"
 
 #ifdef __cplusplus
 extern "C" {

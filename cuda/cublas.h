@@ -2,7 +2,7 @@
 #ifndef CT_CUDA_CUBLAS_H
 #define CT_CUDA_CUBLAS_H
 
-#include "core/ct_device.h"
+#include "core/device/device.h"
 
 #include <stdint.h>
 

@@ -3,7 +3,7 @@
 #ifndef CT_CUDA_DRIVER_H
 #define CT_CUDA_DRIVER_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <cuda.h>
 

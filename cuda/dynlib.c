@@ -1,7 +1,7 @@
 #define _GNU_SOURCE /* RTLD_NOLOAD */
 #include "dynlib.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <dlfcn.h>
 #include <limits.h>

@@ -6,7 +6,7 @@
 #ifndef CT_CUDA_DYNLIB_H
 #define CT_CUDA_DYNLIB_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 

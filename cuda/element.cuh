@@ -3,8 +3,8 @@
 #ifndef CT_CUDA_ELEMENT_CUH
 #define CT_CUDA_ELEMENT_CUH
 
-#include "core/ct_dtype.h"
-#include "math/ct_half_math.h"
+#include "core/base/dtype.h"
+#include "math/half.h"
 
 #include <cuda_runtime.h>
 

@@ -2,7 +2,7 @@
 #ifndef CT_CUDA_KERNELS_H
 #define CT_CUDA_KERNELS_H
 
-#include "core/ct_device.h"
+#include "core/device/device.h"
 
 #ifdef __cplusplus
 extern "C" {

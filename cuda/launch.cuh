@@ -9,7 +9,7 @@
 #ifndef CT_CUDA_LAUNCH_CUH
 #define CT_CUDA_LAUNCH_CUH
 
-#include "core/ct_span.h"
+#include "core/base/span.h"
 #include "status.h"
 
 #include <cuda_runtime.h>

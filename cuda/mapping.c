@@ -7,7 +7,7 @@
  * which also keeps it from running further ahead than there is memory for. */
 #include "kernels.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 #include "driver.h"
 #include "status.h"
 

@@ -23,7 +23,7 @@
             ct_##rule##_measure_f64(c, grad, param, state, terms);                     \
         }                                                                              \
     };
-#include "math/ct_measured.def"
+#include "math/measured.def"
 #undef CT_MEASURED
 
 struct measure_operand : ct_cuda_update_operand {
@@ -101,7 +101,7 @@ kernel_of(ct_rule rule)
 #define CT_MEASURED(rule, constants, n_states)                                         \
     case CT_RULE_##rule:                                                               \
         return measure_kernel<measured_##rule>;
-#include "math/ct_measured.def"
+#include "math/measured.def"
 #undef CT_MEASURED
     default: /* ct_measure_check let no other rule pass */
         return NULL;

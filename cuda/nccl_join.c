@@ -2,7 +2,7 @@
  * never blocks the host, so that all of this ends in time, too. */
 #include "comm_nccl.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 #include "nccl_member.h"
 #include "status.h"
 

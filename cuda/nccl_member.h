@@ -2,7 +2,7 @@
 #ifndef CT_CUDA_NCCL_MEMBER_H
 #define CT_CUDA_NCCL_MEMBER_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 #include "nccl.h"
 #include "nccl_staging.h"
 

@@ -2,7 +2,7 @@
 #ifndef CT_CUDA_NCCL_STAGING_H
 #define CT_CUDA_NCCL_STAGING_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
 #include <cuda_runtime_api.h>
 

@@ -4,7 +4,7 @@
  * time is up. */
 #include "nccl_member.h"
 
-#include "core/ct_deadline.h"
+#include "core/base/wait.h"
 #include "status.h"
 
 #include <sched.h>

@@ -3,7 +3,7 @@
 #define CT_CUDA_REDUCE_CUH
 
 #include "launch.cuh"
-#include "math/ct_norm_math.h"
+#include "math/norm.h"
 
 static const unsigned ct_warp_size = 32;
 static const unsigned ct_n_warps = ct_cuda_block_size / ct_warp_size;

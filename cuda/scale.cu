@@ -2,7 +2,7 @@
 #include "element.cuh"
 #include "kernels.h"
 #include "launch.cuh"
-#include "math/ct_scale_math.h"
+#include "math/scale.h"
 
 __device__ static inline float
 apply(float x, float factor, float limit)

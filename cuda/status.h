@@ -2,7 +2,7 @@
 #ifndef CT_CUDA_STATUS_H
 #define CT_CUDA_STATUS_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <cuda_runtime_api.h>
 

@@ -5,7 +5,7 @@
 #include "quant.cuh"
 #include "update.cuh"
 
-#include "math/ct_philox_math.h"
+#include "math/philox.h"
 
 /* What holds for every span of an update. */
 struct update_options {
@@ -191,7 +191,7 @@ typedef decltype(&update_kernel<ct_rule_sgd>) update_kernel_fn;
 
 static const update_kernel_fn kernels[CT_RULE_COUNT] = {
 #define CT_RULE(rule, constants, n_states) update_kernel<ct_rule_##rule>,
-#include "math/ct_rules.def"
+#include "math/rules.def"
 #undef CT_RULE
 };
 

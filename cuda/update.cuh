@@ -5,7 +5,7 @@
 #include "element.cuh"
 #include "launch.cuh"
 
-#include "core/ct_update.h"
+#include "core/device/update.h"
 
 struct ct_cuda_update_operand : ct_update_span {
     ct_rule_coef constants;
@@ -45,7 +45,7 @@ ct_cuda_operand_of(const ct_update &update, size_t i)
             ct_##rule##_apply_f64(c, grad, param, state);                              \
         }                                                                              \
     };
-#include "math/ct_rules.def"
+#include "math/rules.def"
 #undef CT_RULE
 
 __device__ static inline const ct_rule_coef *

@@ -134,7 +134,7 @@ def test_what_is_excluded_are_faults_with_a_reason() -> None:
         ]
         assert alike, f"{path} has no fault that makes {before!r} {after!r}"
         assert all(map(excluded, alike))
-    assert not excluded(Fault("csrc/core/ct_io.c", 1, "", "before", "after"))
+    assert not excluded(Fault("csrc/core/base/io.c", 1, "", "before", "after"))
 
 
 def test_a_seed_draws_the_same_faults_with_the_fixed_ones_first() -> None:

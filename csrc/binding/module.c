@@ -1,10 +1,10 @@
 /* Module ctrainer._C: creates the types and owns the per-interpreter state. */
-#include "binding/copies.h"
-#include "binding/ctpy.h"
+#include "binding/runtime/copies.h"
+#include "binding/runtime/ctpy.h"
 
-#include "core/ct_device.h"
-#include "core/ct_interrupt.h"
-#include "core/ct_pool.h"
+#include "core/device/device.h"
+#include "core/base/interrupt.h"
+#include "core/base/pool.h"
 
 static int
 add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
@@ -58,19 +58,19 @@ module_exec(PyObject *module)
     if (intern(#name, &state->str_##name) < 0) {                                       \
         return -1;                                                                     \
     }
-#include "binding/hooks.def"
+#include "binding/runtime/hooks.def"
 #undef CTPY_NAME
 #define CTPY_KEYWORD(name)                                                             \
     if ((state->kw_##name = Py_BuildValue("(s)", #name)) == NULL) {                    \
         return -1;                                                                     \
     }
-#include "binding/keywords.def"
+#include "binding/runtime/keywords.def"
 #undef CTPY_KEYWORD
 #define CTPY_TYPE(name)                                                                \
     if (add_type(module, &name##_spec, &state->name) < 0) {                            \
         return -1;                                                                     \
     }
-#include "binding/types.def"
+#include "binding/runtime/types.def"
 #undef CTPY_TYPE
     return ctpy_refuse_copies(state);
 }
@@ -80,16 +80,16 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     ctpy_state *state = PyModule_GetState(module);
 #define CTPY_TYPE(name) Py_VISIT(state->name);
-#include "binding/types.def"
+#include "binding/runtime/types.def"
 #undef CTPY_TYPE
 #define CTPY_NAME(name) Py_VISIT(state->str_##name);
-#include "binding/hooks.def"
+#include "binding/runtime/hooks.def"
 #undef CTPY_NAME
 #define CTPY_CACHED(name) Py_VISIT(state->name);
-#include "binding/cached.def"
+#include "binding/runtime/cached.def"
 #undef CTPY_CACHED
 #define CTPY_KEYWORD(name) Py_VISIT(state->kw_##name);
-#include "binding/keywords.def"
+#include "binding/runtime/keywords.def"
 #undef CTPY_KEYWORD
     return 0;
 }
@@ -99,16 +99,16 @@ module_clear(PyObject *module)
 {
     ctpy_state *state = PyModule_GetState(module);
 #define CTPY_TYPE(name) Py_CLEAR(state->name);
-#include "binding/types.def"
+#include "binding/runtime/types.def"
 #undef CTPY_TYPE
 #define CTPY_NAME(name) Py_CLEAR(state->str_##name);
-#include "binding/hooks.def"
+#include "binding/runtime/hooks.def"
 #undef CTPY_NAME
 #define CTPY_CACHED(name) Py_CLEAR(state->name);
-#include "binding/cached.def"
+#include "binding/runtime/cached.def"
 #undef CTPY_CACHED
 #define CTPY_KEYWORD(name) Py_CLEAR(state->kw_##name);
-#include "binding/keywords.def"
+#include "binding/runtime/keywords.def"
 #undef CTPY_KEYWORD
     return 0;
 }
@@ -122,12 +122,12 @@ module_free(void *module)
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
     extern const char ctpy_##name##_doc[];
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
 
 static PyMethodDef module_functions[] = {
 #define CTPY_FUNCTION(name, flags) {#name, ctpy_##name, flags, ctpy_##name##_doc},
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
     { NULL, NULL, 0, NULL},
 };

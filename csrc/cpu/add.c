@@ -2,7 +2,7 @@
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
 
-#include "core/ct_reduce.h"
+#include "core/comm/reduce.h"
 
 #include <math.h>
 

@@ -4,11 +4,11 @@
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
 
-#include "core/ct_pool.h"
-#include "math/ct_ema_math.h"
+#include "core/base/pool.h"
+#include "math/ema.h"
 
 #define CT_ONLY_F32_F64
-#define CT_BODY "cpu/average_body.h"
+#define CT_BODY "cpu/body/average.h"
 #include "cpu/expand.h"
 
 typedef void average_body(void *average, const void *value, double decay, size_t n);

@@ -2,7 +2,7 @@
 #ifndef CT_CPU_BLAS_H
 #define CT_CPU_BLAS_H
 
-#include "core/ct_device.h"
+#include "core/device/device.h"
 
 /* Does the product and returns true, or returns false where no BLAS is loaded. The
  * operands have been checked. Runs on that library's own threads. */

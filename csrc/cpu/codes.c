@@ -2,10 +2,10 @@
 #include "cpu/cuts.h"
 #include "cpu/kernels.h"
 
-#include "core/ct_pool.h"
-#include "math/ct_codes_math.h"
+#include "core/base/pool.h"
+#include "math/codes.h"
 
-#define CT_BODY "cpu/codes_body.h"
+#define CT_BODY "cpu/body/codes.h"
 #include "cpu/expand.h"
 
 typedef void encode_body(const ct_encoding *e, size_t from, size_t n);

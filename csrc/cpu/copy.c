@@ -7,7 +7,7 @@
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
 
-#include "core/ct_pool.h"
+#include "core/base/pool.h"
 
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /* The CPU's device table, and its memory: ordinary memory, nothing to wait for. */
 #include "cpu/kernels.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <string.h>
 

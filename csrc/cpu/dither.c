@@ -1,13 +1,13 @@
 #include "cpu/dither.h"
 
-#include "math/ct_philox_math.h"
+#include "math/philox.h"
 
 enum {
     BLOCKS = CT_TILE / 8 /* of Philox, of eight elements each */
 };
 
 #define CT_ONLY_F32_F64
-#define CT_BODY "cpu/dither_body.h"
+#define CT_BODY "cpu/body/dither.h"
 #include "cpu/expand.h"
 
 typedef void dither_body(const void *from, uint16_t *restrict to,

@@ -2,7 +2,7 @@
 #ifndef CT_CPU_DITHER_H
 #define CT_CPU_DITHER_H
 
-#include "core/ct_update.h"
+#include "core/device/update.h"
 #include "cpu/tile.h"
 
 /* The n <= CT_TILE elements of a tile, of the type `real`, F32 or F64, to `to`, by the

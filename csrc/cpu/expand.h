@@ -8,14 +8,14 @@
  *     ct_elem              what lies in memory
  *     ct_real              what is computed with: double for F64, else float
  *     CT_LOAD, CT_STORE    between the two; CT_STORE_F64 from a double
- *     CT_PAIRS             defined for bfloat16, which ct_half_math.h has in pairs
+ *     CT_PAIRS             defined for bfloat16, which math/half.h has in pairs
  *     CT_REAL(name)        name_f32 or name_f64, by ct_real
  *
  * Every function that a body inlines was compiled for the base set, which is a part
  * of the others. Features are listed instead of arch=x86-64-v3 because GCC inlines
  * across a difference in features but not across one in arch. */
 #include "cpu/isa.h"
-#include "math/ct_half_math.h"
+#include "math/half.h"
 
 #define CT_SET base
 #include "cpu/each_dtype.h"

@@ -5,7 +5,7 @@
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 
-#include "core/ct_pool.h"
+#include "core/base/pool.h"
 
 #include <math.h>
 #include <string.h>
@@ -16,7 +16,7 @@ enum {
     MOST_SLABS = 32 /* of a matrix: each needs a row of sums */
 };
 
-#define CT_BODY "cpu/factor_body.h"
+#define CT_BODY "cpu/body/factor.h"
 #include "cpu/expand.h"
 
 typedef double

@@ -8,7 +8,7 @@
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 
-#include "core/ct_pool.h"
+#include "core/base/pool.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -19,7 +19,7 @@ enum {
     STRIP = 32
 };
 
-#define CT_BODY "cpu/gemm_body.h"
+#define CT_BODY "cpu/body/gemm.h"
 #define CT_ONLY_F32_F64
 #include "cpu/expand.h"
 

@@ -1,6 +1,6 @@
 #include "cpu/isa.h"
 
-#include "core/ct_device.h"
+#include "core/device/device.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>

@@ -2,8 +2,8 @@
 #ifndef CT_CPU_ISA_H
 #define CT_CPU_ISA_H
 
-#include "core/ct_dtype.h"
-#include "core/ct_status.h"
+#include "core/base/dtype.h"
+#include "core/base/status.h"
 
 typedef enum ct_isa {
     CT_ISA_BASE,

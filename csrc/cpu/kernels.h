@@ -2,7 +2,7 @@
 #ifndef CT_CPU_KERNELS_H
 #define CT_CPU_KERNELS_H
 
-#include "core/ct_device.h"
+#include "core/device/device.h"
 
 ct_norm_fn ct_cpu_norm;
 ct_norms_fn ct_cpu_norms;

@@ -8,7 +8,7 @@
 #include "cpu/kernels.h"
 #include "cpu/stretch.h"
 
-#include "core/ct_pool.h"
+#include "core/base/pool.h"
 
 enum {
     LANES = 32
@@ -22,7 +22,7 @@ enum {
 #endif
 
 #define CT_ONLY_F32_F64
-#define CT_BODY "cpu/measure_body.h"
+#define CT_BODY "cpu/body/measure.h"
 #include "cpu/expand.h"
 
 typedef void
@@ -31,7 +31,7 @@ measure_body(const ct_rule_coef *coef, const ct_operands *at, size_t n, double *
 static measure_body *const rules[CT_RULE_COUNT][CT_ISA_COUNT][CT_F64 + 1] = {
 #define CT_MEASURED(rule, constants, n_states)                                         \
     [CT_RULE_##rule] = CT_REAL_BODIES(measure_##rule),
-#include "math/ct_measured.def"
+#include "math/measured.def"
 #undef CT_MEASURED
 };
 

@@ -7,14 +7,14 @@
 #include "cpu/cuts.h"
 #include "cpu/kernels.h"
 
-#include "core/ct_pool.h"
-#include "math/ct_norm_math.h"
+#include "core/base/pool.h"
+#include "math/norm.h"
 
 enum {
     LANES = 32
 };
 
-#define CT_BODY "cpu/norm_body.h"
+#define CT_BODY "cpu/body/norm.h"
 #include "cpu/expand.h"
 
 typedef void norm_body(ct_norm_kind kind, double p, const void *data, size_t from,

@@ -1,7 +1,7 @@
 #include "cpu/quant.h"
 
 #include "cpu/quant_gather.h"
-#include "math/ct_quant_math.h"
+#include "math/quant.h"
 
 enum {
     LEAST = (127 - 23) << 23, /* 2^-23 */
@@ -21,7 +21,7 @@ key_of(float unit)
 }
 
 #define CT_ONLY_F32_F64
-#define CT_BODY "cpu/quant_body.h"
+#define CT_BODY "cpu/body/quant.h"
 #include "cpu/expand.h"
 
 typedef void dequantise_body(const uint8_t *restrict codes, const float *restrict map,

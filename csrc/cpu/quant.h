@@ -2,7 +2,7 @@
 #ifndef CT_CPU_QUANT_H
 #define CT_CPU_QUANT_H
 
-#include "core/ct_update.h"
+#include "core/device/update.h"
 #include "cpu/tile.h"
 
 /* Buckets are what numbers have in common whose sign, exponent and first seven bits

@@ -2,10 +2,10 @@
 #include "cpu/cuts.h"
 #include "cpu/kernels.h"
 
-#include "core/ct_pool.h"
-#include "math/ct_scale_math.h"
+#include "core/base/pool.h"
+#include "math/scale.h"
 
-#define CT_BODY "cpu/scale_body.h"
+#define CT_BODY "cpu/body/scale.h"
 #include "cpu/expand.h"
 
 typedef void scale_body(void *data, size_t from, size_t n, double factor, double limit);

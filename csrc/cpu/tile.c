@@ -1,11 +1,11 @@
 /* Tiles: between what lies in memory and what is computed with.
  *
  * float16 has instructions of its own, which the compiler does not find behind the
- * arithmetic of ct_half_math.h; their results are the same bits. An update of float16
+ * arithmetic of math/half.h; their results are the same bits. An update of float16
  * takes half the time with them. */
 #include "cpu/tile.h"
 
-#define CT_BODY "cpu/tile_body.h"
+#define CT_BODY "cpu/body/tile.h"
 #include "cpu/expand.h"
 
 typedef void

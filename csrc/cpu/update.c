@@ -8,12 +8,12 @@
 #include "cpu/kernels.h"
 #include "cpu/stretch.h"
 
-#include "core/ct_pool.h"
+#include "core/base/pool.h"
 
 #include <string.h>
 
 #define CT_NO_F16
-#define CT_BODY "cpu/update_body.h"
+#define CT_BODY "cpu/body/update.h"
 #include "cpu/expand.h"
 
 typedef void rule_body(const ct_rule_coef *coef, const ct_operands *at, size_t n);
@@ -21,7 +21,7 @@ typedef void rule_body(const ct_rule_coef *coef, const ct_operands *at, size_t n
 static rule_body *const rules[CT_RULE_COUNT][CT_ISA_COUNT][CT_BF16 + 1] = {
 #define CT_RULE(rule, constants, n_states)                                             \
     [CT_RULE_##rule] = CT_BODIES_NO_F16(update_##rule),
-#include "math/ct_rules.def"
+#include "math/rules.def"
 #undef CT_RULE
 };
 

@@ -2,7 +2,7 @@
 #include "cpu/cuts.h"
 #include "cpu/kernels.h"
 
-#include "core/ct_pool.h"
+#include "core/base/pool.h"
 
 #include <string.h>
 

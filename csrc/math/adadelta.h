@@ -5,7 +5,7 @@
 #ifndef CT_ADADELTA_MATH_H
 #define CT_ADADELTA_MATH_H
 
-#include "math/ct_parts_math.h"
+#include "math/parts.h"
 
 /* What is constant over one step, worked out in double. */
 #define CT_ADADELTA_COEF(REAL, FLAG)                                                   \
@@ -17,7 +17,7 @@
     REAL(eps)
 CT_COEF(ct_adadelta, CT_ADADELTA_COEF)
 
-#define CT_FORMULA "math/ct_adadelta_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/adadelta.h"
+#include "math/each_real.h"
 
 #endif

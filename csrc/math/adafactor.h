@@ -1,11 +1,11 @@
-/* Adafactor for one element, in float and in double. Measured rules (ct_measured.def).
+/* Adafactor for one element, in float and in double. Measured rules (math/measured.def).
  *
  * Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
  * Cost", 2018, algorithms 4 to 6, with the options of transformers' and fairseq's. */
 #ifndef CT_ADAFACTOR_MATH_H
 #define CT_ADAFACTOR_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
 #include <math.h>
 
@@ -38,7 +38,7 @@ ct_adafactor_settle(ct_adafactor_coef *c, const double *sums, double n)
     c->decay = 1.0 - c->weight_decay * lr;
 }
 
-#define CT_FORMULA "math/ct_adafactor_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/adafactor.h"
+#include "math/each_real.h"
 
 #endif

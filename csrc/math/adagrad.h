@@ -6,7 +6,7 @@
 #ifndef CT_ADAGRAD_MATH_H
 #define CT_ADAGRAD_MATH_H
 
-#include "math/ct_parts_math.h"
+#include "math/parts.h"
 
 /* What is constant over one step, worked out in double. */
 #define CT_ADAGRAD_COEF(REAL, FLAG)                                                    \
@@ -16,7 +16,7 @@
     REAL(eps)
 CT_COEF(ct_adagrad, CT_ADAGRAD_COEF)
 
-#define CT_FORMULA "math/ct_adagrad_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/adagrad.h"
+#include "math/each_real.h"
 
 #endif

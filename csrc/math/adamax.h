@@ -6,7 +6,7 @@
 #ifndef CT_ADAMAX_MATH_H
 #define CT_ADAMAX_MATH_H
 
-#include "math/ct_parts_math.h"
+#include "math/parts.h"
 
 /* What is constant over one step, worked out in double. */
 #define CT_ADAMAX_COEF(REAL, FLAG)                                                     \
@@ -21,7 +21,7 @@
     FLAG(from_grad)
 CT_COEF(ct_adamax, CT_ADAMAX_COEF)
 
-#define CT_FORMULA "math/ct_adamax_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/adamax.h"
+#include "math/each_real.h"
 
 #endif

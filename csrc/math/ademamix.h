@@ -1,12 +1,12 @@
 /* AdEMAMix for one element, in float and in double.
  *
  * Source: Pagliardini, Ablin and Grangier, "The AdEMAMix Optimizer: Better, Faster,
- * Older", 2024, algorithm 1. As in ct_adamw_math.h the root of the second moment is
+ * Older", 2024, algorithm 1. As in math/adamw.h the root of the second moment is
  * multiplied by a rounded 1 / sqrt(1 - beta2^step). */
 #ifndef CT_ADEMAMIX_MATH_H
 #define CT_ADEMAMIX_MATH_H
 
-#include "math/ct_parts_math.h"
+#include "math/parts.h"
 
 /* What is constant over one step, worked out in double. */
 #define CT_ADEMAMIX_COEF(REAL, FLAG)                                                   \
@@ -25,7 +25,7 @@
     FLAG(slow_from_grad)
 CT_COEF(ct_ademamix, CT_ADEMAMIX_COEF)
 
-#define CT_FORMULA "math/ct_ademamix_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/ademamix.h"
+#include "math/each_real.h"
 
 #endif

@@ -14,7 +14,7 @@
 #ifndef CT_BLOCK_MATH_H
 #define CT_BLOCK_MATH_H
 
-#include "math/ct_coef.h"
+#include "math/coef.h"
 
 /* Where the model goes from the global model and its momentum. */
 typedef enum ct_block_look {
@@ -45,7 +45,7 @@ ct_block_share_of(int world_size)
     FLAG(look)  /* a ct_block_look */
 CT_COEF(ct_block_momentum, CT_BLOCK_MOMENTUM_COEF)
 
-#define CT_FORMULA "math/ct_block_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/block.h"
+#include "math/each_real.h"
 
 #endif

@@ -13,7 +13,7 @@
 #ifndef CT_CODES_MATH_H
 #define CT_CODES_MATH_H
 
-#include "math/ct_quant_math.h"
+#include "math/quant.h"
 
 #include <math.h>
 

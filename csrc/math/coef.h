@@ -7,7 +7,7 @@
 #ifndef CT_COEF_H
 #define CT_COEF_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
 #define CT_COEF_DOUBLE(name) double name;
 #define CT_COEF_REAL(name) ct_real name;

@@ -3,14 +3,14 @@
 #ifndef CT_DESCEND_MATH_H
 #define CT_DESCEND_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
 typedef struct ct_descend_coef {
     double decay;
     double step_size;
 } ct_descend_coef;
 
-#define CT_FORMULA "math/ct_descend_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/descend.h"
+#include "math/each_real.h"
 
 #endif

@@ -6,7 +6,7 @@
 #ifndef CT_EMA_MATH_H
 #define CT_EMA_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
 typedef struct ct_ema_coef {
     double decay, rest; /* rest = 1 - decay */
@@ -21,7 +21,7 @@ ct_ema_coef_of(double decay)
     return coef;
 }
 
-#define CT_FORMULA "math/ct_ema_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/ema.h"
+#include "math/each_real.h"
 
 #endif

@@ -7,7 +7,7 @@
 #ifndef CT_HALF_MATH_H
 #define CT_HALF_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
 #include <stdint.h>
 #include <string.h>

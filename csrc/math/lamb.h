@@ -1,11 +1,11 @@
-/* LAMB for one element, in float and in double. A measured rule (ct_measured.def).
+/* LAMB for one element, in float and in double. A measured rule (math/measured.def).
  *
  * Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
  * minutes", 2020, algorithm 2, with the options of apex's FusedLAMB. */
 #ifndef CT_LAMB_MATH_H
 #define CT_LAMB_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
 #include <math.h>
 
@@ -36,7 +36,7 @@ ct_lamb_settle(ct_lamb_coef *c, const double *sums, double n)
                        : c->lr;
 }
 
-#define CT_FORMULA "math/ct_lamb_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/lamb.h"
+#include "math/each_real.h"
 
 #endif

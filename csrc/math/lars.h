@@ -1,4 +1,4 @@
-/* LARS for one element, in float and in double. A measured rule (ct_measured.def).
+/* LARS for one element, in float and in double. A measured rule (math/measured.def).
  *
  * Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks",
  * 2017, algorithm 1: SGD whose gradient is scaled for each parameter by
@@ -6,7 +6,7 @@
 #ifndef CT_LARS_MATH_H
 #define CT_LARS_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
 #include <math.h>
 
@@ -41,7 +41,7 @@ ct_lars_settle(ct_lars_coef *c, const double *sums, double n)
     c->decay = scaled || c->trust == 0.0 ? c->weight_decay : 0.0;
 }
 
-#define CT_FORMULA "math/ct_lars_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/lars.h"
+#include "math/each_real.h"
 
 #endif

@@ -5,7 +5,7 @@
 #ifndef CT_LION_MATH_H
 #define CT_LION_MATH_H
 
-#include "math/ct_parts_math.h"
+#include "math/parts.h"
 
 /* What is constant over one step, worked out in double. */
 #define CT_LION_COEF(REAL, FLAG)                                                       \
@@ -18,7 +18,7 @@
     REAL(one_minus_beta2)
 CT_COEF(ct_lion, CT_LION_COEF)
 
-#define CT_FORMULA "math/ct_lion_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/lion.h"
+#include "math/each_real.h"
 
 #endif

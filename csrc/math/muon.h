@@ -1,13 +1,13 @@
 /* Muon's momentum for one element, in float and in double: a measured rule
- * (ct_measured.def) whose parameter becomes the momentum's direction, divided by its
- * norm. Newton-Schulz takes it from there (core/ct_orthogonal.h).
+ * (math/measured.def) whose parameter becomes the momentum's direction, divided by its
+ * norm. Newton-Schulz takes it from there (core/optim/orthogonal.h).
  *
  * Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
  * 2024, in the form of torch.optim.Muon. */
 #ifndef CT_MUON_MATH_H
 #define CT_MUON_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
 #include <math.h>
 
@@ -33,7 +33,7 @@ ct_muon_settle(ct_muon_coef *c, const double *sums, double n)
     c->inv_norm = 1.0 / (norm > c->eps ? norm : c->eps);
 }
 
-#define CT_FORMULA "math/ct_muon_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/muon.h"
+#include "math/each_real.h"
 
 #endif

@@ -7,7 +7,7 @@
 #ifndef CT_NADAM_MATH_H
 #define CT_NADAM_MATH_H
 
-#include "math/ct_parts_math.h"
+#include "math/parts.h"
 
 /* What is constant over one step of a parameter, worked out in double. With mu(t) for
  * the momentum of step t and M(t) for mu(1) ... mu(t): */
@@ -25,7 +25,7 @@
     FLAG(from_grad)
 CT_COEF(ct_nadam, CT_NADAM_COEF)
 
-#define CT_FORMULA "math/ct_nadam_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/nadam.h"
+#include "math/each_real.h"
 
 #endif

@@ -9,7 +9,7 @@
 #ifndef CT_NAG_MATH_H
 #define CT_NAG_MATH_H
 
-#include "math/ct_parts_math.h"
+#include "math/parts.h"
 
 /* What is constant over one step, worked out in double. */
 #define CT_NAG_COEF(REAL, FLAG)                                                        \
@@ -21,7 +21,7 @@
     REAL(lr)
 CT_COEF(ct_nag, CT_NAG_COEF)
 
-#define CT_FORMULA "math/ct_nag_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/nag.h"
+#include "math/each_real.h"
 
 #endif

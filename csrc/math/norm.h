@@ -6,7 +6,7 @@
 #ifndef CT_NORM_MATH_H
 #define CT_NORM_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
 #include <math.h>
 

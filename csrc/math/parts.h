@@ -2,7 +2,7 @@
 #ifndef CT_PARTS_MATH_H
 #define CT_PARTS_MATH_H
 
-#include "math/ct_coef.h"
+#include "math/coef.h"
 
 #include <math.h>
 
@@ -20,7 +20,7 @@ ct_average_from_new(double keep)
     return keep <= 0.5;
 }
 
-#define CT_FORMULA "math/ct_parts_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/parts.h"
+#include "math/each_real.h"
 
 #endif

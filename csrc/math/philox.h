@@ -5,7 +5,7 @@
 #ifndef CT_PHILOX_MATH_H
 #define CT_PHILOX_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
 #include <stdint.h>
 

@@ -12,7 +12,7 @@
 #ifndef CT_QUANT_MATH_H
 #define CT_QUANT_MATH_H
 
-#include "math/ct_half_math.h"
+#include "math/half.h"
 
 #include <float.h>
 

@@ -7,7 +7,7 @@
 #ifndef CT_RMSPROP_MATH_H
 #define CT_RMSPROP_MATH_H
 
-#include "math/ct_parts_math.h"
+#include "math/parts.h"
 
 /* What is constant over one step, worked out in double. */
 #define CT_RMSPROP_COEF(REAL, FLAG)                                                    \
@@ -22,7 +22,7 @@
     FLAG(from_grad)
 CT_COEF(ct_rmsprop, CT_RMSPROP_COEF)
 
-#define CT_FORMULA "math/ct_rmsprop_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/rmsprop.h"
+#include "math/each_real.h"
 
 #endif

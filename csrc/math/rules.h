@@ -1,30 +1,30 @@
-/* The rules of ct_rules.def, by number, and their constants. */
+/* The rules of math/rules.def, by number, and their constants. */
 #ifndef CT_RULES_H
 #define CT_RULES_H
 
-#include "math/ct_adadelta_math.h"
-#include "math/ct_adafactor_math.h"
-#include "math/ct_adagrad_math.h"
-#include "math/ct_adamax_math.h"
-#include "math/ct_adamw_math.h"
-#include "math/ct_ademamix_math.h"
-#include "math/ct_block_math.h"
-#include "math/ct_descend_math.h"
-#include "math/ct_lamb_math.h"
-#include "math/ct_lars_math.h"
-#include "math/ct_lion_math.h"
-#include "math/ct_muon_math.h"
-#include "math/ct_nadam_math.h"
-#include "math/ct_nag_math.h"
-#include "math/ct_rmsprop_math.h"
-#include "math/ct_schedule_free_math.h"
-#include "math/ct_sgd_math.h"
+#include "math/adadelta.h"
+#include "math/adafactor.h"
+#include "math/adagrad.h"
+#include "math/adamax.h"
+#include "math/adamw.h"
+#include "math/ademamix.h"
+#include "math/block.h"
+#include "math/descend.h"
+#include "math/lamb.h"
+#include "math/lars.h"
+#include "math/lion.h"
+#include "math/muon.h"
+#include "math/nadam.h"
+#include "math/nag.h"
+#include "math/rmsprop.h"
+#include "math/schedule_free.h"
+#include "math/sgd.h"
 
 #include <stddef.h>
 
 typedef enum ct_rule {
 #define CT_RULE(rule, constants, n_states) CT_RULE_##rule,
-#include "math/ct_rules.def"
+#include "math/rules.def"
 #undef CT_RULE
     CT_RULE_COUNT
 } ct_rule;
@@ -36,7 +36,7 @@ enum {
 /* The constants of one step, by the rule's name. */
 typedef union ct_rule_coef {
 #define CT_RULE(rule, constants, n_states) ct_##constants##_coef rule;
-#include "math/ct_rules.def"
+#include "math/rules.def"
 #undef CT_RULE
 } ct_rule_coef;
 
@@ -49,7 +49,7 @@ ct_rule_is_measured(ct_rule rule)
 {
     switch (rule) {
 #define CT_MEASURED(rule, constants, n_states) case CT_RULE_##rule:
-#include "math/ct_measured.def"
+#include "math/measured.def"
 #undef CT_MEASURED
         return 1;
     default:
@@ -66,7 +66,7 @@ ct_rule_settle(ct_rule rule, ct_rule_coef *coef, const double *sums, size_t n)
     case CT_RULE_##rule:                                                               \
         ct_##constants##_settle(&coef->rule, sums, (double)n);                         \
         break;
-#include "math/ct_measured.def"
+#include "math/measured.def"
 #undef CT_MEASURED
     default:
         break;

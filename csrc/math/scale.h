@@ -2,9 +2,9 @@
 #ifndef CT_SCALE_MATH_H
 #define CT_SCALE_MATH_H
 
-#include "math/ct_hd.h"
+#include "math/hd.h"
 
-#define CT_FORMULA "math/ct_scale_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/scale.h"
+#include "math/each_real.h"
 
 #endif

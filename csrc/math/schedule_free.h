@@ -7,7 +7,7 @@
 #ifndef CT_SCHEDULE_FREE_MATH_H
 #define CT_SCHEDULE_FREE_MATH_H
 
-#include "math/ct_parts_math.h"
+#include "math/parts.h"
 
 /* What is constant over one step, worked out in double. */
 #define CT_SCHEDULE_FREE_COEF(REAL, FLAG)                                              \
@@ -23,7 +23,7 @@
     FLAG(from_z)
 CT_COEF(ct_schedule_free, CT_SCHEDULE_FREE_COEF)
 
-#define CT_FORMULA "math/ct_schedule_free_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/schedule_free.h"
+#include "math/each_real.h"
 
 #endif

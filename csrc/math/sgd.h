@@ -5,7 +5,7 @@
 #ifndef CT_SGD_MATH_H
 #define CT_SGD_MATH_H
 
-#include "math/ct_parts_math.h"
+#include "math/parts.h"
 
 /* What is constant over one step, worked out in double. */
 #define CT_SGD_COEF(REAL, FLAG)                                                        \
@@ -18,7 +18,7 @@
     FLAG(first) /* the momentum buffer starts as the gradient */
 CT_COEF(ct_sgd, CT_SGD_COEF)
 
-#define CT_FORMULA "math/ct_sgd_formula.h"
-#include "math/ct_each_real.h"
+#define CT_FORMULA "math/formula/sgd.h"
+#include "math/each_real.h"
 
 #endif

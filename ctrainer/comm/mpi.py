@@ -75,7 +75,7 @@ class MPIBackend:
         op: str,
         root: int,
     ) -> Pending:
-        """Start a collective by its name in core/ct_comm.h; wait() ends it."""
+        """Start a collective by its name in core/comm/comm.h; wait() ends it."""
         if what in ("all_reduce", "reduce", "reduce_scatter"):
             return self._reduce(what, out, in_, dtype, op, root)
         given, taken = [in_, MPI.BYTE], [out, MPI.BYTE]

@@ -122,7 +122,7 @@ class ProcessGroupBackend:
         op: str,
         root: int,
     ) -> Pending:
-        """Start a collective by its name in core/ct_comm.h; wait() ends it."""
+        """Start a collective by its name in core/comm/comm.h; wait() ends it."""
         given, result = (self._tensor(view, dtype) for view in (in_, out))
         source, target = given.to(self.device), result.to(self.device)
         if dtype == "bool":

@@ -3,9 +3,9 @@
  * nobody goes on before all have finished, so memory and notes may then change. */
 #include "ct_comm_local.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 #include "ct_meeting.h"
-#include "core/ct_reduce.h"
+#include "core/comm/reduce.h"
 
 #include <string.h>
 

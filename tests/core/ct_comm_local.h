@@ -1,7 +1,7 @@
 /* A group of ranks that are threads of one process.
  *
- * For tests of what is written against ct_comm.h. Spans are memory that every thread
- * can read and write. All reductions are those of ct_reduce.h, so a result depends on
+ * For tests of what is written against core/comm/comm.h. Spans are memory that every thread
+ * can read and write. All reductions are those of core/comm/reduce.h, so a result depends on
  * nothing but the values.
  *
  * No collective waits for ever. One fails with CT_ECOMM, whose text names this rank,
@@ -13,7 +13,7 @@
 #ifndef CT_COMM_LOCAL_H
 #define CT_COMM_LOCAL_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -3,10 +3,10 @@
 #ifndef CT_KERNELS_H
 #define CT_KERNELS_H
 
-#include "core/ct_device.h"
-#include "core/ct_pool.h"
+#include "core/device/device.h"
+#include "core/base/pool.h"
 #include "ct_test.h"
-#include "math/ct_half_math.h"
+#include "math/half.h"
 
 static inline double
 ct_load(ct_dtype dtype, const void *data, size_t i)

@@ -1,7 +1,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "ct_meeting.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <errno.h>
 #include <math.h>

@@ -3,7 +3,7 @@
 #ifndef CT_MEETING_H
 #define CT_MEETING_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 

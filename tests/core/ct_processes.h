@@ -3,7 +3,7 @@
 #ifndef CT_PROCESSES_H
 #define CT_PROCESSES_H
 
-#include "core/ct_comm_shm.h"
+#include "core/comm/shm.h"
 #include "ct_test.h"
 
 #include <signal.h>

@@ -2,8 +2,8 @@
 #ifndef CT_RANK_MOVES_H
 #define CT_RANK_MOVES_H
 
-#include "core/ct_comm.h"
-#include "core/ct_reduce.h"
+#include "core/comm/comm.h"
+#include "core/comm/reduce.h"
 #include "ct_processes.h"
 #include "ct_rank_values.h"
 

@@ -2,7 +2,7 @@
 #ifndef CT_RANK_VALUES_H
 #define CT_RANK_VALUES_H
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 #include "ct_random.h"
 #include "ct_test.h"
 

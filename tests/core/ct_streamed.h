@@ -2,7 +2,7 @@
 #ifndef CT_STREAMED_H
 #define CT_STREAMED_H
 
-#include "core/ct_device.h"
+#include "core/device/device.h"
 #include "ct_test.h"
 
 static char ct_the_stream;

@@ -1,4 +1,4 @@
-#include "core/ct_adamw.h"
+#include "core/optim/adam.h"
 #include "ct_kernels.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-#include "core/ct_average.h"
+#include "core/engine/average.h"
 #include "ct_test.h"
 
 #include <math.h>

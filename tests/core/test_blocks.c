@@ -1,4 +1,4 @@
-#include "core/ct_blocks.h"
+#include "core/data/blocks.h"
 #include "ct_random.h"
 #include "ct_test.h"
 

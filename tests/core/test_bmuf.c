@@ -1,6 +1,6 @@
 #define _GNU_SOURCE
-#include "core/ct_alloc.h"
-#include "core/ct_bmuf.h"
+#include "core/base/alloc.h"
+#include "core/bmuf/bmuf.h"
 #include "ct_kernels.h"
 #include "ct_processes.h"
 #include "ct_random.h"

@@ -1,4 +1,4 @@
-#include "core/ct_step.h"
+#include "core/engine/step.h"
 #include "ct_streamed.h"
 #include "ct_test.h"
 

@@ -1,6 +1,6 @@
 /* Gradients of threads in 16 bits, and the rounding to 8. */
-#include "core/ct_codec_half.h"
-#include "core/ct_reducer.h"
+#include "core/ddp/codec_half.h"
+#include "core/ddp/reducer.h"
 #include "ct_ranks.h"
 #include "ct_streamed.h"
 #include "ct_test.h"

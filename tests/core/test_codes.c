@@ -1,9 +1,9 @@
 /* Codes of 8 and 4 bits: what they miss, what is remembered of it, and NaN. */
-#include "core/ct_device.h"
+#include "core/device/device.h"
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_test.h"
-#include "math/ct_codes_math.h"
+#include "math/codes.h"
 
 #include <math.h>
 #include <string.h>

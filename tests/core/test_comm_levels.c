@@ -1,6 +1,6 @@
-#include "core/ct_comm_levels.h"
+#include "core/comm/comm_levels.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 #include "ct_kernels.h"
 #include "ct_ranks.h"
 

@@ -1,7 +1,7 @@
 #define _GNU_SOURCE
-#include "core/ct_alloc.h"
-#include "core/ct_comm_shm.h"
-#include "core/ct_pages.h"
+#include "core/base/alloc.h"
+#include "core/comm/shm.h"
+#include "core/base/pages.h"
 #include "ct_rank_moves.h"
 #include "ct_test.h"
 

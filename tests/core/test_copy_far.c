@@ -1,5 +1,5 @@
-#include "core/ct_alloc.h"
-#include "core/ct_copy_far.h"
+#include "core/base/alloc.h"
+#include "core/base/copy_far.h"
 #include "ct_test.h"
 
 #include <stdbool.h>

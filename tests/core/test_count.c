@@ -1,4 +1,4 @@
-#include "core/ct_count.h"
+#include "core/data/targets.h"
 #include "ct_test.h"
 
 static const int64_t labels[] = {1, -100, 3, -100, 5, 6, -100, -100};

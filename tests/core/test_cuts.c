@@ -2,7 +2,7 @@
 #include "ct_random.h"
 #include "ct_test.h"
 
-#include "core/ct_span.h"
+#include "core/base/span.h"
 
 static ct_cuts
 cut(const ct_span *spans, size_t n_spans)

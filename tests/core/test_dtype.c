@@ -1,4 +1,4 @@
-#include "core/ct_dtype.h"
+#include "core/base/dtype.h"
 #include "ct_test.h"
 
 #include <string.h>

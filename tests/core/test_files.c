@@ -2,10 +2,10 @@
  * that fail half-way, names that are not files. The calls are replaced by ones of this
  * test. */
 #define _GNU_SOURCE
-#include "core/ct_io.h"
-#include "core/ct_manifest.h"
-#include "core/ct_source.h"
-#include "core/ct_staging.h"
+#include "core/base/io.h"
+#include "core/checkpoint/manifest.h"
+#include "core/checkpoint/source.h"
+#include "core/checkpoint/staging.h"
 #include "ct_random.h"
 #include "ct_test.h"
 

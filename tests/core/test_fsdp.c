@@ -1,6 +1,6 @@
 /* A unit's groups are gathered, released, reduced and accounted for on 1 to 4 ranks. */
-#include "core/ct_alloc.h"
-#include "core/ct_fsdp.h"
+#include "core/base/alloc.h"
+#include "core/fsdp/unit.h"
 #include "ct_ranks.h"
 #include "ct_streamed.h"
 

@@ -1,6 +1,6 @@
 #include "ct_random.h"
 #include "ct_test.h"
-#include "math/ct_half_math.h"
+#include "math/half.h"
 
 #include <math.h>
 #include <stdbool.h>

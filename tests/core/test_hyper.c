@@ -1,7 +1,7 @@
 /* Ranges of hyperparameters, of every kind of optimizer, and what an update changes in
  * a group. */
-#include "core/ct_hyper.h"
-#include "core/ct_optim.h"
+#include "core/optim/hyper.h"
+#include "core/optim/optim.h"
 #include "ct_test.h"
 
 #include <math.h>

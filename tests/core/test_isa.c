@@ -1,5 +1,5 @@
 #define _GNU_SOURCE /* setenv */
-#include "core/ct_device.h"
+#include "core/device/device.h"
 #include "ct_test.h"
 
 #include <string.h>

@@ -1,12 +1,12 @@
 /* Random lists of spans through every elementwise kernel: the memory afterwards, gaps
  * between the spans included, must equal byte for byte what plain loops over the
  * formulas leave, whatever the instruction set and the number of threads. */
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_rule_examples.h"
-#include "math/ct_ema_math.h"
-#include "math/ct_philox_math.h"
+#include "math/ema.h"
+#include "math/philox.h"
 
 #include <math.h>
 #include <string.h>
@@ -183,7 +183,7 @@ apply(const list *l, uint32_t coef, bool wide, double grad, double *param,
         ct_##rule##_apply_f32(&c32, (float)grad, &param32, state32);                   \
         break;                                                                         \
     }
-#include "math/ct_rules.def"
+#include "math/rules.def"
 #undef CT_RULE
     default:
         CHECK(false);

@@ -1,8 +1,8 @@
 /* Memory at fixed addresses: what is released reads as zeros, and its pages are the
  * next mapping's. */
-#include "core/ct_alloc.h"
-#include "core/ct_mapping.h"
-#include "core/ct_region.h"
+#include "core/base/alloc.h"
+#include "core/base/mapping.h"
+#include "core/base/region.h"
 #include "ct_test.h"
 
 #include <stdint.h>

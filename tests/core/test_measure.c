@@ -1,7 +1,7 @@
 /* The first two parts of measured rules, and factored second moments, against plain
  * loops.
  */
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_rule_examples.h"
@@ -112,7 +112,7 @@ measure_element(const problem *p, const ct_update_span *span, double grad, doubl
         ct_##rule##_measure_f32(&c32, (float)grad, (float)param, state32, terms32);    \
         break;                                                                         \
     }
-#include "math/ct_measured.def"
+#include "math/measured.def"
 #undef CT_MEASURED
     default:
         CHECK(false);

@@ -1,9 +1,9 @@
-#include "core/ct_alloc.h"
-#include "core/ct_optim.h"
-#include "core/ct_pool.h"
+#include "core/base/alloc.h"
+#include "core/optim/optim.h"
+#include "core/base/pool.h"
 #include "ct_streamed.h"
 #include "ct_test.h"
-#include "math/ct_half_math.h"
+#include "math/half.h"
 
 #include <math.h>
 #include <string.h>

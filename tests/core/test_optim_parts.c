@@ -1,8 +1,8 @@
 /* Optimizers that look at whole parameters, of which ranks have parts: against the same
  * optimizer of the whole ones. */
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 #include "ct_comm_local.h"
-#include "core/ct_optim.h"
+#include "core/optim/optim.h"
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_ranks.h"

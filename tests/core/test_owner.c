@@ -1,7 +1,7 @@
 #define _GNU_SOURCE
 #include "ct_comm_local.h"
-#include "core/ct_owner.h"
-#include "core/ct_pages.h"
+#include "core/base/owner.h"
+#include "core/base/pages.h"
 #include "ct_processes.h"
 
 #include <pthread.h>

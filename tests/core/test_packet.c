@@ -1,7 +1,7 @@
 #include "ct_test.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_packet.h"
+#include "core/base/alloc.h"
+#include "core/comm/packet.h"
 
 #include <stdint.h>
 #include <string.h>

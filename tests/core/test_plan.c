@@ -1,9 +1,9 @@
 /* Files put together from memory and from other files, in one pass. */
 #define _GNU_SOURCE
-#include "core/ct_alloc.h"
-#include "core/ct_io.h"
-#include "core/ct_safetensors.h"
-#include "core/ct_zip.h"
+#include "core/base/alloc.h"
+#include "core/base/io.h"
+#include "core/checkpoint/safetensors.h"
+#include "core/checkpoint/zip.h"
 #include "ct_test.h"
 
 #include <signal.h>

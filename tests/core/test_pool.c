@@ -1,5 +1,5 @@
 #define _GNU_SOURCE /* setenv, fork, setrlimit */
-#include "core/ct_pool.h"
+#include "core/base/pool.h"
 #include "ct_test.h"
 
 #include <dirent.h>

@@ -1,11 +1,11 @@
 /* State of 8 bits: an update of it leaves the parameters and, once they are quantised
  * by plain loops, the state of the same update of floats. */
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 #include "cpu/quant.h"
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_rule_examples.h"
-#include "math/ct_quant_math.h"
+#include "math/quant.h"
 
 #include <math.h>
 #include <stdlib.h>

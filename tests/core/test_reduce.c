@@ -1,4 +1,4 @@
-#include "core/ct_reduce.h"
+#include "core/comm/reduce.h"
 #include "ct_random.h"
 #include "ct_kernels.h"
 #include "ct_test.h"

@@ -1,5 +1,5 @@
-#include "core/ct_alloc.h"
-#include "core/ct_rows.h"
+#include "core/base/alloc.h"
+#include "core/data/rows.h"
 #include "ct_test.h"
 
 #include <stdint.h>

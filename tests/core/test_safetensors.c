@@ -1,7 +1,7 @@
 /* safetensors: round trip, checksum, and headers that lie. */
 #define _GNU_SOURCE
-#include "core/ct_io.h"
-#include "core/ct_safetensors.h"
+#include "core/base/io.h"
+#include "core/checkpoint/safetensors.h"
 #include "ct_test.h"
 
 #include <fcntl.h>

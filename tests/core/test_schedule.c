@@ -1,4 +1,4 @@
-#include "core/ct_schedule.h"
+#include "core/schedule/schedule.h"
 #include "ct_test.h"
 
 #include <math.h>

@@ -1,5 +1,5 @@
-#include "core/ct_sgd.h"
-#include "core/ct_device.h"
+#include "core/optim/sgd.h"
+#include "core/device/device.h"
 #include "ct_test.h"
 
 #include <math.h>

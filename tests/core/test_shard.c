@@ -1,4 +1,4 @@
-#include "core/ct_shard.h"
+#include "core/data/shard.h"
 #include "ct_test.h"
 
 #include <string.h>

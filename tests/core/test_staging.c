@@ -1,6 +1,6 @@
 #define _GNU_SOURCE /* SYS_fsync; /proc/self/fd */
-#include "core/ct_alloc.h"
-#include "core/ct_staging.h"
+#include "core/base/alloc.h"
+#include "core/checkpoint/staging.h"
 #include "ct_test.h"
 
 #include <stdio.h>

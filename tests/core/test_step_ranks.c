@@ -1,8 +1,8 @@
 /* Steps of several ranks, which must do the same or drift apart. */
-#include "core/ct_alloc.h"
-#include "core/ct_history.h"
-#include "core/ct_scaler.h"
-#include "core/ct_step.h"
+#include "core/base/alloc.h"
+#include "core/comm/history.h"
+#include "core/engine/scaler.h"
+#include "core/engine/step.h"
 #include "ct_ranks.h"
 #include "ct_test.h"
 

@@ -1,9 +1,9 @@
 /* The background writer: whole folders, kept errors, reused memory, forked children. */
 #define _GNU_SOURCE
-#include "core/ct_alloc.h"
-#include "core/ct_io.h"
-#include "core/ct_manifest.h"
-#include "core/ct_writer.h"
+#include "core/base/alloc.h"
+#include "core/base/io.h"
+#include "core/checkpoint/manifest.h"
+#include "core/checkpoint/writer.h"
 #include "ct_test.h"
 
 #include <errno.h>

@@ -1,7 +1,7 @@
 /* torch's archives: alignment, verification, and damage of every kind. */
 #define _GNU_SOURCE
-#include "core/ct_io.h"
-#include "core/ct_zip.h"
+#include "core/base/io.h"
+#include "core/checkpoint/zip.h"
 #include "ct_random.h"
 #include "ct_test.h"
 

@@ -5,7 +5,7 @@
 
 #include "../../cuda/kernels.h"
 #include "../core/ct_test.h"
-#include "math/ct_half_math.h"
+#include "math/half.h"
 
 #include <cuda_runtime_api.h>
 #include <math.h>

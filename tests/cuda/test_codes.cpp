@@ -1,7 +1,7 @@
 /* Codes for other ranks are the CPU's, and so is what is remembered and decoded:
  * equality is memcmp. */
 #include "cuda_test.h"
-#include "math/ct_codes_math.h"
+#include "math/codes.h"
 
 /* The arrays of one encoding on both sides. */
 struct codes_fixture {

@@ -4,7 +4,7 @@
 
 #include "../../cuda/cublas.h"
 #include "../../cuda/dynlib.h"
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 static bool
 has(const char *text, const char *part)

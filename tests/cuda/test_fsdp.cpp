@@ -5,7 +5,7 @@
 #include "../../cuda/comm_nccl.h"
 #include "../../cuda/dynlib.h"
 #include "../core/ct_comm_local.h"
-#include "core/ct_fsdp.h"
+#include "core/fsdp/unit.h"
 
 #include <functional>
 #include <thread>

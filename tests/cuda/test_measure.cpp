@@ -5,7 +5,7 @@
 #include "cuda_test.h"
 
 #include "../core/ct_rule_examples.h"
-#include "core/ct_optim.h"
+#include "core/optim/optim.h"
 
 #ifdef CT_EMUL
 #include "../../cuda/dynlib.h"

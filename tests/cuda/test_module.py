@@ -64,7 +64,7 @@ def test_the_plugin_is_a_capsule_of_its_name() -> None:
 
 
 def test_the_plugin_is_of_the_version_that_the_core_has() -> None:
-    header = (ROOT / "csrc/core/ct_device.h").read_text()
+    header = (ROOT / "csrc/core/device/device.h").read_text()
     expected = int(re.search(r"#define CT_DEVICE_VERSION (\d+)", header)[1])
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.argtypes, get.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p

@@ -3,7 +3,7 @@
  * bound it inherits. */
 #include "cuda_test.h"
 
-#include "core/ct_step.h"
+#include "core/engine/step.h"
 
 static const size_t sizes[] = {1, 300, 8193, 20000};
 static const size_t n_params = sizeof sizes / sizeof *sizes;

@@ -13,7 +13,7 @@ CPU_ONLY = {
 
 
 def table_entries() -> list[str]:
-    header = (ROOT / "csrc/core/ct_device.h").read_text()
+    header = (ROOT / "csrc/core/device/device.h").read_text()
     struct = re.search(r"typedef struct ct_device \{(.*?)\} ct_device;", header, re.S)
     assert struct is not None
     return re.findall(r"ct_\w+_fn \*(\w+);", struct[1])

@@ -67,10 +67,10 @@ AREAS = {
             "csrc/cpu/update.c": "core/test_kernels.c core/test_half.c",
             "csrc/cpu/norm.c": "core/test_norm.c",
             "csrc/cpu/quant.c": "core/test_quant.c",
-            "csrc/cpu/quant_gather.c csrc/cpu/quant_body.h " + math("quant_math"):
+            "csrc/cpu/quant_gather.c csrc/cpu/body/quant.h " + math("quant_math"):
                 "core/test_quant.c binding/test_eight_bit.py",
-            "csrc/cpu/factor_body.h": "core/test_factor.c",
-            "csrc/cpu/norm_body.h " + math("norm_math"): "core/test_norm.c",
+            "csrc/cpu/body/factor.h": "core/test_factor.c",
+            "csrc/cpu/body/norm.h " + math("norm_math"): "core/test_norm.c",
             binding("optimizer", "optimizer_groups", "optimizer_state",
                     "optimizer_values", "grads"):
                 "binding/test_optimizer.py",
@@ -81,7 +81,7 @@ AREAS = {
             binding("optimizer_codes"): "binding/test_eight_bit.py",
             binding("optimizer_options"):
                 "binding/test_optimizer.py binding/test_clipping.py",
-            "csrc/binding/optimizer_values.h": "binding/test_optimizer.py",
+            "csrc/binding/optim/state.h": "binding/test_optimizer.py",
             binding("optimizer_parts"):
                 "binding/test_parts.py python/fsdp/test_fsdp_optimizers.py",
             binding("optimizer_shape"): "binding/test_matrix_optimizers.py",
@@ -118,7 +118,7 @@ AREAS = {
             binding("schedule", "scheduler", "scheduler_groups", "scheduler_state"):
                 "binding/test_scheduler.py",
             "ctrainer/schedules.py": "binding/test_scheduler.py",
-            "csrc/core/ct_schedule_family.h": "core/test_schedule.c",
+            "csrc/core/schedule/family.h": "core/test_schedule.c",
             "ctrainer/deepspeed_schedules.py":
                 "python/compat/test_deepspeed_schedules.py",
         },
@@ -190,7 +190,7 @@ AREAS = {
                 "binding/test_gradient_metrics.py",
             binding("adapt", "attr", "context", "trainer_mode"):
                 "binding/test_trainer_hooks.py",
-            binding("errors", "module", "process") + " csrc/binding/ctpy.h":
+            binding("errors", "module", "process") + " csrc/binding/runtime/ctpy.h":
                 "binding/test_process.py binding/test_optimizer.py",
             binding("copies", "trainer_copy"): "python/trainer/test_copies.py",
             binding("buffer", "buffer_numpy", "buffer_torch"):
@@ -354,7 +354,7 @@ AREAS = {
             core("comm_sync"): "core/test_reducer.c binding/test_communicator.py",
             core("packet"): "core/test_packet.c",
             core("copy_far"): "core/test_copy_far.c",
-            core("reduce") + " csrc/core/ct_reduce_body.h": "core/test_reduce.c",
+            core("reduce") + " csrc/core/comm/reduce_body.h": "core/test_reduce.c",
             core("codec_half"):
                 "core/test_codecs.c",
             core("comm_shm", "exchange", "exchange_slots", "crew", "shm_queue",
@@ -630,21 +630,21 @@ AREAS = {
     "kernels": Area(
         {
             core("alloc", "malloc"): "core/test_alloc.c",
-            core("status") + " csrc/core/ct_check.h " + math("half_math"):
+            core("status") + " csrc/core/base/check.h " + math("half_math"):
                 "core/test_dtype.c core/test_half.c core/test_copy.c",
             core("index"): "core/test_index.c",
-            "csrc/cpu/add.c csrc/cpu/average.c csrc/cpu/average_body.h "
-            "csrc/cpu/copy.c csrc/cpu/dither_body.h csrc/cpu/scale.c "
-            "csrc/cpu/scale_body.h csrc/cpu/stretch.c csrc/cpu/tile.c "
-            "csrc/cpu/tile_body.h csrc/cpu/zero.c csrc/cpu/device.c " +
+            "csrc/cpu/add.c csrc/cpu/average.c csrc/cpu/body/average.h "
+            "csrc/cpu/copy.c csrc/cpu/body/dither.h csrc/cpu/scale.c "
+            "csrc/cpu/body/scale.h csrc/cpu/stretch.c csrc/cpu/tile.c "
+            "csrc/cpu/body/tile.h csrc/cpu/zero.c csrc/cpu/device.c " +
             math("ema_math", "philox_math", "scale_formula"):
                 "core/test_kernels.c core/test_copy.c core/test_half.c",
-            "csrc/cpu/codes.c csrc/cpu/codes_body.h " + math("codes_math"):
+            "csrc/cpu/codes.c csrc/cpu/body/codes.h " + math("codes_math"):
                 "core/test_codes.c",
             "csrc/cpu/cuts.c": "core/test_cuts.c",
             "csrc/cpu/isa.c": "core/test_isa.c",
             "csrc/cpu/measure.c": "core/test_measure.c",
-            "csrc/cpu/blas.c csrc/cpu/gemm.c csrc/cpu/gemm_body.h":
+            "csrc/cpu/blas.c csrc/cpu/gemm.c csrc/cpu/body/gemm.h":
                 "core/test_gemm.c",
         },
         "core/test_optim.c core/test_step.c core/test_codecs.c",
@@ -682,7 +682,7 @@ AREAS = {
 NOT_DRAWN = {
     "ctrainer/__init__.py ctrainer/fairseq/__init__.py ctrainer/fsdp/__init__.py":
         "names that are imported when they are asked for",
-    "csrc/core/ct_dtype.c": "the table of dtypes",
+    "csrc/core/base/dtype.c": "the table of dtypes",
     "ctrainer/__main__.py": "the table of commands",
     "ctrainer/arguments/fields.py": "a table of fields and their defaults",
 }  # fmt: skip

@@ -30,7 +30,7 @@ class Fixed:
 
 FIXED = (
     Fixed(
-        "csrc/core/ct_staging.c",
+        "csrc/core/checkpoint/staging.c",
         "drop a synchronisation",
         "ct_sync_folder(staging->parent, err)",
         "CT_OK",
@@ -38,7 +38,7 @@ FIXED = (
         "core/test_staging.c",
     ),
     Fixed(
-        "csrc/core/ct_bmuf.c",
+        "csrc/core/bmuf/bmuf.c",
         "skip a check",
         "b->alike && flat != &b->global",
         "b->alike",
@@ -54,7 +54,7 @@ FIXED = (
         "python/checkpoint/test_trainer_checkpoints.py",
     ),
     Fixed(
-        "csrc/binding/trainer_eval_ranks.c",
+        "csrc/binding/evaluate/trainer_eval_ranks.c",
         "delete a call",
         "*n = PyLong_AsSsize_t(length);",
         ";",
@@ -62,7 +62,7 @@ FIXED = (
         "python/evaluate/test_ranks_evaluation.py",
     ),
     Fixed(
-        "csrc/binding/trainer_update.c",
+        "csrc/binding/trainer/update.c",
         "negate a condition",
         "u->average_due ? u->average : NULL",
         "u->average",
@@ -75,45 +75,45 @@ FIXED = (
 # the line without its indent, what takes its place, and the reason.
 EQUIVALENT = (
     (
-        "csrc/binding/scheduler_groups.c",
+        "csrc/binding/schedule/scheduler_groups.c",
         "if (old == NULL ? PyErr_Occurred() != NULL : PyFloat_CheckExact(old)) {",
         "if (0 && (old == NULL ? PyErr_Occurred() != NULL : "
         "PyFloat_CheckExact(old))) {",
         "the short way for a float, which has no fill_: the long one ends alike",
     ),
     (
-        "csrc/binding/optimizer_average.c",
+        "csrc/binding/optim/optimizer_average.c",
         "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average + 1;",
         "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average;",
         "hint is where the search begins, which goes over all places whatever it is",
     ),
     (
-        "csrc/core/ct_io.c",
+        "csrc/core/base/io.c",
         "int used = advance(v, n, done < 0 ? 0 : (size_t)done);",
         "int used = advance(v, n, done <= 0 ? 0 : (size_t)done);",
         "where done is 0, it is 0 that is passed on either way",
     ),
     (
-        "csrc/core/ct_pool.c",
+        "csrc/core/base/pool.c",
         "(void)work_off();",
         ";",
         "the caller of a batch works on it beside the pool's threads: the results are "
         "the same without, only later",
     ),
     (
-        "csrc/core/ct_pool.c",
+        "csrc/core/base/pool.c",
         "futex_wait(&pool.done, done);",
         ";",
         "who waits for a batch asks again and again instead of sleeping",
     ),
     (
-        "csrc/core/ct_pool.c",
+        "csrc/core/base/pool.c",
         "atomic_fetch_sub(&pool.sleepers, 1);",
         ";",
         "sleepers says whether a wake-up can be spared: one too many changes no result",
     ),
     (
-        "csrc/core/ct_batches.c",
+        "csrc/core/data/batches.c",
         "if (rule->max_tokens > 0 && longest > 0 && "
         "rule->max_tokens / longest < room) {",
         "if (rule->max_tokens > 0 && longest > 0 && "
@@ -121,50 +121,50 @@ EQUIVALENT = (
         "room becomes the smaller of two numbers; where they are equal, itself",
     ),
     (
-        "csrc/core/ct_rows.c",
+        "csrc/core/data/rows.c",
         "return b != 0 && a > SIZE_MAX / b ? SIZE_MAX : a * b;",
         "return b != 0 && a >= SIZE_MAX / b ? SIZE_MAX : a * b;",
         "where a is SIZE_MAX / b, a * b is above SIZE_MAX / 2: no region holds so much",
     ),
     (
-        "csrc/core/ct_schedule.c",
+        "csrc/core/schedule/schedule.c",
         "if (n > 0 && (size_t)n < room) {",
         "if (n >= 0 && (size_t)n < room) {",
         "where nothing was written, nothing is added to the length either way",
     ),
     (
-        "csrc/core/ct_schedule_fairseq.c",
+        "csrc/core/schedule/fairseq.c",
         "if (decaying < 0.0 || (decaying == 0.0 && o[DECAY_STEPS] == 0.0)) {",
         "if (decaying <= 0.0 || (decaying == 0.0 && o[DECAY_STEPS] == 0.0)) {",
         "where a decay begins, its rate is LR * exp(-factor * 0), which is LR",
     ),
     (
-        "csrc/core/ct_scaler.c",
+        "csrc/core/engine/scaler.c",
         "const int64_t steps = scaler->iter - scaler->last_overflow;",
         "const int64_t steps = scaler->last_overflow - scaler->iter;",
         "what is asked is whether an interval divides it, whatever the sign",
     ),
     (
-        "csrc/core/ct_bmuf_codes.c",
+        "csrc/core/bmuf/quantized.c",
         "for (int rank = 0; status == CT_OK && rank < ranks; rank++) {",
         "for (int rank = 0; status == CT_OK && rank <= ranks; rank++) {",
         "the part behind the last rank's is empty: nothing is coded or decoded",
     ),
     (
-        "csrc/core/ct_exchange_slots.c",
+        "csrc/core/comm/exchange_slots.c",
         "return (x < y ? y - x : x - y) < bytes;",
         "return (x < y ? y - x : y - x) < bytes;",
         "a collective's operands are equal or apart: the difference wraps to no less "
         "than bytes",
     ),
     (
-        "csrc/binding/callbacks.c",
+        "csrc/binding/callbacks/handler.c",
         "for (size_t i = 0; i < n; i++) {",
         "for (size_t i = 0; i <= n; i++) {",
         "a value too many is read and written, which nobody uses: make asan sees it",
     ),
     (
-        "csrc/binding/trainer_eval_ranks.c",
+        "csrc/binding/evaluate/trainer_eval_ranks.c",
         "return batch->rows > 0 && result == 0 ? "
         "ctpy_pack(packet, batch->whole, names)",
         "return batch->rows >= 0 && result == 0 ? "
@@ -172,19 +172,19 @@ EQUIVALENT = (
         "of a message without rows, nobody reads more than its head",
     ),
     (
-        "csrc/binding/fsdp_clip.c",
+        "csrc/binding/fsdp/fsdp_clip.c",
         "if (status != CT_OK || job->n == 0 || factor >= 1.0) {",
         "if (status != CT_OK || job->n == 0 || factor > 1.0) {",
         "where the factor is exactly 1, every gradient times it is itself",
     ),
     (
-        "csrc/core/ct_reducer.c",
+        "csrc/core/ddp/reducer.c",
         "while (status == CT_OK && r->has_owners && r->settled + 1 < r->started &&",
         "while (status == CT_OK && r->has_owners && r->settled + 1 <= r->started &&",
         "the bucket that was started last is waited for sooner: results are the same",
     ),
     (
-        "csrc/binding/trainer_eval_batch.c",
+        "csrc/binding/evaluate/trainer_eval_batch.c",
         "if (going > 0 && going < comm->world_size) { "
         "/* some have nothing to run at all */",
         "if (going > 0 && going < (comm->world_size + 1)) { "

@@ -1,7 +1,7 @@
 /* ctrainer._C.BMUF: workers that train apart and meet at the ends of blocks. */
-#include "binding/bmuf.h"
+#include "binding/bmuf/bmuf.h"
 
-#include "core/ct_device.h"
+#include "core/device/device.h"
 
 #include <string.h>
 

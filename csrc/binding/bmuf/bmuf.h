@@ -2,8 +2,8 @@
 #ifndef CTPY_BMUF_H
 #define CTPY_BMUF_H
 
-#include "binding/communicator.h"
-#include "core/ct_bmuf.h"
+#include "binding/comm/communicator.h"
+#include "core/bmuf/bmuf.h"
 
 typedef struct BMUF {
     PyObject_HEAD
@@ -28,7 +28,7 @@ typedef struct bmuf_tensors {
     ct_bmuf_list list;
 } bmuf_tensors;
 
-/* bmuf_tensors.c: `sources`, and one by one the copies of lower precision, None or a
+/* binding/bmuf/bmuf_tensors.c: `sources`, and one by one the copies of lower precision, None or a
  * tensor; copies may be NULL. 0, or -1 with an exception that names the one at fault
  * and nothing to release. */
 int bmuf_tensors_read(ctpy_state *state, PyObject *sources, PyObject *copies,
@@ -39,15 +39,15 @@ void bmuf_tensors_free(bmuf_tensors *t);
 typedef ct_status
 bmuf_pass(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err);
 
-/* bmuf_sync.c: calls the hook of that name, which gives tensors and their copies or
+/* binding/bmuf/bmuf_sync.c: calls the hook of that name, which gives tensors and their copies or
  * None, and runs the pass over them; and decides what a block is computed with. */
 int bmuf_run(BMUF *self, PyObject *hook, bmuf_pass *pass);
 int bmuf_settle(BMUF *self, ctpy_state *state);
 
-/* bmuf_sync.c: what a block that is over has to do besides. */
+/* binding/bmuf/bmuf_sync.c: what a block that is over has to do besides. */
 int bmuf_after_block(BMUF *self, ctpy_state *state);
 
-/* bmuf_flight.c: blocks whose average is taken later. */
+/* binding/bmuf/bmuf_flight.c: blocks whose average is taken later. */
 int bmuf_depart(BMUF *self, ctpy_state *state);
 bool bmuf_is_due(const BMUF *self);
 int bmuf_arrive(BMUF *self, ctpy_state *state);
@@ -55,7 +55,7 @@ void bmuf_land(BMUF *self); /* waits and forgets */
 PyObject *BMUF_finish(PyObject *op, PyObject *unused);
 extern const char BMUF_finish_doc[];
 
-/* bmuf_sync.c: a RuntimeError, "what" in it, while a pass is under way; what follows an
+/* binding/bmuf/bmuf_sync.c: a RuntimeError, "what" in it, while a pass is under way; what follows an
  * update; and what the face calls. */
 int bmuf_check_idle(const BMUF *self, const char *what);
 int bmuf_after_update(BMUF *self);
@@ -64,7 +64,7 @@ PyObject *BMUF_start(PyObject *op, PyObject *unused);
 PyObject *BMUF_adopt(PyObject *op, PyObject *args);
 extern const char BMUF_average_moments_doc[], BMUF_start_doc[], BMUF_adopt_doc[];
 
-/* bmuf_state.c: what is saved besides the inner optimizer's state. */
+/* binding/bmuf/bmuf_state.c: what is saved besides the inner optimizer's state. */
 PyObject *BMUF_save_blocks(PyObject *op, PyObject *args);
 PyObject *BMUF_load_blocks(PyObject *op, PyObject *args);
 PyObject *BMUF_save_residual(PyObject *op, PyObject *arg);

@@ -1,5 +1,5 @@
 /* Blocks whose average is taken some updates after they have ended. */
-#include "binding/bmuf.h"
+#include "binding/bmuf/bmuf.h"
 
 static Communicator *
 group_of(const BMUF *self)

@@ -1,5 +1,5 @@
 /* What BMUF saves besides the state of the optimizer within. */
-#include "binding/bmuf.h"
+#include "binding/bmuf/bmuf.h"
 
 static int
 check_started(const BMUF *self)

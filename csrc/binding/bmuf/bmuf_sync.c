@@ -1,5 +1,5 @@
 /* What happens at the ends of blocks. */
-#include "binding/bmuf.h"
+#include "binding/bmuf/bmuf.h"
 
 #include <math.h>
 

@@ -1,8 +1,8 @@
 /* Tensors of Python as what blocks work on. */
-#include "binding/bmuf.h"
+#include "binding/bmuf/bmuf.h"
 
-#include "binding/buffer.h"
-#include "core/ct_alloc.h"
+#include "binding/runtime/buffer.h"
+#include "core/base/alloc.h"
 
 void
 bmuf_tensors_free(bmuf_tensors *t)

@@ -5,8 +5,8 @@
  * each time (an attribute set on the instance or the class wins at once); what its body
  * wants is worked out once per function by runtime.events and remembered: nothing at
  * all for an empty body, which is then not called. */
-#include "binding/callback_handler.h"
-#include "binding/ctpy_callbacks.h"
+#include "binding/callbacks/handler.h"
+#include "binding/callbacks/ctpy_callbacks.h"
 
 #include <stdbool.h>
 #include <string.h>

@@ -2,7 +2,7 @@
 #ifndef CTPY_CALLBACKS_H
 #define CTPY_CALLBACKS_H
 
-#include "binding/ctpy.h"
+#include "binding/runtime/ctpy.h"
 
 #include <stdbool.h>
 

@@ -1,7 +1,7 @@
 /* ctrainer._C.CallbackHandler: the events of a run, fired at every callback. */
-#include "binding/callback_handler.h"
-#include "binding/copies.h"
-#include "binding/ctpy_callbacks.h"
+#include "binding/callbacks/handler.h"
+#include "binding/runtime/copies.h"
+#include "binding/callbacks/ctpy_callbacks.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -266,7 +266,7 @@ CallbackHandler_call_event(PyObject *op, PyObject *const *args, Py_ssize_t nargs
                                         KEYWORD_##fourth};                             \
         return fire_kind(op, &kind, args, nargs, kwnames);                             \
     }
-#include "binding/callback_events.def"
+#include "binding/callbacks/events.def"
 #undef CTPY_EVENT
 
 PyObject *
@@ -348,7 +348,7 @@ static PyMethodDef CallbackHandler_methods[] = {
     METHOD(call_event),
     {"__getstate__", CallbackHandler_getstate, METH_NOARGS, getstate_doc},
     {"__setstate__", CallbackHandler_setstate, METH_O,      setstate_doc},
-#include "binding/callback_events.def"
+#include "binding/callbacks/events.def"
     {NULL,           NULL,                     0,           NULL        },
 };
 #undef CTPY_EVENT

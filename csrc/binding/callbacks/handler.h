@@ -2,7 +2,7 @@
 #ifndef CTPY_CALLBACK_HANDLER_H
 #define CTPY_CALLBACK_HANDLER_H
 
-#include "binding/ctpy.h"
+#include "binding/runtime/ctpy.h"
 
 /* What every event passes by keyword, in this order; attributes of the handler. */
 #define CTPY_PASSED(F)                                                                 \

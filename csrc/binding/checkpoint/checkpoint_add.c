@@ -1,7 +1,7 @@
 /* CheckpointWriter: the methods that add files to the open save. */
-#include "binding/checkpoint.h"
-#include "binding/ckpt_tensors.h"
-#include "core/ct_alloc.h"
+#include "binding/checkpoint/writer.h"
+#include "binding/checkpoint/tensors.h"
+#include "core/base/alloc.h"
 
 /* Hands a plan over and returns None, or NULL with an exception. */
 static PyObject *

@@ -1,6 +1,6 @@
 /* Excerpts of files, as Python gives them. */
-#include "binding/ckpt_tensors.h"
-#include "core/ct_alloc.h"
+#include "binding/checkpoint/tensors.h"
+#include "core/base/alloc.h"
 
 static int
 fill_excerpt(PyObject *item, const char *what, ct_excerpt *excerpt)

@@ -1,8 +1,8 @@
 /* Reading files of checkpoints whole, each byte checked as it is read: functions of the
  * module. */
-#include "binding/ckpt_tensors.h"
-#include "core/ct_alloc.h"
-#include "core/ct_manifest.h"
+#include "binding/checkpoint/tensors.h"
+#include "core/base/alloc.h"
+#include "core/checkpoint/manifest.h"
 
 #include <string.h>
 

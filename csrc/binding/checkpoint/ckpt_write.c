@@ -1,6 +1,6 @@
 /* Writing one file at once, without a checkpoint around it: functions of the module. */
-#include "binding/ckpt_tensors.h"
-#include "core/ct_alloc.h"
+#include "binding/checkpoint/tensors.h"
+#include "core/base/alloc.h"
 
 /* Writes the plan that `status` and `err` speak of, frees it, and returns None or NULL.
  */

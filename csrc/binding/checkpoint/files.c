@@ -1,9 +1,9 @@
 /* Reading and judging the files of checkpoints: functions of the module. */
-#include "binding/ckpt_tensors.h"
-#include "core/ct_alloc.h"
-#include "core/ct_manifest.h"
-#include "core/ct_staging.h"
-#include "core/ct_zip.h"
+#include "binding/checkpoint/tensors.h"
+#include "core/base/alloc.h"
+#include "core/checkpoint/manifest.h"
+#include "core/checkpoint/staging.h"
+#include "core/checkpoint/zip.h"
 
 #include <stdbool.h>
 #include <string.h>

@@ -1,7 +1,7 @@
-#include "binding/ckpt_tensors.h"
+#include "binding/checkpoint/tensors.h"
 
-#include "binding/ctpy_optim.h"
-#include "core/ct_alloc.h"
+#include "binding/optim/grads.h"
+#include "core/base/alloc.h"
 
 #include <stdio.h>
 

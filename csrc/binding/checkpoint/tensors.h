@@ -2,10 +2,10 @@
 #ifndef CTPY_CKPT_TENSORS_H
 #define CTPY_CKPT_TENSORS_H
 
-#include "binding/ctpy.h"
-#include "core/ct_safetensors.h"
-#include "core/ct_source.h"
-#include "core/ct_zip.h"
+#include "binding/runtime/ctpy.h"
+#include "core/checkpoint/safetensors.h"
+#include "core/checkpoint/source.h"
+#include "core/checkpoint/zip.h"
 
 /* Starts as {0}, or with may_excerpt set. The entries borrow from items, so those must
  * outlive their use. */

@@ -1,6 +1,6 @@
-/* ctrainer._C.CheckpointWriter: the Python face of core/ct_writer.h. */
-#include "binding/checkpoint.h"
-#include "binding/ckpt_tensors.h"
+/* ctrainer._C.CheckpointWriter: the Python face of core/checkpoint/writer.h. */
+#include "binding/checkpoint/writer.h"
+#include "binding/checkpoint/tensors.h"
 
 static PyObject *
 CheckpointWriter_new(PyTypeObject *type, PyObject *Py_UNUSED(args),

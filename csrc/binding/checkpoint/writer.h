@@ -2,8 +2,8 @@
 #ifndef CTPY_CHECKPOINT_H
 #define CTPY_CHECKPOINT_H
 
-#include "binding/ctpy.h"
-#include "core/ct_writer.h"
+#include "binding/runtime/ctpy.h"
+#include "core/checkpoint/writer.h"
 
 #include <stdbool.h>
 

@@ -1,12 +1,12 @@
 /* Communicators of the processes of one machine. */
-#include "binding/communicator.h"
+#include "binding/comm/communicator.h"
 
-#include "core/ct_comm_shm.h"
+#include "core/comm/shm.h"
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
     extern const char ctpy_##name##_doc[];
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
 
 const char ctpy_shared_memory_communicator_doc[] =

@@ -2,10 +2,10 @@
 #ifndef CTPY_DEVICE_H
 #define CTPY_DEVICE_H
 
-#include "binding/ctpy.h"
-#include "core/ct_device.h"
+#include "binding/runtime/ctpy.h"
+#include "core/device/device.h"
 
-/* communicator_plugin.c: the table of a plugin's capsule, the host's of None; NULL with
+/* binding/comm/communicator_plugin.c: the table of a plugin's capsule, the host's of None; NULL with
  * an exception. It lives as long as the process. */
 const ct_device *ctpy_device_borrow(PyObject *capsule);
 

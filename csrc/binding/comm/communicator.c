@@ -1,7 +1,7 @@
-/* ctrainer._C.Communicator: a group of ranks, as core/ct_comm.h has them. */
-#include "binding/communicator.h"
+/* ctrainer._C.Communicator: a group of ranks, as core/comm/comm.h has them. */
+#include "binding/comm/communicator.h"
 
-#include "core/ct_history.h"
+#include "core/comm/history.h"
 
 /* ---- lifetime ----------------------------------------------------------------------
  */
@@ -153,7 +153,7 @@ static PyMethodDef Communicator_methods[] = {
 #define CTPY_METHOD(name, flags)                                                       \
     {#name, (PyCFunction)(void (*)(void))Communicator_##name, METHOD_FLAGS_##flags,    \
      Communicator_##name##_doc},
-#include "binding/communicator_methods.def"
+#include "binding/comm/communicator_methods.def"
 #undef CTPY_METHOD
     { NULL, NULL, 0, NULL},
 };

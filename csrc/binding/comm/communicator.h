@@ -2,8 +2,8 @@
 #ifndef CTPY_COMMUNICATOR_H
 #define CTPY_COMMUNICATOR_H
 
-#include "binding/ctpy.h"
-#include "core/ct_comm.h"
+#include "binding/runtime/ctpy.h"
+#include "core/comm/comm.h"
 
 typedef struct Communicator {
     PyObject_HEAD
@@ -21,12 +21,12 @@ ct_comm *ctpy_comm_borrow(ctpy_state *state, PyObject *op);
 /* Runs a request without the GIL and raises what went wrong. 0 or -1. */
 int ctpy_comm_run(ctpy_state *state, PyObject *op, const ct_request *request);
 
-/* Reduces numbers in place, comparing what ranks have done (core/ct_history.h): the
+/* Reduces numbers in place, comparing what ranks have done (core/comm/history.h): the
  * exchange is for `label` where one is given. 0 or -1. */
 int ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *label,
                              double *numbers, size_t n, ct_reduce_op how);
 
-/* comm_python.c: a group whose collectives are those of a Python object with rank,
+/* binding/comm/python.c: a group whose collectives are those of a Python object with rank,
  * world_size and begin(what, out, in_, dtype, op, root), which returns a handle with
  * wait(). NULL with an exception. */
 ct_comm *ctpy_comm_python_new(PyObject *backend);
@@ -35,7 +35,7 @@ ct_comm *ctpy_comm_python_new(PyObject *backend);
  * to do together; 0; or -1 with an exception for a word that says neither. */
 int ctpy_comm_wants_comparison(void);
 
-/* communicator_work.c: a collective that has begun, on tensors that stay alive until
+/* binding/comm/communicator_work.c: a collective that has begun, on tensors that stay alive until
  * it has ended. */
 PyObject *ctpy_work_new(ctpy_state *state, PyObject *communicator, PyObject *tensors,
                         ct_work *work);
@@ -46,7 +46,7 @@ PyObject *ctpy_work_new(ctpy_state *state, PyObject *communicator, PyObject *ten
 #define CTPY_SIGNATURE_NOARGS (PyObject * op, PyObject * unused)
 #define CTPY_SIGNATURE_O (PyObject * op, PyObject * arg)
 #define CTPY_SIGNATURE_KEYWORDS (PyObject * op, PyObject * args, PyObject * kwargs)
-#include "binding/communicator_methods.def"
+#include "binding/comm/communicator_methods.def"
 #undef CTPY_METHOD
 
 #endif

@@ -1,7 +1,7 @@
 /* Communicator: bytes of any length between ranks, which objects are encoded as. */
-#include "binding/communicator.h"
+#include "binding/comm/communicator.h"
 
-#include "core/ct_comm_bytes.h"
+#include "core/comm/bytes.h"
 
 static PyObject *
 split(const ct_gathered *gathered, int world_size)

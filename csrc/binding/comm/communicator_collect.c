@@ -1,7 +1,7 @@
 /* Communicator: its collectives, run or begun. */
-#include "binding/buffer.h"
-#include "binding/communicator.h"
-#include "core/ct_history.h"
+#include "binding/runtime/buffer.h"
+#include "binding/comm/communicator.h"
+#include "core/comm/history.h"
 
 #include <stdbool.h>
 #include <string.h>

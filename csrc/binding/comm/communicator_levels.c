@@ -1,13 +1,13 @@
 /* Communicators over two others: within machines and across them. */
-#include "binding/communicator.h"
+#include "binding/comm/communicator.h"
 
-#include "core/ct_comm_levels.h"
-#include "core/ct_history.h"
+#include "core/comm/comm_levels.h"
+#include "core/comm/history.h"
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
     extern const char ctpy_##name##_doc[];
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
 
 const char ctpy_two_level_communicator_doc[] =

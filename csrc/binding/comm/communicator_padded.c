@@ -1,9 +1,9 @@
 /* Communicator: parts of different lengths. */
-#include "binding/buffer.h"
-#include "binding/communicator.h"
+#include "binding/runtime/buffer.h"
+#include "binding/comm/communicator.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_comm_padded.h"
+#include "core/base/alloc.h"
+#include "core/comm/padded.h"
 
 static int
 views_of(ctpy_state *state, PyObject *out, PyObject *in, ct_span spans[2])

@@ -1,14 +1,14 @@
 /* A device's plugin, ctrainer._cuda's: its table, and communicators over its memory,
  * NCCL's. */
-#include "binding/communicator.h"
-#include "binding/device.h"
+#include "binding/comm/communicator.h"
+#include "binding/comm/backends.h"
 
-#include "core/ct_plugin.h"
+#include "core/comm/plugin.h"
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
     extern const char ctpy_##name##_doc[];
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
 
 /* Its tables, once the version says that they are those that we know. */

@@ -1,5 +1,5 @@
 /* Communicator: smaller groups. */
-#include "binding/communicator.h"
+#include "binding/comm/communicator.h"
 
 const char Communicator_split_doc[] =
     "split($self, color=None, key=0, *, ranks=None)\n--\n\n"

@@ -1,5 +1,5 @@
 /* ctrainer._C.CollectiveWork: a collective that has begun and is to be waited for. */
-#include "binding/communicator.h"
+#include "binding/comm/communicator.h"
 
 typedef struct CollectiveWork {
     PyObject_HEAD

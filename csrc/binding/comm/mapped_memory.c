@@ -1,8 +1,8 @@
 /* ctrainer._C.MappedMemory: memory at a fixed address, for torch.frombuffer() in the
  * host's and torch.from_dlpack() in a device's. */
-#include "binding/mapped_memory.h"
+#include "binding/comm/memory.h"
 
-#include "binding/device.h"
+#include "binding/comm/backends.h"
 
 static PyObject *
 MappedMemory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

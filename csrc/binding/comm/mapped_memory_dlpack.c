@@ -3,9 +3,9 @@
  * The capsule is that of DLPack before version 1, which every consumer reads.
  *
  * Source: the Python array API standard, __dlpack__; DLPack, dlpack.h. */
-#include "binding/mapped_memory.h"
+#include "binding/comm/memory.h"
 
-#include "binding/dlpack_abi.h"
+#include "binding/runtime/dlpack_abi.h"
 
 /* What is handed over; it keeps the memory. */
 typedef struct loan {

@@ -1,7 +1,7 @@
-/* ctrainer._C.GroupMemory: core/ct_pages.h as an exporter of the buffer protocol. */
-#include "binding/communicator.h"
+/* ctrainer._C.GroupMemory: core/base/pages.h as an exporter of the buffer protocol. */
+#include "binding/comm/communicator.h"
 
-#include "core/ct_pages.h"
+#include "core/base/pages.h"
 
 typedef struct GroupMemory {
     PyObject_HEAD

@@ -2,8 +2,8 @@
 #ifndef CTPY_MAPPED_MEMORY_H
 #define CTPY_MAPPED_MEMORY_H
 
-#include "binding/ctpy.h"
-#include "core/ct_device.h"
+#include "binding/runtime/ctpy.h"
+#include "core/device/device.h"
 
 typedef struct MappedMemory {
     PyObject_HEAD

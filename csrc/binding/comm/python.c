@@ -3,9 +3,9 @@
  * A ct_comm is called without the GIL; each entry takes it for as long as the backend
  * works. Buffers are handed over as memoryviews, from which the backend makes its own
  * arrays without copying. */
-#include "binding/communicator.h"
+#include "binding/comm/communicator.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,15 +1,15 @@
 /* Module functions that make ranks alike, or find out whether they are. */
-#include "binding/comm_sync.h"
+#include "binding/comm/sync.h"
 
-#include "binding/buffer.h"
-#include "binding/communicator.h"
-#include "core/ct_alloc.h"
-#include "core/ct_comm_sync.h"
+#include "binding/runtime/buffer.h"
+#include "binding/comm/communicator.h"
+#include "core/base/alloc.h"
+#include "core/comm/sync.h"
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
     extern const char ctpy_##name##_doc[];
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
 
 static int

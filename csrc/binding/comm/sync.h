@@ -2,7 +2,7 @@
 #ifndef CTPY_COMM_SYNC_H
 #define CTPY_COMM_SYNC_H
 
-#include "binding/ctpy.h"
+#include "binding/runtime/ctpy.h"
 
 /* The elements of every tensor become the root's. 0 or -1; nothing for an empty
  * sequence. */

@@ -1,5 +1,5 @@
 /* ctrainer._C.ArrayAccumulator: batches of nested tensors into nested NumPy arrays. */
-#include "binding/arrays.h"
+#include "binding/data/accumulator.h"
 
 /* Every Python field, once, so that init, traverse and clear cannot disagree. */
 #define ACCUMULATOR_FIELDS(V) V(name) V(padding_index) V(tree) V(leaves) V(folder)

@@ -2,8 +2,8 @@
 #ifndef CTPY_ARRAYS_H
 #define CTPY_ARRAYS_H
 
-#include "binding/nested.h"
-#include "binding/row_buffer.h"
+#include "binding/runtime/nested.h"
+#include "binding/data/row_buffer.h"
 
 typedef struct ArrayAccumulator {
     PyObject_HEAD

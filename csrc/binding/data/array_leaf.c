@@ -1,5 +1,5 @@
 /* One leaf of a nested batch: its values as an array, and its name in errors. */
-#include "binding/arrays.h"
+#include "binding/data/accumulator.h"
 
 static PyObject *
 path_text(PyObject *name, const leaf_path *path)

@@ -2,7 +2,7 @@
  *
  * A node is a RowBuffer for a leaf, None, or a tuple (type, keys, nodes) for a
  * container, keys being None for a sequence. */
-#include "binding/arrays.h"
+#include "binding/data/accumulator.h"
 
 PyObject *
 ctpy_tree_new(ArrayAccumulator *self, PyObject *value, PyObject *leaves)

@@ -1,7 +1,7 @@
-/* ctrainer._C.BatchShard: one rank's part of a stream of batches, as core/ct_shard.h
+/* ctrainer._C.BatchShard: one rank's part of a stream of batches, as core/data/shard.h
  * deals them out. */
-#include "binding/ctpy.h"
-#include "core/ct_shard.h"
+#include "binding/runtime/ctpy.h"
+#include "core/data/shard.h"
 
 typedef struct BatchShard {
     PyObject_HEAD

@@ -1,17 +1,17 @@
 /* Module functions of fairseq's data sets: batches by size, and the check of an index.
  */
-#include "binding/buffer.h"
-#include "binding/ctpy.h"
-#include "core/ct_alloc.h"
-#include "core/ct_batches.h"
-#include "core/ct_index.h"
+#include "binding/runtime/buffer.h"
+#include "binding/runtime/ctpy.h"
+#include "core/base/alloc.h"
+#include "core/data/batches.h"
+#include "core/data/index.h"
 
 #include <string.h>
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
     extern const char ctpy_##name##_doc[];
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
 
 static int

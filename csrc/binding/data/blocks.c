@@ -1,13 +1,13 @@
 /* Module function of fairseq's language models: a stream of tokens in blocks. */
-#include "binding/ctpy.h"
-#include "core/ct_blocks.h"
+#include "binding/runtime/ctpy.h"
+#include "core/data/blocks.h"
 
 #include <string.h>
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
     extern const char ctpy_##name##_doc[];
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
 
 static int

@@ -1,13 +1,13 @@
 /* Collation: tensors of one dimension into the rows of one of two. */
-#include "binding/buffer.h"
-#include "binding/ctpy.h"
-#include "core/ct_dtype.h"
-#include "core/ct_pad.h"
+#include "binding/runtime/buffer.h"
+#include "binding/runtime/ctpy.h"
+#include "core/base/dtype.h"
+#include "core/data/pad.h"
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
     extern const char ctpy_##name##_doc[];
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
 
 /* 1 and the view of plain memory in the host; 0 where op is something else; -1. */

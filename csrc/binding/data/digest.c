@@ -2,17 +2,17 @@
  *
  * It is taken when the batch comes, since a model or a hook may write into the batch
  * later, so it looks at few bytes of few parts, in place. */
-#include "binding/buffer.h"
-#include "binding/ctpy.h"
-#include "core/ct_crc32.h"
-#include "core/ct_dtype.h"
+#include "binding/runtime/buffer.h"
+#include "binding/runtime/ctpy.h"
+#include "core/base/crc32.h"
+#include "core/base/dtype.h"
 
 #include <stdint.h>
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
     extern const char ctpy_##name##_doc[];
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
 
 enum {

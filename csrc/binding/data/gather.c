@@ -1,7 +1,7 @@
 /* Nested batches of all ranks, as every rank gets them. */
-#include "binding/gather.h"
+#include "binding/data/gather.h"
 
-#include "binding/communicator.h"
+#include "binding/comm/communicator.h"
 
 PyObject *
 ctpy_exchange(ctpy_state *state, PyObject *communicator, const ct_packet *packet)

@@ -2,8 +2,8 @@
 #ifndef CTPY_GATHER_H
 #define CTPY_GATHER_H
 
-#include "binding/nested.h"
-#include "core/ct_packet.h"
+#include "binding/runtime/nested.h"
+#include "core/comm/packet.h"
 
 #include <stdbool.h>
 

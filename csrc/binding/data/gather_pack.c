@@ -2,8 +2,8 @@
  *
  * Each node of the nest is a head, and what the head announces: an array's bytes, the
  * pickle of an object, or the nodes of a container. */
-#include "binding/arrays.h"
-#include "binding/gather.h"
+#include "binding/data/accumulator.h"
+#include "binding/data/gather.h"
 
 enum {
     NODE_NONE,

@@ -4,7 +4,7 @@
  * words, which takes longer than a training step of a small model. Where the state lies
  * within the object, comparing the object's memory tells whether the copy made before
  * still holds. */
-#include "binding/ctpy.h"
+#include "binding/runtime/ctpy.h"
 
 #include <stdbool.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-/* ctrainer._C.RowBuffer: core/ct_rows.h as an exporter of the buffer protocol. */
-#include "binding/row_buffer.h"
+/* ctrainer._C.RowBuffer: core/data/rows.h as an exporter of the buffer protocol. */
+#include "binding/data/row_buffer.h"
 
 /* From here on a copy takes longer than handing the GIL over. */
 static const Py_ssize_t release_from_bytes = 1 << 18;

@@ -3,8 +3,8 @@
 #ifndef CTPY_ROW_BUFFER_H
 #define CTPY_ROW_BUFFER_H
 
-#include "binding/ctpy.h"
-#include "core/ct_rows.h"
+#include "binding/runtime/ctpy.h"
+#include "core/data/rows.h"
 
 #define CTPY_ROW_MAX_DIMS 32
 

@@ -1,5 +1,5 @@
 /* ctrainer._C.GradHook: what autograd calls during a backward pass. */
-#include "binding/grad_reducer.h"
+#include "binding/ddp/reducer.h"
 
 PyObject *
 grad_hook_add(GradReducer *self, Py_ssize_t index)

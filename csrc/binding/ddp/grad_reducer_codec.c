@@ -1,7 +1,7 @@
 /* How a reducer's gradients are sent. */
-#include "binding/grad_reducer.h"
+#include "binding/ddp/reducer.h"
 
-#include "core/ct_codec_half.h"
+#include "core/ddp/codec_half.h"
 
 #include <string.h>
 

@@ -1,8 +1,8 @@
 /* Around a forward pass: what the backward pass that follows will do. */
-#include "binding/grad_reducer.h"
+#include "binding/ddp/reducer.h"
 
-#include "binding/comm_sync.h"
-#include "binding/nested.h"
+#include "binding/comm/sync.h"
+#include "binding/runtime/nested.h"
 
 /* A pass that an exception ended never told its end. */
 static int

@@ -1,7 +1,7 @@
 /* Gradients of Python as the core's spans. */
-#include "binding/grad_reducer.h"
+#include "binding/ddp/reducer.h"
 
-#include "binding/buffer.h"
+#include "binding/runtime/buffer.h"
 
 const char *
 grad_reducer_name(const GradReducer *self, Py_ssize_t param)

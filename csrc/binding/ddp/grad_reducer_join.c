@@ -1,8 +1,8 @@
 /* Ranks whose data ends before that of others, and that then take part without any. */
-#include "binding/grad_reducer.h"
+#include "binding/ddp/reducer.h"
 
-#include "binding/comm_sync.h"
-#include "core/ct_alloc.h"
+#include "binding/comm/sync.h"
+#include "core/base/alloc.h"
 
 enum {
     HAS_DATA = 1,

@@ -1,8 +1,8 @@
 /* Gradients of which each has one rank that needs its average, and no other. */
-#include "binding/grad_reducer.h"
+#include "binding/ddp/reducer.h"
 
-#include "binding/buffer.h"
-#include "core/ct_alloc.h"
+#include "binding/runtime/buffer.h"
+#include "core/base/alloc.h"
 
 #include <limits.h>
 #include <math.h>

@@ -1,7 +1,7 @@
 /* Buckets for a reducer's parameters, and hooks on them. */
-#include "binding/buffer.h"
-#include "binding/grad_reducer.h"
-#include "core/ct_alloc.h"
+#include "binding/runtime/buffer.h"
+#include "binding/ddp/reducer.h"
+#include "core/base/alloc.h"
 
 enum {
     LONG_BYTES = 1 << 20 /* of a gradient that is worth a collective of its own */

@@ -1,5 +1,5 @@
 /* A backward pass: gradients as they come, and its end. */
-#include "binding/grad_reducer.h"
+#include "binding/ddp/reducer.h"
 
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /* ctrainer._C.GradReducer: gradients averaged over ranks during the backward pass. */
-#include "binding/grad_reducer.h"
+#include "binding/ddp/reducer.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 enum {
     MIB = 1 << 20

@@ -4,7 +4,7 @@
  * before must run unchanged. What a function accepts is asked of inspect.signature
  * once and remembered by the function object, so that `t.compute_loss = f` works too.
  */
-#include "binding/trainer.h"
+#include "binding/trainer/trainer.h"
 
 /* The object whose signature decides: a bound method's function, else the callable. */
 static PyObject *

@@ -2,8 +2,8 @@
 #ifndef CT_BINDING_LOSS_SCALER_H
 #define CT_BINDING_LOSS_SCALER_H
 
-#include "binding/ctpy.h"
-#include "core/ct_scaler.h"
+#include "binding/runtime/ctpy.h"
+#include "core/engine/scaler.h"
 
 typedef struct LossScaler {
     PyObject_HEAD

@@ -1,6 +1,6 @@
 /* LossScaler: state_dict and load_state_dict, in the layout of each original. */
-#include "binding/copies.h"
-#include "binding/loss_scaler.h"
+#include "binding/runtime/copies.h"
+#include "binding/engine/loss_scaler.h"
 
 typedef enum field_kind {
     FIELD_DOUBLE,

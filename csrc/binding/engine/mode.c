@@ -1,5 +1,5 @@
 /* Trainer: train and eval mode of the model and of optimizers that have modes. */
-#include "binding/trainer.h"
+#include "binding/trainer/trainer.h"
 
 int
 ctpy_set_optimizer_mode(PyObject *op, PyObject *mode)

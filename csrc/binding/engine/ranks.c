@@ -1,7 +1,7 @@
 /* Trainer: the group of its ranks. */
-#include "binding/trainer_ranks.h"
+#include "binding/engine/ranks.h"
 
-#include "binding/communicator.h"
+#include "binding/comm/communicator.h"
 
 /* A group that a forked child finds is its parent's: it trains alone. */
 static int

@@ -6,9 +6,9 @@
 #ifndef CTPY_TRAINER_RANKS_H
 #define CTPY_TRAINER_RANKS_H
 
-#include "binding/trainer.h"
-#include "binding/trainer_update.h"
-#include "core/ct_comm.h"
+#include "binding/trainer/trainer.h"
+#include "binding/trainer/update.h"
+#include "core/comm/comm.h"
 
 /* The group that the trainer's ranks form, from _join_ranks() when it is first asked
  * for; alive as long as the trainer keeps it. NULL with an exception. */
@@ -34,7 +34,7 @@ int ctpy_trainer_reduce(PyObject *op, double *values, size_t n, ct_reduce_op how
 int ctpy_trainer_sum(PyObject *op, int64_t *values, size_t n);
 int ctpy_trainer_min(PyObject *op, int64_t *values, size_t n);
 
-/* trainer_agree.c */
+/* binding/trainer/agree.c */
 
 /* How long a run is, where loaders of different ranks are of different lengths: that of
  * the shortest, with as many epochs as it needs. Longer ones warn of what they do not

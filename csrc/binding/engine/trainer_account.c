@@ -1,8 +1,8 @@
-#include "binding/trainer_account.h"
+#include "binding/engine/trainer_account.h"
 
-#include "binding/communicator.h"
-#include "binding/gather.h"
-#include "binding/trainer_ranks.h"
+#include "binding/comm/communicator.h"
+#include "binding/data/gather.h"
+#include "binding/engine/ranks.h"
 
 /* The first byte of a rank's message. */
 enum {

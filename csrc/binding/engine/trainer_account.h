@@ -2,7 +2,7 @@
 #ifndef CTPY_TRAINER_ACCOUNT_H
 #define CTPY_TRAINER_ACCOUNT_H
 
-#include "binding/trainer.h"
+#include "binding/trainer/trainer.h"
 
 /* Tells the others how this rank has fared in what it was doing: with an exception set
  * that it failed, else what they get of it, bytes (NULL: none). Returns the payloads of

@@ -1,5 +1,5 @@
 /* Trainer: the context that the loss is computed in, in training and evaluation. */
-#include "binding/trainer.h"
+#include "binding/trainer/trainer.h"
 
 const char Trainer_compute_loss_context_manager_doc[] =
     "compute_loss_context_manager($self, /)\n--\n\n"

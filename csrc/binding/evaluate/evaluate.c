@@ -1,6 +1,6 @@
 /* Trainer: evaluate, predict and what they share with training. */
-#include "binding/ctpy_callbacks.h"
-#include "binding/trainer_eval.h"
+#include "binding/callbacks/ctpy_callbacks.h"
+#include "binding/evaluate/evaluate.h"
 
 #include <math.h>
 #include <time.h>

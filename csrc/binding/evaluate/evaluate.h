@@ -2,8 +2,8 @@
 #ifndef CTPY_TRAINER_EVAL_H
 #define CTPY_TRAINER_EVAL_H
 
-#include "binding/nested.h"
-#include "binding/trainer.h"
+#include "binding/runtime/nested.h"
+#include "binding/trainer/trainer.h"
 
 #include <stdbool.h>
 
@@ -67,7 +67,7 @@ int ctpy_eval_store_flush(ctpy_eval_store *store, ctpy_state *names);
  * store gives them up. */
 PyObject *ctpy_eval_store_take(ctpy_eval_store *store, int kind);
 
-/* trainer_eval_ranks.c, trainer_eval_lend.c */
+/* binding/evaluate/trainer_eval_ranks.c, binding/evaluate/trainer_eval_lend.c */
 
 #define CTPY_EVALUATING "evaluation" /* what messages say that a rank was doing */
 

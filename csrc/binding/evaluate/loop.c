@@ -1,6 +1,6 @@
 /* Trainer: evaluation_loop, the batches of evaluate and predict. */
-#include "binding/ctpy_callbacks.h"
-#include "binding/trainer_eval.h"
+#include "binding/callbacks/ctpy_callbacks.h"
+#include "binding/evaluate/evaluate.h"
 
 static void
 loop_fini(ctpy_eval_loop *loop)

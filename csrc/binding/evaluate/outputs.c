@@ -1,5 +1,5 @@
 /* Trainer: the outputs of an evaluation on their way into host memory. */
-#include "binding/trainer_eval.h"
+#include "binding/evaluate/evaluate.h"
 
 static const char *const kind_names[CTPY_EVAL_KINDS] = {"predictions", "label_ids",
                                                         "inputs", "losses"};

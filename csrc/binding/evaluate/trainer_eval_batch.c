@@ -1,6 +1,6 @@
 /* Trainer: the batches of an evaluation, one after the other. */
-#include "binding/communicator.h"
-#include "binding/trainer_eval.h"
+#include "binding/comm/communicator.h"
+#include "binding/evaluate/evaluate.h"
 
 static PyObject *
 gathered(const ctpy_eval_loop *loop, PyObject *value)

@@ -1,7 +1,7 @@
 /* Trainer: a batch for the ranks of an evaluation that have none at all. */
-#include "binding/communicator.h"
-#include "binding/trainer_account.h"
-#include "binding/trainer_eval.h"
+#include "binding/comm/communicator.h"
+#include "binding/engine/trainer_account.h"
+#include "binding/evaluate/evaluate.h"
 
 static PyObject *
 pickled(const char *function, PyObject *value)

@@ -1,5 +1,5 @@
 /* Trainer: from the outputs of an evaluation to its metrics. */
-#include "binding/trainer_eval.h"
+#include "binding/evaluate/evaluate.h"
 
 PyObject *
 ctpy_eval_utility(const char *name, PyObject *args_steal, PyObject *kwargs)

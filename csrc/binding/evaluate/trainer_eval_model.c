@@ -1,6 +1,6 @@
 /* Trainer: the model while it is evaluated: wrapped, in another dtype, in eval mode;
  * and as it was before. */
-#include "binding/trainer_eval.h"
+#include "binding/evaluate/evaluate.h"
 
 PyObject *
 ctpy_eval_wrap_model(PyObject *op, const ctpy_state *names)

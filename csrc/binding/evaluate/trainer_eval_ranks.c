@@ -4,12 +4,12 @@
  * collectives of its own: who has none left runs its last one again, and its rows do
  * not count. After each batch comes one small collective that says who goes on and who
  * has failed, and then the values. */
-#include "binding/gather.h"
-#include "binding/trainer_account.h"
-#include "binding/trainer_eval.h"
-#include "binding/trainer_ranks.h"
+#include "binding/data/gather.h"
+#include "binding/engine/trainer_account.h"
+#include "binding/evaluate/evaluate.h"
+#include "binding/engine/ranks.h"
 
-#include "binding/communicator.h"
+#include "binding/comm/communicator.h"
 
 enum {
     RANK_DONE,

@@ -1,5 +1,5 @@
 /* Trainer: prediction_step, one batch without gradients. */
-#include "binding/trainer_eval.h"
+#include "binding/evaluate/evaluate.h"
 
 /* What prediction_step knows of its batch. */
 typedef struct eval_step {

@@ -1,5 +1,5 @@
 /* Trainer: where evaluation and training meet. */
-#include "binding/trainer_eval.h"
+#include "binding/evaluate/evaluate.h"
 
 int
 ctpy_eval_keep_past(PyObject *op, PyObject *outputs, const ctpy_state *names)

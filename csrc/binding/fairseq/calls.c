@@ -1,5 +1,5 @@
 /* FairseqTrainer: calls of Python that several of its parts make. */
-#include "binding/fairseq_trainer.h"
+#include "binding/fairseq/trainer.h"
 
 #include <string.h>
 

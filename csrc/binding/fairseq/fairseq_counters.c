@@ -1,5 +1,5 @@
 /* FairseqTrainer: the number of updates, the learning rate and plain accessors. */
-#include "binding/fairseq_trainer.h"
+#include "binding/fairseq/trainer.h"
 
 const char FairseqTrainer_get_num_updates_doc[] =
     "get_num_updates($self, /)\n--\n\nReturn the number of updates made.";

@@ -1,5 +1,5 @@
 /* FairseqTrainer: forward and backward of the samples of one update. */
-#include "binding/fairseq_trainer.h"
+#include "binding/fairseq/trainer.h"
 
 int
 fairseq_ema_model(PyObject *op, PyObject **model)

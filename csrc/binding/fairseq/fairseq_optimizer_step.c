@@ -2,8 +2,8 @@
  *
  * Source of the rules: fairseq, optim/fp16_optimizer.py, amp_optimizer.py and
  * utils.clip_grad_norm_. */
-#include "binding/fairseq_optimizer.h"
-#include "binding/trainer.h"
+#include "binding/fairseq/optimizer.h"
+#include "binding/trainer/trainer.h"
 
 #include <math.h>
 

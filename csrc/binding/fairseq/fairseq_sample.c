@@ -1,5 +1,5 @@
 /* FairseqTrainer: a sample before the task sees it, and the dummy in its place. */
-#include "binding/fairseq_trainer.h"
+#include "binding/fairseq/trainer.h"
 
 static PyObject *
 refuse_dummy(void)

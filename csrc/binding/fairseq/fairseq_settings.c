@@ -2,7 +2,7 @@
  *
  * A read through OmegaConf takes 8 microseconds, and an update of fairseq's makes 41.
  */
-#include "binding/fairseq_trainer.h"
+#include "binding/fairseq/trainer.h"
 
 typedef struct setting {
     const char *section, *name;

@@ -1,5 +1,5 @@
 /* FairseqTrainer: what an update leaves in the metrics, and the end of it. */
-#include "binding/fairseq_trainer.h"
+#include "binding/fairseq/trainer.h"
 
 #include <math.h>
 

@@ -4,11 +4,11 @@
  * the keys that a rank logs, and the first of its values; where ranks log different
  * keys, or one has nothing to log, all see it there and exchange the logs themselves
  * instead: nobody waits in a collective that the others do not join. */
-#include "binding/communicator.h"
-#include "binding/fairseq_trainer.h"
+#include "binding/comm/communicator.h"
+#include "binding/fairseq/trainer.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_crc32.h"
+#include "core/base/alloc.h"
+#include "core/base/crc32.h"
 
 #include <string.h>
 

@@ -1,5 +1,5 @@
 /* FairseqTrainer.valid_step(): the loss of one sample in evaluation mode. */
-#include "binding/fairseq_trainer.h"
+#include "binding/fairseq/trainer.h"
 
 /* op.owner.eval() */
 static int

@@ -2,8 +2,8 @@
  *
  * Gradients are multiplied when they are used: multiply_grads() and the clipping of
  * clip_grad_norm() change a divisor, by which the update divides in its own pass. */
-#include "binding/fairseq_optimizer.h"
-#include "binding/trainer.h"
+#include "binding/fairseq/optimizer.h"
+#include "binding/trainer/trainer.h"
 
 /* ---- life --------------------------------------------------------------------------
  */

@@ -2,7 +2,7 @@
 #ifndef CTPY_FAIRSEQ_OPTIMIZER_H
 #define CTPY_FAIRSEQ_OPTIMIZER_H
 
-#include "binding/ctpy_optim.h"
+#include "binding/optim/grads.h"
 
 #include <stdbool.h>
 
@@ -25,7 +25,7 @@ typedef struct FairseqOptimizer {
     ct_step_result result; /* of the last measurement */
 } FairseqOptimizer;
 
-/* fairseq_optimizer_step.c: the methods that touch gradients. */
+/* binding/fairseq/fairseq_optimizer_step.c: the methods that touch gradients. */
 PyObject *FairseqOptimizer_clip_grad_norm(PyObject *op, PyObject *args, PyObject *kw);
 PyObject *FairseqOptimizer_step(PyObject *op, PyObject *args, PyObject *kw);
 extern const char FairseqOptimizer_clip_grad_norm_doc[], FairseqOptimizer_step_doc[];

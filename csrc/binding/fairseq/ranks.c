@@ -1,8 +1,8 @@
 /* FairseqTrainer on several ranks: what an update agrees on with the others. */
-#include "binding/communicator.h"
-#include "binding/fairseq_trainer.h"
+#include "binding/comm/communicator.h"
+#include "binding/fairseq/trainer.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <math.h>
 

@@ -1,5 +1,5 @@
 /* FairseqTrainer.train_step(): one update, and what is left behind when it fails. */
-#include "binding/fairseq_trainer.h"
+#include "binding/fairseq/trainer.h"
 
 void
 fairseq_update_release(fairseq_update *u)

@@ -1,5 +1,5 @@
 /* ctrainer._C.FairseqTrainer: the type, its lazy attributes and its method table. */
-#include "binding/fairseq_trainer.h"
+#include "binding/fairseq/trainer.h"
 
 /* The keywords of task.train_step, in the order of fairseq_task_step. */
 static PyObject *
@@ -115,7 +115,7 @@ static PyMethodDef FairseqTrainer_methods[] = {
 #define CTPY_METHOD(name, flags)                                                       \
     {#name, (PyCFunction)(void (*)(void))FairseqTrainer_##name, METHOD_FLAGS_##flags,  \
      FairseqTrainer_##name##_doc},
-#include "binding/fairseq_methods.def"
+#include "binding/fairseq/trainer_methods.def"
 #undef CTPY_METHOD
     { NULL, NULL, 0, NULL},
 };

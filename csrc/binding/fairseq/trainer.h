@@ -6,9 +6,9 @@
 #ifndef CTPY_FAIRSEQ_TRAINER_H
 #define CTPY_FAIRSEQ_TRAINER_H
 
-#include "binding/ctpy.h"
-#include "binding/trainer.h"
-#include "core/ct_comm.h"
+#include "binding/runtime/ctpy.h"
+#include "binding/trainer/trainer.h"
+#include "core/comm/comm.h"
 
 #include <stdbool.h>
 
@@ -50,7 +50,7 @@ typedef struct fairseq_update {
     bool synced; /* the sums are those of all ranks */
 } fairseq_update;
 
-/* ---- fairseq_calls.c: what is called of Python ------------------------------------
+/* ---- binding/fairseq/calls.c: what is called of Python ------------------------------------
  */
 
 /* metrics.function(*args), with args as Py_BuildValue makes the tuple of `format`. 0
@@ -80,15 +80,15 @@ int fairseq_do(PyObject *op, PyObject *name);
 /* ---- the parts of train_step() ----------------------------------------------------
  */
 
-/* fairseq_micro.c: forward and backward of every sample. 1: go on; 0: nothing is left,
+/* binding/fairseq/fairseq_micro.c: forward and backward of every sample. 1: go on; 0: nothing is left,
  * every sample ran out of memory; -1. */
 int fairseq_run_samples(PyObject *op, fairseq_update *u);
 
-/* fairseq_update.c: from gradients to parameters. 1: done, u->overflow tells how; 0:
+/* binding/fairseq/update.c: from gradients to parameters. 1: done, u->overflow tells how; 0:
  * *again is what the repetition that amp asked for returned; -1. */
 int fairseq_run_update(PyObject *op, fairseq_update *u, PyObject **again);
 
-/* fairseq_stats.c: counters, average, metrics. The logging output, or NULL. */
+/* binding/fairseq/fairseq_stats.c: counters, average, metrics. The logging output, or NULL. */
 PyObject *fairseq_finish_update(PyObject *op, fairseq_update *u);
 
 /* task.train_step(...) of one sample, whose result is (loss, sample_size, output). */
@@ -101,7 +101,7 @@ int fairseq_ema_model(PyObject *op, PyObject **model);
 /* op._prepare_sample(sample) as its two parts; 0 or -1. */
 int fairseq_prepare(PyObject *op, PyObject *sample, PyObject **prepared, int *dummy);
 
-/* ---- several ranks: fairseq_ranks.c ----------------------------------------------
+/* ---- several ranks: binding/fairseq/ranks.c ----------------------------------------------
  */
 
 /* Replaces sums and logs of the update by those of all ranks. 0 or -1. */
@@ -124,7 +124,7 @@ void fairseq_update_release(fairseq_update *u);
 #define CTPY_METHOD(name, flags)                                                       \
     extern const char FairseqTrainer_##name##_doc[];                                   \
     PyObject *FairseqTrainer_##name CTPY_SIGNATURE_##flags;
-#include "binding/fairseq_methods.def"
+#include "binding/fairseq/trainer_methods.def"
 #undef CTPY_METHOD
 
 #endif

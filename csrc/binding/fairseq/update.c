@@ -1,5 +1,5 @@
 /* FairseqTrainer: from the gradients of an update to new parameters. */
-#include "binding/fairseq_trainer.h"
+#include "binding/fairseq/trainer.h"
 
 #include <math.h>
 

@@ -1,10 +1,10 @@
 /* A unit's collectives: its parameters together, its gradients to their owners. */
-#include "binding/fsdp.h"
+#include "binding/fsdp/unit.h"
 
-#include "binding/buffer.h"
-#include "binding/ctpy_optim.h"
-#include "core/ct_malloc.h"
-#include "core/ct_region.h"
+#include "binding/runtime/buffer.h"
+#include "binding/optim/grads.h"
+#include "core/base/malloc.h"
+#include "core/base/region.h"
 
 /* ---- gathering ---------------------------------------------------------------------
  */

@@ -1,5 +1,5 @@
 /* What can be read and set of an FSDPUnit. */
-#include "binding/fsdp.h"
+#include "binding/fsdp/unit.h"
 
 #include <math.h>
 #include <string.h>

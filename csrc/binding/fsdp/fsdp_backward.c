@@ -1,8 +1,8 @@
 /* A unit's backward: what torch's hooks on outputs, parameters and inputs call. */
-#include "binding/fsdp.h"
+#include "binding/fsdp/unit.h"
 
-#include "binding/buffer.h"
-#include "binding/ctpy_optim.h"
+#include "binding/runtime/buffer.h"
+#include "binding/optim/grads.h"
 
 enum {
     IN_BACKWARD = 1 << FSDP_BACKWARD_PRE | 1 << FSDP_BACKWARD_POST

@@ -1,9 +1,9 @@
 /* The norm of gradients that are spread over ranks, and clipping by it. */
-#include "binding/fsdp.h"
+#include "binding/fsdp/unit.h"
 
-#include "binding/buffer.h"
-#include "binding/ctpy_optim.h"
-#include "core/ct_history.h"
+#include "binding/runtime/buffer.h"
+#include "binding/optim/grads.h"
+#include "core/comm/history.h"
 
 #include <math.h>
 

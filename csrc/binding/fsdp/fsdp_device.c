@@ -1,9 +1,9 @@
 /* What a unit does on its device: memory there, tensors of it, and torch's stream. */
-#include "binding/buffer.h"
-#include "binding/ctpy_optim.h"
-#include "binding/dlpack_abi.h"
-#include "binding/fsdp.h"
-#include "binding/mapped_memory.h"
+#include "binding/runtime/buffer.h"
+#include "binding/optim/grads.h"
+#include "binding/runtime/dlpack_abi.h"
+#include "binding/fsdp/unit.h"
+#include "binding/comm/memory.h"
 
 static bool
 is_on_cuda(const FSDPUnit *self)

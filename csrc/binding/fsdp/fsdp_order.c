@@ -1,6 +1,6 @@
 /* Whether all ranks come to the same unit: asked where collectives are compared, and
  * the backend, NCCL, does not do so itself. */
-#include "binding/fsdp.h"
+#include "binding/fsdp/unit.h"
 
 int
 fsdp_check_order(FSDPUnit *self, const char *what)

@@ -1,6 +1,6 @@
 /* Which unit's turn is next, and its gather, which begins while another one computes.
  */
-#include "binding/fsdp.h"
+#include "binding/fsdp/unit.h"
 
 /* ---- the order ---------------------------------------------------------------------
  */

@@ -1,5 +1,5 @@
 /* Units whose shards other groups of ranks have too: hybrid sharding. */
-#include "binding/fsdp.h"
+#include "binding/fsdp/unit.h"
 
 int
 fsdp_lend_replicas(FSDPUnit *self)

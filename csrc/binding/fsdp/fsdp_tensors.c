@@ -1,6 +1,6 @@
 /* The tensors in what a module takes and returns, and hooks on them. */
-#include "binding/buffer.h"
-#include "binding/fsdp.h"
+#include "binding/runtime/buffer.h"
+#include "binding/fsdp/unit.h"
 
 typedef struct visit {
     ctpy_state *state;

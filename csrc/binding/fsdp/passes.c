@@ -1,5 +1,5 @@
 /* A unit's forward, and which units stand under one root. */
-#include "binding/fsdp.h"
+#include "binding/fsdp/unit.h"
 
 /* ---- roots -------------------------------------------------------------------------
  */

@@ -1,10 +1,10 @@
 /* ctrainer._C.FSDPUnit: parameters that are sharded, gathered and reduced together. */
-#include "binding/fsdp.h"
+#include "binding/fsdp/unit.h"
 
-#include "binding/device.h"
-#include "binding/mapped_memory.h"
-#include "core/ct_alloc.h"
-#include "core/ct_fsdp_codes.h"
+#include "binding/comm/backends.h"
+#include "binding/comm/memory.h"
+#include "core/base/alloc.h"
+#include "core/fsdp/fsdp_codes.h"
 
 #include <string.h>
 

@@ -2,8 +2,8 @@
 #ifndef CTPY_FSDP_H
 #define CTPY_FSDP_H
 
-#include "binding/communicator.h"
-#include "core/ct_fsdp.h"
+#include "binding/comm/communicator.h"
+#include "core/fsdp/unit.h"
 
 typedef enum fsdp_state {
     FSDP_IDLE = 1, /* the values of TrainingState */
@@ -75,7 +75,7 @@ int fsdp_expect(FSDPUnit *self, unsigned states);
 ctpy_state *fsdp_state_borrow(FSDPUnit *self);
 FSDPUnit *fsdp_root_borrow(FSDPUnit *self); /* itself where that is not known */
 
-/* fsdp_device.c: a tensor in the memory of the unit's device; -1 with an exception that
+/* binding/fsdp/fsdp_device.c: a tensor in the memory of the unit's device; -1 with an exception that
  * names `what`. And where torch works now, for what the unit does there. */
 int fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
                    ct_span *span);
@@ -88,11 +88,11 @@ PyObject *fsdp_new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int wa
 PyObject *fsdp_new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes);
 void fsdp_discard_spares(FSDPUnit *root); /* without the GIL: it waits for a device */
 
-/* fsdp_attributes.c */
+/* binding/fsdp/fsdp_attributes.c */
 extern PyMemberDef fsdp_members[];
 extern PyGetSetDef fsdp_getset[];
 
-/* fsdp_memory.c */
+/* binding/fsdp/collectives.c */
 int fsdp_begin_gather(FSDPUnit *self);
 int fsdp_gather(FSDPUnit *self);
 int fsdp_reduce(FSDPUnit *self);
@@ -112,16 +112,16 @@ PyObject *FSDPUnit_gather(PyObject *op, PyObject *unused);
 PyObject *FSDPUnit_release(PyObject *op, PyObject *unused);
 extern const char FSDPUnit_gather_doc[], FSDPUnit_release_doc[];
 
-/* fsdp_replicas.c: the group of replicas is the core's until it is returned, and stays
+/* binding/fsdp/fsdp_replicas.c: the group of replicas is the core's until it is returned, and stays
  * open. 0, or -1 with an exception and nothing lent. */
 int fsdp_lend_replicas(FSDPUnit *self);
 void fsdp_return_replicas(FSDPUnit *self);
 
-/* fsdp_order.c: compares with the other ranks which unit does what, if that is wished
+/* binding/fsdp/fsdp_order.c: compares with the other ranks which unit does what, if that is wished
  * for. Collective then; 0, or -1 with the ValueError of _check_order. */
 int fsdp_check_order(FSDPUnit *self, const char *what);
 
-/* fsdp_prefetch.c */
+/* binding/fsdp/fsdp_prefetch.c */
 void fsdp_order_begin(fsdp_order *order); /* of a pass */
 void fsdp_order_forget(fsdp_order *order);
 /* Notes that this unit's turn has come. What was begun for another one is dropped. */
@@ -134,7 +134,7 @@ int fsdp_end_prefetch(FSDPUnit *self);   /* gathered, or -1 with an exception */
 void fsdp_drop_prefetch(FSDPUnit *self); /* keeps the exception */
 void fsdp_drop_prefetches(FSDPUnit *root);
 
-/* fsdp_forward.c */
+/* binding/fsdp/passes.c */
 PyObject *FSDPUnit_forward(PyObject *op, PyObject *args);
 PyObject *FSDPUnit_set_units(PyObject *op, PyObject *units);
 PyObject *FSDPUnit_forget_root(PyObject *op, PyObject *unused);
@@ -149,7 +149,7 @@ void fsdp_abandon(FSDPUnit *root);
  * exception is abandoned. */
 int fsdp_in_backward(FSDPUnit *root);
 
-/* fsdp_backward.c: releases the units of which autograd asks nothing more, where the
+/* binding/fsdp/fsdp_backward.c: releases the units of which autograd asks nothing more, where the
  * node that runs was made by this thread. 1 where one was that has the next unit
  * gathered then, 0, or -1 with an exception. */
 int fsdp_release_done(FSDPUnit *root, uint64_t thread);
@@ -177,11 +177,11 @@ PyObject *FSDPUnit_finish(PyObject *op, PyObject *unused);
 extern const char FSDPUnit_take_grad_doc[], FSDPUnit_input_done_doc[],
     FSDPUnit_finish_doc[];
 
-/* fsdp_clip.c */
+/* binding/fsdp/fsdp_clip.c */
 PyObject *FSDPUnit_clip(PyObject *op, PyObject *args);
 extern const char FSDPUnit_clip_doc[];
 
-/* fsdp_tensors.c: calls tensor.register_hook(hook) for every tensor in op that requires
+/* binding/fsdp/fsdp_tensors.c: calls tensor.register_hook(hook) for every tensor in op that requires
  * a gradient, each once, and counts them. -1 with an exception. */
 Py_ssize_t fsdp_hook_tensors(ctpy_state *state, PyObject *op, PyObject *hook);
 

@@ -3,9 +3,9 @@
  * A face is a torch.optim.Optimizer, or an object with param_groups, state and
  * _new_state(param, group); the engine belongs to it and keeps nothing that the face's
  * dicts do not hold, but for what saves time. */
-#include "binding/optimizer.h"
+#include "binding/optim/engine.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <string.h>
 

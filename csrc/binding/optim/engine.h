@@ -2,9 +2,9 @@
 #ifndef CTPY_OPTIMIZER_H
 #define CTPY_OPTIMIZER_H
 
-#include "binding/buffer.h"
-#include "binding/ctpy_optim.h"
-#include "binding/optimizer_kinds.h"
+#include "binding/runtime/buffer.h"
+#include "binding/optim/grads.h"
+#include "binding/optim/groups.h"
 
 #include <stdbool.h>
 
@@ -65,7 +65,7 @@ int optim_write_groups(OptimEngine *self, PyObject *face);
 
 /* Makes slots agree with the face's live param_groups. */
 int optim_plan_params(OptimEngine *self, PyObject *face);
-/* optimizer_parts.c: finds out which parameters are parts of one, where their group
+/* binding/optim/optimizer_parts.c: finds out which parameters are parts of one, where their group
  * looks at whole ones; a ValueError where it cannot be told of what. */
 int optim_read_parts(OptimEngine *self);
 /* Parts without elements here get an empty gradient where any rank has one of the
@@ -80,7 +80,7 @@ int optim_plan_grads(OptimEngine *self);
 /* Reads parameters, gradients and state of every slot with a gradient, making state
  * by face._new_state(param, group) where there is none. */
 int optim_plan_operands(OptimEngine *self, PyObject *face);
-/* The parts of it in optimizer_state.c: find the entries of the face's state; make and
+/* The parts of it in binding/optim/optimizer_state.c: find the entries of the face's state; make and
  * read that of one slot, whose parameter is seen as `view`; note what is known. */
 int optim_sync_state(OptimEngine *self, PyObject *face);
 int optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,

@@ -1,9 +1,9 @@
 /* Gradients of any optimizer's parameters, and whether an optimizer is ours. */
-#include "binding/buffer.h"
-#include "binding/ctpy_optim.h"
-#include "binding/optimizer.h"
+#include "binding/runtime/buffer.h"
+#include "binding/optim/grads.h"
+#include "binding/optim/engine.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <math.h>
 

@@ -2,8 +2,8 @@
 #ifndef CTPY_OPTIM_H
 #define CTPY_OPTIM_H
 
-#include "binding/buffer.h"
-#include "core/ct_step.h"
+#include "binding/runtime/buffer.h"
+#include "core/engine/step.h"
 
 /* May the engine of `op` be driven directly: is op one of our optimizer faces, whose
  * `_engine` is an OptimEngine, whose step() nobody has overridden and which has no

@@ -1,6 +1,6 @@
 /* A parameter group, a dict as torch has it, to the core's hyperparameters. The dicts
  * are read at every update, so schedulers and users may write to them at any time. */
-#include "binding/optimizer.h"
+#include "binding/optim/engine.h"
 
 #include <string.h>
 

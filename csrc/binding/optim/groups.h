@@ -1,10 +1,10 @@
 /* How each kind of optimizer appears in Python: the keys of its param_groups and of
- * state[param]. A new kind is an entry in optimizer_kinds.c. */
+ * state[param]. A new kind is an entry in binding/optim/optimizer_kinds.c. */
 #ifndef CTPY_OPTIMIZER_KINDS_H
 #define CTPY_OPTIMIZER_KINDS_H
 
-#include "binding/ctpy.h"
-#include "core/ct_optim.h"
+#include "binding/runtime/ctpy.h"
+#include "core/optim/optim.h"
 
 typedef enum optim_field_type {
     OPTIM_NUMBER,   /* a double; required */

@@ -1,6 +1,6 @@
 /* Averages that an update writes in its own pass. */
-#include "binding/ctpy_average.h"
-#include "binding/optimizer.h"
+#include "binding/optim/weight_average.h"
+#include "binding/optim/engine.h"
 
 /* Whether the slots' places among the averaged are known is kept by place: -1 they are
  * not averaged; UNKNOWN, as a new slot has it. */

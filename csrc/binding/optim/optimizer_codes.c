@@ -1,6 +1,6 @@
 /* State of 8 bits in state[param]: codes, the map that says what they mean, and the
- * scales of their blocks. See math/ct_quant_math.h. */
-#include "binding/optimizer_values.h"
+ * scales of their blocks. See math/quant.h. */
+#include "binding/optim/state.h"
 
 /* Arrays one behind the other, as a tensor with one more dimension in front. */
 static int

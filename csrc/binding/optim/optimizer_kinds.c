@@ -1,4 +1,4 @@
-#include "binding/optimizer_kinds.h"
+#include "binding/optim/groups.h"
 
 #define MEMBER(key, of)                                                                \
     .name = offsetof(ctpy_state, str_##key), .member = offsetof(ct_optim_group, of)

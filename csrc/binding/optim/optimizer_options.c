@@ -1,5 +1,5 @@
 /* What OptimEngine.step is told, as the core takes it. */
-#include "binding/optimizer.h"
+#include "binding/optim/engine.h"
 
 static int
 parse_policy(PyObject *arg, ct_nonfinite *policy)

@@ -1,8 +1,8 @@
 /* Parameters of which a rank has a part, as optimizers see them: the attribute `_part`
  * says of what (ctrainer/fsdp/layout.py, Part), and `_is_part` that they are not one
  * whole parameter. */
-#include "binding/communicator.h"
-#include "binding/optimizer.h"
+#include "binding/comm/communicator.h"
+#include "binding/optim/engine.h"
 
 /* An attribute of the slot's parameter, None where it has none; a new reference. */
 static PyObject *

@@ -4,9 +4,9 @@
  * entries of `state` are compared by pointer with what they were, a few nanoseconds
  * each; every tensor is asked for its address each time, since x.data = y and .to()
  * move memory without a trace. */
-#include "binding/optimizer.h"
+#include "binding/optim/engine.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 /* ---- parameters ------------------------------------------------------------------ */
 

@@ -1,5 +1,5 @@
 /* The shape of a parameter, where its optimizer looks at rows and columns. */
-#include "binding/optimizer.h"
+#include "binding/optim/engine.h"
 
 static size_t
 side(int64_t length)

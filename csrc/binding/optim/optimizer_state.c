@@ -1,8 +1,8 @@
 /* The state of each parameter: the dict state[param] in torch's own layout, so that
  * state_dict() of either side loads into the other. */
-#include "binding/optimizer_values.h"
+#include "binding/optim/state.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <math.h>
 

@@ -1,5 +1,5 @@
 /* The values of state[param]: the count of steps, and arrays of several shapes. */
-#include "binding/optimizer_values.h"
+#include "binding/optim/state.h"
 
 #include <math.h>
 

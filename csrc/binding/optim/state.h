@@ -2,7 +2,7 @@
 #ifndef CTPY_OPTIMIZER_VALUES_H
 #define CTPY_OPTIMIZER_VALUES_H
 
-#include "binding/optimizer.h"
+#include "binding/optim/engine.h"
 
 /* What the slot's kind keeps in state[param], and which of it: bit i says values[i]. */
 typedef struct optim_value_list {

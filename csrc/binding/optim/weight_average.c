@@ -1,9 +1,9 @@
 /* ctrainer._C.WeightAverage: averages of a model's tensors over its updates. */
-#include "binding/ctpy_average.h"
+#include "binding/optim/weight_average.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_average.h"
-#include "core/ct_device.h"
+#include "core/base/alloc.h"
+#include "core/engine/average.h"
+#include "core/device/device.h"
 
 #include <string.h>
 

@@ -6,8 +6,8 @@
 #ifndef CTPY_AVERAGE_H
 #define CTPY_AVERAGE_H
 
-#include "binding/buffer.h"
-#include "binding/ctpy.h"
+#include "binding/runtime/buffer.h"
+#include "binding/runtime/ctpy.h"
 
 #include <stdbool.h>
 

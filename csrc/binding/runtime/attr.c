@@ -1,6 +1,6 @@
 /* Attributes of Python objects as C values, and back. */
-#include "binding/ctpy_callbacks.h"
-#include "binding/trainer.h"
+#include "binding/callbacks/ctpy_callbacks.h"
+#include "binding/trainer/trainer.h"
 
 int
 ctpy_lookup(PyObject *op, PyObject *name, PyObject **value)

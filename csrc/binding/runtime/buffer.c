@@ -3,8 +3,8 @@
  * torch's types are found through sys.modules, so a process without torch never pays
  * for it. NumPy arrays are read through the structure that its ABI fixes; no table of
  * functions is needed for that, so none is kept. */
-#include "binding/buffer.h"
-#include "binding/ctpy_optim.h"
+#include "binding/runtime/buffer.h"
+#include "binding/optim/grads.h"
 
 #include <stdbool.h>
 #include <string.h>

@@ -2,8 +2,8 @@
 #ifndef CTPY_BUFFER_H
 #define CTPY_BUFFER_H
 
-#include "binding/ctpy.h"
-#include "core/ct_span.h"
+#include "binding/runtime/ctpy.h"
+#include "core/base/span.h"
 
 struct ctpy_dlpack_api;
 

@@ -1,6 +1,6 @@
 /* A NumPy array's memory, read in place through the structure that NumPy's ABI fixes:
  * that takes none of its functions, hence no import of its table. */
-#include "binding/buffer.h"
+#include "binding/runtime/buffer.h"
 
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #include <numpy/ndarraytypes.h>

@@ -1,7 +1,7 @@
 /* A torch tensor's memory: through the exchange table that torch publishes from 2.10
  * on, at about 50 ns a gradient, or through its Python methods, at a microsecond. */
-#include "binding/buffer.h"
-#include "binding/dlpack_abi.h"
+#include "binding/runtime/buffer.h"
+#include "binding/runtime/dlpack_abi.h"
 
 #include <stdint.h>
 

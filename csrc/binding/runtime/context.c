@@ -1,5 +1,5 @@
 /* Python context managers from C. */
-#include "binding/ctpy.h"
+#include "binding/runtime/ctpy.h"
 
 /* Calls exit with the exception that is set; 1 when it was suppressed. */
 static int

@@ -1,6 +1,6 @@
 /* What copying and pickling of our types share: the attributes that users and
  * subclasses have added go along with what a type keeps in its struct. */
-#include "binding/copies.h"
+#include "binding/runtime/copies.h"
 
 PyObject *
 ctpy_copy_state_steal(PyObject *op, PyObject *fields)

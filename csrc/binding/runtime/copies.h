@@ -2,7 +2,7 @@
 #ifndef CTPY_COPIES_H
 #define CTPY_COPIES_H
 
-#include "binding/ctpy.h"
+#include "binding/runtime/ctpy.h"
 
 /* What __getstate__ returns: (the instance's own attributes or None, fields). Takes
  * `fields`, a dict or NULL, over. */

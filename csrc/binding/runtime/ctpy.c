@@ -1,5 +1,5 @@
 /* The one place where a core status becomes a Python exception. */
-#include "binding/ctpy.h"
+#include "binding/runtime/ctpy.h"
 
 #include <string.h>
 

@@ -11,7 +11,7 @@
 
 #include <stdbool.h>
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 struct ctpy_dlpack_api;
 
@@ -19,24 +19,24 @@ struct ctpy_dlpack_api;
  * module. */
 typedef struct ctpy_state {
 #define CTPY_TYPE(name) PyTypeObject *name;
-#include "binding/types.def"
+#include "binding/runtime/types.def"
 #undef CTPY_TYPE
 #define CTPY_NAME(name) PyObject *str_##name;
-#include "binding/hooks.def"
+#include "binding/runtime/hooks.def"
 #undef CTPY_NAME
 #define CTPY_CACHED(name) PyObject *name; /* NULL until found */
-#include "binding/cached.def"
+#include "binding/runtime/cached.def"
 #undef CTPY_CACHED
     const struct ctpy_dlpack_api *dlpack; /* torch's exchange table, or NULL */
 #define CTPY_KEYWORD(name) PyObject *kw_##name;
-#include "binding/keywords.def"
+#include "binding/runtime/keywords.def"
 #undef CTPY_KEYWORD
 } ctpy_state;
 
 extern PyModuleDef ctpy_module;
 
 #define CTPY_TYPE(name) extern PyType_Spec name##_spec;
-#include "binding/types.def"
+#include "binding/runtime/types.def"
 #undef CTPY_TYPE
 
 /* Borrows the state through the type, so Python subclasses find it too. The caller

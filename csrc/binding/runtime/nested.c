@@ -1,5 +1,5 @@
 /* Walks over nested batches, and transformers' names for them. */
-#include "binding/nested.h"
+#include "binding/runtime/nested.h"
 
 static int
 has_attribute(PyObject *op, const char *name)

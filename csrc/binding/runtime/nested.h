@@ -2,7 +2,7 @@
 #ifndef CTPY_NESTED_H
 #define CTPY_NESTED_H
 
-#include "binding/ctpy.h"
+#include "binding/runtime/ctpy.h"
 
 typedef enum ctpy_kind {
     CTPY_LEAF, /* a tensor, an array, a number: whatever is not one of the others */

@@ -1,5 +1,5 @@
 /* Module functions on nested batches, by the names that transformers gives them. */
-#include "binding/nested.h"
+#include "binding/runtime/nested.h"
 
 const char ctpy_nested_detach_doc[] =
     "nested_detach($module, tensors, /)\n--\n\n"

@@ -1,15 +1,15 @@
 /* What belongs to the whole process: threads, instruction set, the C allocator. */
-#include "binding/ctpy.h"
-#include "core/ct_device.h"
-#include "core/ct_malloc.h"
-#include "core/ct_pool.h"
+#include "binding/runtime/ctpy.h"
+#include "core/device/device.h"
+#include "core/base/malloc.h"
+#include "core/base/pool.h"
 
 #include <stdint.h>
 
 #define CTPY_FUNCTION(name, flags)                                                     \
     PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
     extern const char ctpy_##name##_doc[];
-#include "binding/functions.def"
+#include "binding/runtime/functions.def"
 #undef CTPY_FUNCTION
 
 const char ctpy_get_num_threads_doc[] =

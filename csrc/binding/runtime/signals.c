@@ -5,9 +5,9 @@
  * first train() on the main thread installs the handler, the last one to leave puts
  * back what was there. A child that is forked meanwhile, such as a worker of a data
  * loader, trains nothing: the first signal there goes to what was installed before. */
-#include "binding/signals.h"
+#include "binding/runtime/signals.h"
 
-#include "core/ct_owner.h"
+#include "core/base/owner.h"
 
 #include <signal.h>
 #include <stdatomic.h>

@@ -2,7 +2,7 @@
 #ifndef CTPY_SCHEDULER_H
 #define CTPY_SCHEDULER_H
 
-#include "binding/ctpy.h"
+#include "binding/runtime/ctpy.h"
 
 /* Is op an LRScheduler of ours itself, not of a subclass that may override step()? */
 static inline int

@@ -1,5 +1,5 @@
-/* ctrainer._C.Schedule: core/ct_schedule.h as a function, and its options in Python. */
-#include "binding/scheduler.h"
+/* ctrainer._C.Schedule: core/schedule/schedule.h as a function, and its options in Python. */
+#include "binding/schedule/scheduler.h"
 
 #include <math.h>
 #include <string.h>

@@ -1,8 +1,8 @@
-/* ctrainer._C.LRScheduler: core/ct_schedule.h with the protocol and the state_dict of
+/* ctrainer._C.LRScheduler: core/schedule/schedule.h with the protocol and the state_dict of
  * torch.optim.lr_scheduler.LambdaLR, as transformers makes it. */
-#include "binding/scheduler.h"
+#include "binding/schedule/scheduler.h"
 
-#include "binding/ctpy_scheduler.h"
+#include "binding/schedule/ctpy_scheduler.h"
 
 static int
 LRScheduler_traverse(PyObject *op, visitproc visit, void *arg)

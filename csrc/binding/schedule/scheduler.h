@@ -2,8 +2,8 @@
 #ifndef CTPY_SCHEDULER_TYPE_H
 #define CTPY_SCHEDULER_TYPE_H
 
-#include "binding/ctpy.h"
-#include "core/ct_schedule.h"
+#include "binding/runtime/ctpy.h"
+#include "core/schedule/schedule.h"
 
 /* An entry of a table of methods; function may take keywords. */
 #define SCHEDULER_METHOD(name, function, flags, doc)                                   \
@@ -20,7 +20,7 @@ int ctpy_schedule_set_option(ct_schedule *schedule, const char *name, PyObject *
 /* The options that the kind reads and that have a value, as a new dict. */
 PyObject *ctpy_schedule_options(const ct_schedule *schedule);
 
-/* ---- rates of an optimizer's groups (scheduler_groups.c) -------------------------
+/* ---- rates of an optimizer's groups (binding/schedule/scheduler_groups.c) -------------------------
  */
 
 /* param_groups as a new tuple of dicts: a hook cannot take one away meanwhile.

@@ -1,5 +1,5 @@
 /* Rates of an optimizer's groups, for every type of scheduler. */
-#include "binding/scheduler.h"
+#include "binding/schedule/scheduler.h"
 
 PyObject *
 scheduler_groups(const ctpy_state *state, PyObject *optimizer)

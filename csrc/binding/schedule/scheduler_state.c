@@ -1,5 +1,5 @@
 /* The scheduler's state_dict, interchangeable with that of torch's LambdaLR. */
-#include "binding/scheduler.h"
+#include "binding/schedule/scheduler.h"
 
 #include <string.h>
 

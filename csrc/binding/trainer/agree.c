@@ -1,6 +1,6 @@
 /* Trainer on several ranks: what they agree on before, in and after an update. */
-#include "binding/trainer_account.h"
-#include "binding/trainer_ranks.h"
+#include "binding/engine/trainer_account.h"
+#include "binding/engine/ranks.h"
 
 #include <string.h>
 

@@ -1,5 +1,5 @@
 /* Trainer: a checkpoint as one transaction around the hooks that write it. */
-#include "binding/trainer_ckpt.h"
+#include "binding/trainer/checkpoint.h"
 
 typedef PyObject *save_fn(PyObject *op, PyObject *model, PyObject *trial);
 

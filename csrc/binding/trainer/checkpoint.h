@@ -2,7 +2,7 @@
 #ifndef CTPY_TRAINER_CKPT_H
 #define CTPY_TRAINER_CKPT_H
 
-#include "binding/trainer.h"
+#include "binding/trainer/trainer.h"
 
 /* The writer of this trainer, made at its first save; borrowed. NULL with an exception.
  */

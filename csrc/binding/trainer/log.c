@@ -1,7 +1,7 @@
 /* Trainer: losses summed, logged; evaluation and saving when they are due. */
-#include "binding/ctpy_callbacks.h"
-#include "binding/ctpy_optim.h"
-#include "binding/trainer_loss.h"
+#include "binding/callbacks/ctpy_callbacks.h"
+#include "binding/optim/grads.h"
+#include "binding/trainer/log.h"
 
 /* The value of a loss in host memory: a tensor or array of one element. 1 when it is,
  * 0 when it lies elsewhere, -1 with an exception. */

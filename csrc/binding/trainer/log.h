@@ -2,7 +2,7 @@
 #ifndef CTPY_TRAINER_LOSS_H
 #define CTPY_TRAINER_LOSS_H
 
-#include "binding/trainer.h"
+#include "binding/trainer/trainer.h"
 
 /* The mean of n losses that are `sum` on this rank, over the losses of all ranks; NaN
  * where there is none. All ranks call it. 0, or -1 with an exception. */

@@ -1,7 +1,7 @@
 /* Trainer: train(), its epochs, and what ends them. */
-#include "binding/trainer.h"
-#include "binding/trainer_noise.h"
-#include "binding/trainer_ranks.h"
+#include "binding/trainer/trainer.h"
+#include "binding/trainer/trainer_noise.h"
+#include "binding/engine/ranks.h"
 
 /* The numbers of set_initial_training_values, which scripts and subclasses override. */
 typedef struct plan {

@@ -1,6 +1,6 @@
 /* Trainer: one micro-batch: inputs, loss, backward. */
-#include "binding/nested.h"
-#include "binding/trainer_ranks.h"
+#include "binding/runtime/nested.h"
+#include "binding/engine/ranks.h"
 
 const char Trainer__prepare_inputs_doc[] =
     "_prepare_inputs($self, inputs, /)\n--\n\n"

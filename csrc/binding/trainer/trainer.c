@@ -1,6 +1,6 @@
 /* ctrainer._C.Trainer: the type, its private state and its method table. */
-#include "binding/trainer_noise.h"
-#include "binding/trainer_ranks.h"
+#include "binding/trainer/trainer_noise.h"
+#include "binding/engine/ranks.h"
 
 static PyObject *
 Trainer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kw))
@@ -74,7 +74,7 @@ static PyMethodDef Trainer_methods[] = {
 #define CTPY_METHOD(name, flags)                                                       \
     {#name, (PyCFunction)(void (*)(void))Trainer_##name, METHOD_FLAGS_##flags,         \
      Trainer_##name##_doc},
-#include "binding/trainer_methods.def"
+#include "binding/trainer/trainer_methods.def"
 #undef CTPY_METHOD
     { NULL, NULL, 0, NULL},
 };

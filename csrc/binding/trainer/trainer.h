@@ -7,15 +7,15 @@
 #ifndef CTPY_TRAINER_H
 #define CTPY_TRAINER_H
 
-#include "binding/ctpy.h"
-#include "binding/signals.h"
-#include "core/ct_noise.h"
-#include "core/ct_probe.h"
-#include "core/ct_step.h"
+#include "binding/runtime/ctpy.h"
+#include "binding/runtime/signals.h"
+#include "core/engine/noise.h"
+#include "core/engine/probe.h"
+#include "core/engine/step.h"
 
 #include <stdbool.h>
 
-/* trainer_noise.c */
+/* binding/trainer/trainer_noise.c */
 typedef struct ctpy_noise {
     ct_noise averages;
     ct_noise_sample sample;  /* the micro-batches of the update that is under way */
@@ -101,7 +101,7 @@ PyObject *ctpy_get_optional(PyObject *op, PyObject *name, int *failed);
  * optimizers. Returns 0, or -1 with an exception. */
 int ctpy_call_if_there(PyObject *op, PyObject *name);
 
-/* trainer_mode.c */
+/* binding/engine/mode.c */
 
 /* optimizer.train() or .eval(), by the mode's name, where it has modes. 0 or -1. */
 int ctpy_set_optimizer_mode(PyObject *op, PyObject *mode);
@@ -125,7 +125,7 @@ int ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *val
  * Returns 0, or -1 with an exception. */
 int ctpy_trainer_fire(PyObject *op, PyObject *event, PyObject *extra);
 
-/* trainer_batch.c: the next micro-batches and what they weigh. */
+/* binding/trainer/trainer_batch.c: the next micro-batches and what they weigh. */
 
 /* One update's worth of batches: a list, and the hook's count of items (or None). */
 int ctpy_next_batches(PyObject *op, ctpy_run *run, PyObject *iterator,
@@ -142,20 +142,20 @@ int64_t ctpy_count_batches(PyObject *op, PyObject *batches, int *failed);
 int
 ctpy_batch_shares(PyObject *op, const ctpy_run *run, PyObject *batches, double *shares);
 
-/* trainer_micro.c: the micro-batches of one update, and the update itself. Returns 1
+/* binding/trainer/trainer_micro.c: the micro-batches of one update, and the update itself. Returns 1
  * when an update was made or skipped, 0 when a callback ended the epoch before, -1. */
 int ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count);
 
-/* trainer_update.c: from the summed gradients to the end of the step. 0 or -1. */
+/* binding/trainer/update.c: from the summed gradients to the end of the step. 0 or -1. */
 int ctpy_finish_update(PyObject *op, ctpy_run *run);
 
-/* trainer_metrics.c: what of the update that begins is to be measured for the log. */
+/* binding/trainer/trainer_metrics.c: what of the update that begins is to be measured for the log. */
 int ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches);
 
-/* trainer_ckpt.c: calls the hook _save_checkpoint in a transaction; None or NULL. */
+/* binding/trainer/checkpoint.c: calls the hook _save_checkpoint in a transaction; None or NULL. */
 PyObject *ctpy_save_checkpoint(PyObject *op, PyObject *model, PyObject *trial);
 
-/* trainer_log.c */
+/* binding/trainer/log.c */
 int ctpy_add_loss(PyObject *op, PyObject *loss, double *value);
 /* Brings what was summed on a device into the window. */
 int ctpy_drain_device_loss(PyObject *op);
@@ -167,7 +167,7 @@ int ctpy_log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate)
 #define CTPY_SIGNATURE_NOARGS (PyObject * op, PyObject * unused)
 #define CTPY_SIGNATURE_O (PyObject * op, PyObject * arg)
 #define CTPY_SIGNATURE_KEYWORDS (PyObject * op, PyObject * args, PyObject * kwargs)
-#include "binding/trainer_methods.def"
+#include "binding/trainer/trainer_methods.def"
 #undef CTPY_METHOD
 
 #endif

@@ -1,8 +1,8 @@
 /* Trainer: the micro-batches of one update, and what each weighs in it. */
-#include "binding/ctpy_optim.h"
-#include "binding/nested.h"
-#include "binding/trainer_ranks.h"
-#include "core/ct_count.h"
+#include "binding/optim/grads.h"
+#include "binding/runtime/nested.h"
+#include "binding/engine/ranks.h"
+#include "core/data/targets.h"
 
 /* The labels that the loss is a mean over, or NULL where the batch has none. */
 static PyObject *

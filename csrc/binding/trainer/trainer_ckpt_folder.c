@@ -1,6 +1,6 @@
 /* Trainer: a checkpoint's folder, from when it is opened to when it is in place. */
-#include "binding/trainer_account.h"
-#include "binding/trainer_ckpt.h"
+#include "binding/engine/trainer_account.h"
+#include "binding/trainer/checkpoint.h"
 
 /* Each checkpoint is written to a temporary folder,
  * RUN/.ctrainer-saving-X/checkpoint-N, by whoever overrides what: while a save is open

@@ -3,8 +3,8 @@
  * Our optimizers clip in their update. For any other, and where somebody looks at the
  * gradients before the update, they are clipped in place: by us in host memory, by the
  * framework on its devices. */
-#include "binding/trainer_update.h"
-#include "math/ct_norm_math.h"
+#include "binding/trainer/update.h"
+#include "math/norm.h"
 
 /* args.name as a double; `missing` where there is none, as in arguments of
  * transformers' own class, or None. */

@@ -1,7 +1,7 @@
 /* Trainer: copies, as hyper-parameter searches and processes that are spawned make
  * them. */
-#include "binding/copies.h"
-#include "binding/trainer_ranks.h"
+#include "binding/runtime/copies.h"
+#include "binding/engine/ranks.h"
 
 static int
 refuse_running(PyObject *op)

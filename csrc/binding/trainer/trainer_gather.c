@@ -1,6 +1,6 @@
 /* Trainer: the hooks by which subclasses gather over the ranks. */
-#include "binding/gather.h"
-#include "binding/trainer_ranks.h"
+#include "binding/data/gather.h"
+#include "binding/engine/ranks.h"
 
 /* The rows of all ranks, those of a batch that only keeps them company left out; the
  * values themselves where the trainer is alone. */

@@ -1,6 +1,6 @@
 /* Trainer: the sums of losses and averages that a resumed run goes on with. */
-#include "binding/trainer_loss.h"
-#include "binding/trainer_ranks.h"
+#include "binding/trainer/log.h"
+#include "binding/engine/ranks.h"
 
 int
 ctpy_trainer_mean_loss(PyObject *op, double sum, int64_t n, double *mean)

@@ -2,11 +2,11 @@
  *
  * Measured in updates after which a log is due, in passes of their own, so that neither
  * the other updates nor what is trained know of it. */
-#include "binding/ctpy_callbacks.h"
-#include "binding/trainer_noise.h"
-#include "binding/trainer_update.h"
+#include "binding/callbacks/ctpy_callbacks.h"
+#include "binding/trainer/trainer_noise.h"
+#include "binding/trainer/update.h"
 
-#include "math/ct_norm_math.h"
+#include "math/norm.h"
 
 /* ---- when -------------------------------------------------------------------------
  */

@@ -1,6 +1,6 @@
 /* Trainer: the micro-batches of one update. */
-#include "binding/trainer_noise.h"
-#include "binding/trainer_ranks.h"
+#include "binding/trainer/trainer_noise.h"
+#include "binding/engine/ranks.h"
 
 /* The count of floating-point operations and of tokens, by their hooks. */
 static int

@@ -3,9 +3,9 @@
  * Gradients are summed in place, so what a micro-batch has added is seen by comparing
  * them with a copy. The copy is the metric's cost: memory of one more set of gradients,
  * and three passes for each micro-batch of an update after which a log is due. */
-#include "binding/ctpy_optim.h"
-#include "binding/nested.h"
-#include "binding/trainer_noise.h"
+#include "binding/optim/grads.h"
+#include "binding/runtime/nested.h"
+#include "binding/trainer/trainer_noise.h"
 
 /* Examples in these batches; where a batch does not show how many it has,
  * the number that the arguments ask for. */

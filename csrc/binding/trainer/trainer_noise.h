@@ -2,7 +2,7 @@
 #ifndef CTPY_TRAINER_NOISE_H
 #define CTPY_TRAINER_NOISE_H
 
-#include "binding/trainer.h"
+#include "binding/trainer/trainer.h"
 
 /* At the start of an update whose noise is due. */
 int ctpy_noise_begin(PyObject *op, PyObject *batches);

@@ -1,8 +1,8 @@
 /* Trainer: norms of gradients of which each rank has a shard. */
-#include "binding/communicator.h"
-#include "binding/trainer_update.h"
+#include "binding/comm/communicator.h"
+#include "binding/trainer/update.h"
 
-#include "math/ct_norm_math.h"
+#include "math/norm.h"
 
 int
 ctpy_update_open_shards(PyObject *op, ctpy_update *u)

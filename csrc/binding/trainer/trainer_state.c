@@ -1,6 +1,6 @@
 /* Trainer: log(), the learning rate, and counting work. */
-#include "binding/nested.h"
-#include "binding/trainer_ranks.h"
+#include "binding/runtime/nested.h"
+#include "binding/engine/ranks.h"
 
 /* logs["epoch"] = state.epoch, and the tokens seen where they are counted. */
 static int

@@ -3,11 +3,11 @@
  * Our optimizers are measured and updated in two C calls. Any other is driven through
  * its own step(), with our norm, our clipping and our look for Inf and NaN before it.
  */
-#include "binding/ctpy_average.h"
-#include "binding/ctpy_callbacks.h"
-#include "binding/ctpy_scheduler.h"
-#include "binding/trainer_ranks.h"
-#include "binding/trainer_update.h"
+#include "binding/optim/weight_average.h"
+#include "binding/callbacks/ctpy_callbacks.h"
+#include "binding/schedule/ctpy_scheduler.h"
+#include "binding/engine/ranks.h"
+#include "binding/trainer/update.h"
 
 static void
 update_release(ctpy_update *u)

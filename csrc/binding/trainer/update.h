@@ -2,8 +2,8 @@
 #ifndef CTPY_TRAINER_UPDATE_H
 #define CTPY_TRAINER_UPDATE_H
 
-#include "binding/ctpy_optim.h"
-#include "binding/trainer.h"
+#include "binding/optim/grads.h"
+#include "binding/trainer/trainer.h"
 
 typedef struct ctpy_update {
     PyObject *optimizer;
@@ -24,7 +24,7 @@ typedef struct ctpy_update {
     ct_step_result result;
 } ctpy_update;
 
-/* trainer_clip.c */
+/* binding/trainer/trainer_clip.c */
 
 /* Reads what the arguments and overrides say of clipping. */
 int ctpy_update_read_clip(PyObject *op, ctpy_update *u);
@@ -38,7 +38,7 @@ int ctpy_update_clip(PyObject *op, ctpy_run *run, ctpy_update *u);
 /* The L2 norm of the gradients as they are, divided by the loss scale. */
 int ctpy_update_norm(PyObject *op, const ctpy_update *u, double *norm);
 
-/* trainer_shards.c */
+/* binding/trainer/trainer_shards.c */
 
 /* Reads over which ranks parameters are sharded, if they are. */
 int ctpy_update_open_shards(PyObject *op, ctpy_update *u);
@@ -47,7 +47,7 @@ int ctpy_update_open_shards(PyObject *op, ctpy_update *u);
 int ctpy_update_share_sums(PyObject *op, const ctpy_update *u, double p, double *sums,
                            size_t n);
 
-/* trainer_metrics.c: what is due of metrics; after measuring, before clipping. */
+/* binding/trainer/trainer_metrics.c: what is due of metrics; after measuring, before clipping. */
 int ctpy_metrics_measure(PyObject *op, const ctpy_run *run, const ctpy_update *u);
 
 #endif

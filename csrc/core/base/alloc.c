@@ -1,4 +1,4 @@
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <stdatomic.h>
 #include <stdbool.h>

@@ -5,7 +5,7 @@
 #ifndef CT_ALLOC_H
 #define CT_ALLOC_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 

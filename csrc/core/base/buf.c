@@ -1,6 +1,6 @@
-#include "core/ct_buf.h"
+#include "core/base/buf.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -2,7 +2,7 @@
 #ifndef CT_BUF_H
 #define CT_BUF_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 #include <stdint.h>

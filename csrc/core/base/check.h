@@ -2,7 +2,7 @@
 #ifndef CT_CHECK_H
 #define CT_CHECK_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 /* value >= least */
 CT_NODISCARD static inline ct_status

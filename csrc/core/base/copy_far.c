@@ -1,4 +1,4 @@
-#include "core/ct_copy_far.h"
+#include "core/base/copy_far.h"
 
 #include <stdint.h>
 #include <string.h>

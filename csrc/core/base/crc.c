@@ -1,4 +1,4 @@
-#include "core/ct_crc_table.h"
+#include "core/base/crc.h"
 
 void
 ct_crc_table_init(ct_crc_table *table, uint32_t polynomial)

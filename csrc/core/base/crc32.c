@@ -1,6 +1,6 @@
-#include "core/ct_crc32.h"
+#include "core/base/crc32.h"
 
-#include "core/ct_crc_table.h"
+#include "core/base/crc.h"
 
 #include <pthread.h>
 #include <stdbool.h>

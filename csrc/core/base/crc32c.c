@@ -1,6 +1,6 @@
-#include "core/ct_crc32c.h"
+#include "core/base/crc32c.h"
 
-#include "core/ct_crc_table.h"
+#include "core/base/crc.h"
 
 #include <pthread.h>
 #include <stdbool.h>

@@ -1,4 +1,4 @@
-#include "core/ct_dtype.h"
+#include "core/base/dtype.h"
 
 typedef struct dtype_info {
     const char *name;

@@ -1,4 +1,4 @@
-#include "core/ct_interrupt.h"
+#include "core/base/interrupt.h"
 
 #include <stdatomic.h>
 #include <stddef.h>

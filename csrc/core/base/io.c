@@ -1,7 +1,7 @@
 #define _GNU_SOURCE
-#include "core/ct_io.h"
+#include "core/base/io.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <errno.h>
 #include <fcntl.h>

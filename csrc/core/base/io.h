@@ -5,7 +5,7 @@
 #ifndef CT_IO_H
 #define CT_IO_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,4 +1,4 @@
-#include "core/ct_json.h"
+#include "core/base/json.h"
 
 #include <string.h>
 

@@ -7,7 +7,7 @@
 #ifndef CT_JSON_H
 #define CT_JSON_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

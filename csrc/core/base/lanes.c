@@ -1,6 +1,6 @@
-#include "core/ct_lanes.h"
+#include "core/base/lanes.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <stdint.h>
 

@@ -6,7 +6,7 @@
 #ifndef CT_LANES_H
 #define CT_LANES_H
 
-#include "core/ct_pages.h"
+#include "core/base/pages.h"
 
 typedef struct ct_lanes {
     ct_pages **own; /* this rank's lane of each segment */

@@ -1,4 +1,4 @@
-#include "core/ct_malloc.h"
+#include "core/base/malloc.h"
 
 #include <stdlib.h>
 

@@ -1,8 +1,8 @@
 #define _GNU_SOURCE /* MADV_HUGEPAGE, mremap */
-#include "core/ct_mapping.h"
+#include "core/base/mapping.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_pages.h"
+#include "core/base/alloc.h"
+#include "core/base/pages.h"
 
 #include <stdint.h>
 #include <string.h>

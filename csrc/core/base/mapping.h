@@ -11,7 +11,7 @@
 #ifndef CT_MAPPING_H
 #define CT_MAPPING_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,5 +1,5 @@
 #define _POSIX_C_SOURCE 200809L /* getpid */
-#include "core/ct_owner.h"
+#include "core/base/owner.h"
 
 #include <unistd.h>
 

@@ -8,7 +8,7 @@
 #ifndef CT_OWNER_H
 #define CT_OWNER_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stdint.h>

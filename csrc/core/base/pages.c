@@ -1,8 +1,8 @@
 #define _GNU_SOURCE /* MADV_REMOVE */
-#include "core/ct_pages.h"
+#include "core/base/pages.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_io.h"
+#include "core/base/alloc.h"
+#include "core/base/io.h"
 
 #include <errno.h>
 #include <stdint.h>

@@ -6,8 +6,8 @@
 #ifndef CT_PAGES_H
 #define CT_PAGES_H
 
-#include "core/ct_owner.h"
-#include "core/ct_segment.h"
+#include "core/base/owner.h"
+#include "core/base/segment.h"
 
 #ifdef __cplusplus
 extern "C" {

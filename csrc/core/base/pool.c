@@ -5,7 +5,7 @@
  * done. So the caller never waits for a thread that has claimed nothing, and no lock
  * is taken by a batch. */
 #define _GNU_SOURCE /* sched_getaffinity, syscall */
-#include "core/ct_pool.h"
+#include "core/base/pool.h"
 
 #include <linux/futex.h>
 #include <pthread.h>

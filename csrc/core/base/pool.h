@@ -8,7 +8,7 @@
 #ifndef CT_POOL_H
 #define CT_POOL_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 

@@ -2,7 +2,7 @@
 #define _GNU_SOURCE /* mremap, O_TMPFILE; must come before any system header */
 #endif
 
-#include "core/ct_region.h"
+#include "core/base/region.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -6,7 +6,7 @@
 #ifndef CT_REGION_H
 #define CT_REGION_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,9 +1,9 @@
 #define _GNU_SOURCE /* memfd_create, struct ucred */
-#include "core/ct_segment.h"
+#include "core/base/segment.h"
 
-#include "core/ct_deadline.h"
-#include "core/ct_interrupt.h"
-#include "core/ct_io.h"
+#include "core/base/wait.h"
+#include "core/base/interrupt.h"
+#include "core/base/io.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -6,7 +6,7 @@
 #ifndef CT_SEGMENT_H
 #define CT_SEGMENT_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,6 +1,6 @@
 /* Who lives among the processes of a segment. */
-#include "core/ct_io.h"
-#include "core/ct_segment.h"
+#include "core/base/io.h"
+#include "core/base/segment.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-#include "core/ct_span.h"
+#include "core/base/span.h"
 
 ct_span
 ct_span_part(ct_span whole, size_t at, size_t n)

@@ -6,7 +6,7 @@
 #ifndef CT_SPAN_H
 #define CT_SPAN_H
 
-#include "core/ct_dtype.h"
+#include "core/base/dtype.h"
 
 #include <stddef.h>
 

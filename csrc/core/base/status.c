@@ -1,4 +1,4 @@
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdarg.h>
 #include <stdio.h>

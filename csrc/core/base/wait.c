@@ -1,7 +1,7 @@
 #define _POSIX_C_SOURCE 200809L
-#include "core/ct_deadline.h"
+#include "core/base/wait.h"
 
-#include "core/ct_interrupt.h"
+#include "core/base/interrupt.h"
 
 #include <errno.h>
 #include <math.h>

@@ -2,7 +2,7 @@
 #ifndef CT_DEADLINE_H
 #define CT_DEADLINE_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 typedef struct ct_deadline {
     double at_seconds; /* on CLOCK_MONOTONIC */
@@ -15,7 +15,7 @@ double ct_deadline_left(ct_deadline deadline); /* seconds; never below 0 */
 void ct_deadline_nap(ct_deadline deadline, double seconds);
 
 /* Waits until `fd` has something to read (or has been hung up). CT_ECOMM, without a
- * text, when that does not happen before the deadline; CT_EHOST: ct_interrupt.h. */
+ * text, when that does not happen before the deadline; CT_EHOST: core/base/interrupt.h. */
 CT_NODISCARD ct_status ct_deadline_poll(ct_deadline deadline, int fd, ct_error *err);
 
 #endif

@@ -1,7 +1,7 @@
 /* Folders: making them, visiting what is below, removing it. */
 #define _GNU_SOURCE
-#include "core/ct_alloc.h"
-#include "core/ct_io.h"
+#include "core/base/alloc.h"
+#include "core/base/io.h"
 
 #include <dirent.h>
 #include <errno.h>

@@ -1,7 +1,7 @@
-#include "core/ct_bmuf.h"
+#include "core/bmuf/bmuf.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_bmuf_batch.h"
+#include "core/base/alloc.h"
+#include "core/bmuf/bmuf_batch.h"
 
 typedef ct_bmuf_batch batch;
 

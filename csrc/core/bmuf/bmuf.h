@@ -1,15 +1,15 @@
 /* Blockwise model-update filtering: workers train apart for a block of updates, then
  * average how far they have come, and move the global model with a momentum of blocks.
  *
- * The sources are those of math/ct_block_math.h. What a block needs of every parameter
+ * The sources are those of math/block.h. What a block needs of every parameter
  * lies in flat buffers, one for each dtype: a block is one pass that fills a buffer,
  * one collective over it, and one pass that moves the model; batch by batch while what
  * was filled is still in the cache, where a collective costs little. */
 #ifndef CT_BMUF_H
 #define CT_BMUF_H
 
-#include "core/ct_comm.h"
-#include "core/ct_device.h"
+#include "core/comm/comm.h"
+#include "core/device/device.h"
 
 #include <stdbool.h>
 #include <stdint.h>

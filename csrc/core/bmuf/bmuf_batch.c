@@ -1,4 +1,4 @@
-#include "core/ct_bmuf_batch.h"
+#include "core/bmuf/bmuf_batch.h"
 
 #include <stdint.h>
 

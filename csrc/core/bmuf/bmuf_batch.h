@@ -2,7 +2,7 @@
 #ifndef CT_BMUF_BATCH_H
 #define CT_BMUF_BATCH_H
 
-#include "core/ct_bmuf.h"
+#include "core/bmuf/bmuf.h"
 
 /* A part of a tensor, and where it is in the flat buffers of its dtype. */
 typedef struct ct_bmuf_piece {
@@ -30,7 +30,7 @@ ct_bmuf_first_batch(const ct_bmuf_list *list, ct_dtype dtype, size_t bytes);
 /* Takes the next pieces, at most list->n; false when there are none. */
 bool ct_bmuf_next_batch(ct_bmuf_batch *batch, ct_bmuf_piece *pieces);
 
-/* ct_bmuf.c: elements of each dtype, CT_EINVAL for an integer; and whether they are as
+/* core/bmuf/bmuf.c: elements of each dtype, CT_EINVAL for an integer; and whether they are as
  * many as when the block began. */
 CT_NODISCARD ct_status ct_bmuf_count(const ct_bmuf_list *list, size_t *n,
                                      ct_error *err);
@@ -40,7 +40,7 @@ CT_NODISCARD ct_status ct_bmuf_check_unchanged(const ct_bmuf *bmuf,
 /* Room for a batch of so many tensors, which has at most one piece of each. */
 CT_NODISCARD ct_status ct_bmuf_reserve_operands(ct_bmuf *bmuf, size_t n, ct_error *err);
 
-/* ct_bmuf_join.c: CT_EINVAL on all ranks where their global models are not the same;
+/* core/bmuf/bmuf_join.c: CT_EINVAL on all ranks where their global models are not the same;
  * their sums are compared. */
 CT_NODISCARD ct_status ct_bmuf_check_alike(ct_bmuf *bmuf, ct_comm *comm, ct_error *err);
 

@@ -1,6 +1,6 @@
 /* When workers meet, and the ranges of the options. */
-#include "core/ct_bmuf.h"
-#include "core/ct_hyper.h"
+#include "core/bmuf/bmuf.h"
+#include "core/optim/hyper.h"
 
 #include <math.h>
 

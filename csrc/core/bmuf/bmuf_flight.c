@@ -1,7 +1,7 @@
 /* Blocks whose average is taken some updates after they have ended. */
-#include "core/ct_bmuf.h"
+#include "core/bmuf/bmuf.h"
 
-#include "core/ct_bmuf_pass.h"
+#include "core/bmuf/bmuf_pass.h"
 
 typedef ct_bmuf_batch batch;
 

@@ -1,9 +1,9 @@
 /* How ranks come to have one global model, and know it. */
-#include "core/ct_bmuf.h"
+#include "core/bmuf/bmuf.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_bmuf_pass.h"
-#include "core/ct_crc32c.h"
+#include "core/base/alloc.h"
+#include "core/bmuf/bmuf_pass.h"
+#include "core/base/crc32c.h"
 
 typedef ct_bmuf_batch batch;
 

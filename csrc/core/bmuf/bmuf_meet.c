@@ -1,9 +1,9 @@
 /* What happens where workers meet. */
-#include "core/ct_bmuf.h"
+#include "core/bmuf/bmuf.h"
 
-#include "core/ct_bmuf_codes.h"
-#include "core/ct_bmuf_pass.h"
-#include "core/ct_reduce.h"
+#include "core/bmuf/quantized.h"
+#include "core/bmuf/bmuf_pass.h"
+#include "core/comm/reduce.h"
 
 #include <string.h>
 

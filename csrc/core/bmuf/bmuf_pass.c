@@ -1,4 +1,4 @@
-#include "core/ct_bmuf_pass.h"
+#include "core/bmuf/bmuf_pass.h"
 
 typedef ct_bmuf_batch batch;
 

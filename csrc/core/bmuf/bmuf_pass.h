@@ -2,7 +2,7 @@
 #ifndef CT_BMUF_PASS_H
 #define CT_BMUF_PASS_H
 
-#include "core/ct_bmuf_batch.h"
+#include "core/bmuf/bmuf_batch.h"
 
 /* Gives the batch memory of bmuf's own for its shares. */
 CT_NODISCARD ct_status ct_bmuf_reserve_shares(ct_bmuf *bmuf, ct_bmuf_batch *batch,

@@ -1,6 +1,6 @@
-#include "core/ct_bmuf_codes.h"
+#include "core/bmuf/quantized.h"
 
-#include "math/ct_codes_math.h"
+#include "math/codes.h"
 
 /* The elements are cut into parts of whole blocks, one for each rank, of which the last
  * may be shorter or empty. What travels of a part is its scales, then its codes. */

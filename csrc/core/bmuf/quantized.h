@@ -8,11 +8,11 @@
  *
  * Source: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
  * Double-Pass Error-Compensated Compression", 2019, with one memory for both passes;
- * math/ct_codes_math.h for the codes. */
+ * math/codes.h for the codes. */
 #ifndef CT_BMUF_CODES_H
 #define CT_BMUF_CODES_H
 
-#include "core/ct_bmuf_batch.h"
+#include "core/bmuf/bmuf_batch.h"
 
 /* The shares of the batch, which has all elements of its dtype, become their sums over
  * the ranks. A value that is not finite makes those of its block NaN on all ranks. */

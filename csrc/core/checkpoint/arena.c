@@ -1,8 +1,8 @@
 #define _GNU_SOURCE
-#include "core/ct_arena.h"
+#include "core/checkpoint/arena.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_pool.h"
+#include "core/base/alloc.h"
+#include "core/base/pool.h"
 
 #include <stdbool.h>
 #include <stdint.h>

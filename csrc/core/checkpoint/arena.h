@@ -6,8 +6,8 @@
 #ifndef CT_ARENA_H
 #define CT_ARENA_H
 
-#include "core/ct_plan.h"
-#include "core/ct_status.h"
+#include "core/checkpoint/plan.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 

@@ -1,10 +1,10 @@
 #define _POSIX_C_SOURCE 200809L
-#include "core/ct_fileset.h"
+#include "core/checkpoint/fileset.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_io.h"
-#include "core/ct_manifest.h"
-#include "core/ct_source.h"
+#include "core/base/alloc.h"
+#include "core/base/io.h"
+#include "core/checkpoint/manifest.h"
+#include "core/checkpoint/source.h"
 
 #include <errno.h>
 #include <string.h>

@@ -5,8 +5,8 @@
 #ifndef CT_FILESET_H
 #define CT_FILESET_H
 
-#include "core/ct_plan.h"
-#include "core/ct_status.h"
+#include "core/checkpoint/plan.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 

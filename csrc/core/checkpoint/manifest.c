@@ -1,11 +1,11 @@
 #define _POSIX_C_SOURCE 200809L
-#include "core/ct_manifest.h"
+#include "core/checkpoint/manifest.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_buf.h"
-#include "core/ct_io.h"
-#include "core/ct_json.h"
-#include "core/ct_source.h"
+#include "core/base/alloc.h"
+#include "core/base/buf.h"
+#include "core/base/io.h"
+#include "core/base/json.h"
+#include "core/checkpoint/source.h"
 
 #include <errno.h>
 #include <stdio.h>

@@ -5,7 +5,7 @@
 #ifndef CT_MANIFEST_H
 #define CT_MANIFEST_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,9 +1,9 @@
-#include "core/ct_plan.h"
+#include "core/checkpoint/plan.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_crc32.h"
-#include "core/ct_crc32c.h"
-#include "core/ct_io.h"
+#include "core/base/alloc.h"
+#include "core/base/crc32.h"
+#include "core/base/crc32c.h"
+#include "core/base/io.h"
 
 #include <errno.h>
 #include <string.h>

@@ -7,8 +7,8 @@
 #ifndef CT_PLAN_H
 #define CT_PLAN_H
 
-#include "core/ct_buf.h"
-#include "core/ct_status.h"
+#include "core/base/buf.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,12 +1,12 @@
 /* A plan to a file in one pass: each block is read, summed and written before the next,
  * so that files larger than memory can be put together from others. */
 #define _POSIX_C_SOURCE 200809L
-#include "core/ct_plan.h"
+#include "core/checkpoint/plan.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_crc32.h"
-#include "core/ct_crc32c.h"
-#include "core/ct_io.h"
+#include "core/base/alloc.h"
+#include "core/base/crc32.h"
+#include "core/base/crc32c.h"
+#include "core/base/io.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,8 +1,8 @@
-/* Writing: sort, header, pieces. Reading is in ct_safetensors_read.c and
- * ct_safetensors_data.c. */
-#include "core/ct_safetensors.h"
+/* Writing: sort, header, pieces. Reading is in core/checkpoint/safetensors_read.c and
+ * core/checkpoint/safetensors_data.c. */
+#include "core/checkpoint/safetensors.h"
 
-#include "core/ct_crc32c.h"
+#include "core/base/crc32c.h"
 
 #include <stdio.h>
 #include <stdlib.h>

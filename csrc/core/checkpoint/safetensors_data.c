@@ -1,8 +1,8 @@
 /* Reading the data of an open safetensors file, straight to where it belongs. */
-#include "core/ct_safetensors_file.h"
+#include "core/checkpoint/safetensors_file.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_crc32c.h"
+#include "core/base/alloc.h"
+#include "core/base/crc32c.h"
 
 #include <stdlib.h>
 

@@ -1,9 +1,9 @@
-/* An open safetensors file, for the two files that implement ct_safetensors.h. */
+/* An open safetensors file, for the two files that implement core/checkpoint/safetensors.h. */
 #ifndef CT_SAFETENSORS_FILE_H
 #define CT_SAFETENSORS_FILE_H
 
-#include "core/ct_safetensors.h"
-#include "core/ct_source.h"
+#include "core/checkpoint/safetensors.h"
+#include "core/checkpoint/source.h"
 
 /* An entry of the index of names. */
 typedef struct ct_st_name {

@@ -1,11 +1,11 @@
 /* Opening safetensors files: a hostile header must cost an error message and no more.
  */
 #define _GNU_SOURCE
-#include "core/ct_safetensors_file.h"
+#include "core/checkpoint/safetensors_file.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_crc32c.h"
-#include "core/ct_io.h"
+#include "core/base/alloc.h"
+#include "core/base/crc32c.h"
+#include "core/base/io.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,11 +1,11 @@
 #define _POSIX_C_SOURCE 200809L
-#include "core/ct_source.h"
+#include "core/checkpoint/source.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_crc32.h"
-#include "core/ct_crc32c.h"
-#include "core/ct_io.h"
-#include "core/ct_pool.h"
+#include "core/base/alloc.h"
+#include "core/base/crc32.h"
+#include "core/base/crc32c.h"
+#include "core/base/io.h"
+#include "core/base/pool.h"
 
 #include <errno.h>
 #include <string.h>

@@ -1,8 +1,8 @@
 #define _GNU_SOURCE
-#include "core/ct_staging.h"
+#include "core/checkpoint/staging.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_io.h"
+#include "core/base/alloc.h"
+#include "core/base/io.h"
 
 #include <dirent.h>
 #include <errno.h>

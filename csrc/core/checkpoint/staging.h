@@ -6,7 +6,7 @@
 #ifndef CT_STAGING_H
 #define CT_STAGING_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 

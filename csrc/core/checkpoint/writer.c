@@ -1,12 +1,12 @@
 #define _GNU_SOURCE
-#include "core/ct_writer.h"
+#include "core/checkpoint/writer.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_arena.h"
-#include "core/ct_fileset.h"
-#include "core/ct_io.h"
-#include "core/ct_owner.h"
-#include "core/ct_staging.h"
+#include "core/base/alloc.h"
+#include "core/checkpoint/arena.h"
+#include "core/checkpoint/fileset.h"
+#include "core/base/io.h"
+#include "core/base/owner.h"
+#include "core/checkpoint/staging.h"
 
 #include <pthread.h>
 #include <signal.h>

@@ -11,8 +11,8 @@
 #ifndef CT_WRITER_H
 #define CT_WRITER_H
 
-#include "core/ct_plan.h"
-#include "core/ct_status.h"
+#include "core/checkpoint/plan.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

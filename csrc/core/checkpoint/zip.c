@@ -1,7 +1,7 @@
-/* Writing; reading is in ct_zip_read.c. */
-#include "core/ct_zip.h"
+/* Writing; reading is in core/checkpoint/zip_read.c. */
+#include "core/checkpoint/zip.h"
 
-#include "core/ct_zip_format.h"
+#include "core/checkpoint/zip_format.h"
 
 #include <string.h>
 

@@ -5,10 +5,10 @@
 #ifndef CT_ZIP_H
 #define CT_ZIP_H
 
-#include "core/ct_json.h"
-#include "core/ct_plan.h"
-#include "core/ct_source.h"
-#include "core/ct_status.h"
+#include "core/base/json.h"
+#include "core/checkpoint/plan.h"
+#include "core/checkpoint/source.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

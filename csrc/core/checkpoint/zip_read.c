@@ -1,8 +1,8 @@
 /* Reading archives: a hostile directory must cost an error message and no more. */
-#include "core/ct_alloc.h"
-#include "core/ct_crc32c.h"
-#include "core/ct_zip.h"
-#include "core/ct_zip_format.h"
+#include "core/base/alloc.h"
+#include "core/base/crc32c.h"
+#include "core/checkpoint/zip.h"
+#include "core/checkpoint/zip_format.h"
 
 #include <stdlib.h>
 #include <string.h>

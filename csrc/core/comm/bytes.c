@@ -1,6 +1,6 @@
-#include "core/ct_comm_bytes.h"
+#include "core/comm/bytes.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <string.h>
 

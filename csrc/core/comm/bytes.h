@@ -2,7 +2,7 @@
 #ifndef CT_COMM_BYTES_H
 #define CT_COMM_BYTES_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
 #include <stdint.h>
 

@@ -1,6 +1,6 @@
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <stdio.h>
 #include <string.h>

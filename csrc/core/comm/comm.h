@@ -17,10 +17,10 @@
 #ifndef CT_COMM_H
 #define CT_COMM_H
 
-#include "core/ct_owner.h"
-#include "core/ct_rank_names.h"
-#include "core/ct_span.h"
-#include "core/ct_status.h"
+#include "core/base/owner.h"
+#include "core/comm/rank_names.h"
+#include "core/base/span.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -48,7 +48,7 @@ typedef enum ct_collective {
 
 typedef struct ct_comm ct_comm;
 typedef struct ct_work ct_work;   /* a collective under way; each backend has its own */
-typedef struct ct_pages ct_pages; /* core/ct_pages.h */
+typedef struct ct_pages ct_pages; /* core/base/pages.h */
 
 /* What a collective is for, beyond its shape: two of one shape are not the same. Ranks
  * that compare requests compare this, too, and name it where they differ. */
@@ -142,7 +142,7 @@ struct ct_comm {
     ct_owner owner;
     ct_rank_names names;        /* of its ranks in messages */
     const ct_label *label;      /* of the next collectives; the caller's; NULL: none */
-    struct ct_history *history; /* core/ct_history.h; whoever made it; or NULL */
+    struct ct_history *history; /* core/comm/history.h; whoever made it; or NULL */
 };
 
 /* What every backend begins a group with: made by this process, never split. */

@@ -1,7 +1,7 @@
-#include "core/ct_comm_levels.h"
+#include "core/comm/comm_levels.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_levels.h"
+#include "core/base/alloc.h"
+#include "core/comm/hierarchical.h"
 
 #include <string.h>
 

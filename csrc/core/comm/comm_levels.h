@@ -8,7 +8,7 @@
 #ifndef CT_COMM_LEVELS_H
 #define CT_COMM_LEVELS_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
 /* `inner` is this machine's group, `outer` the group of the ranks that have this rank's
  * place on their machines, in the machines' order; `whole` is all ranks', by any

@@ -1,5 +1,5 @@
-#include "core/ct_comm.h"
-#include "core/ct_pages.h"
+#include "core/comm/comm.h"
+#include "core/base/pages.h"
 
 ct_status
 ct_comm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)

@@ -1,7 +1,7 @@
-#include "core/ct_exchange.h"
+#include "core/comm/exchange.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_exchange_slots.h"
+#include "core/base/alloc.h"
+#include "core/comm/exchange_slots.h"
 
 #include <stdint.h>
 

@@ -8,10 +8,10 @@
 #ifndef CT_EXCHANGE_H
 #define CT_EXCHANGE_H
 
-#include "core/ct_comm.h"
-#include "core/ct_crew.h"
-#include "core/ct_lanes.h"
-#include "core/ct_segment.h"
+#include "core/comm/comm.h"
+#include "core/comm/process_barrier.h"
+#include "core/base/lanes.h"
+#include "core/base/segment.h"
 
 typedef struct ct_exchange {
     const ct_segment *segment; /* the caller's; begins with the crew */

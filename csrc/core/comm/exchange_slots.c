@@ -1,7 +1,7 @@
-#include "core/ct_exchange_slots.h"
+#include "core/comm/exchange_slots.h"
 
-#include "core/ct_copy_far.h"
-#include "core/ct_reduce.h"
+#include "core/base/copy_far.h"
+#include "core/comm/reduce.h"
 
 #include <stdint.h>
 #include <string.h>

@@ -2,7 +2,7 @@
 #ifndef CT_EXCHANGE_SLOTS_H
 #define CT_EXCHANGE_SLOTS_H
 
-#include "core/ct_exchange.h"
+#include "core/comm/exchange.h"
 
 enum {
     CT_SLOTS = 8 /* of a rank */

@@ -1,7 +1,7 @@
-#include "core/ct_levels.h"
+#include "core/comm/hierarchical.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_reduce.h"
+#include "core/base/alloc.h"
+#include "core/comm/reduce.h"
 
 #include <string.h>
 

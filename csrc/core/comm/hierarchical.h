@@ -2,7 +2,7 @@
 #ifndef CT_LEVELS_H
 #define CT_LEVELS_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
 typedef struct ct_levels {
     ct_comm base; /* first: a ct_comm * of ours is a ct_levels * */
@@ -46,7 +46,7 @@ CT_NODISCARD ct_status ct_levels_gather(ct_levels *self, const char *what,
 CT_NODISCARD ct_status ct_levels_reduce_gathered(ct_levels *self, const ct_span *span,
                                                  ct_reduce_op op, ct_error *err);
 
-/* ct_levels_reduce.c, entries of the table: an all_reduce of shares works while the
+/* core/comm/levels_reduce.c, entries of the table: an all_reduce of shares works while the
  * caller does; other requests have ended when they have been started. */
 ct_status ct_levels_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op,
                                ct_error *err);

@@ -1,6 +1,6 @@
-#include "core/ct_history.h"
+#include "core/comm/history.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <string.h>
 

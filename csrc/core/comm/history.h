@@ -7,7 +7,7 @@
 #ifndef CT_HISTORY_H
 #define CT_HISTORY_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -5,8 +5,8 @@
  * each has come to meanwhile. So a step is taken when another collective is started or
  * waited for, never because something has arrived: a start begins the first step and
  * sends those before it across, a wait does the rest. */
-#include "core/ct_alloc.h"
-#include "core/ct_levels.h"
+#include "core/base/alloc.h"
+#include "core/comm/hierarchical.h"
 
 enum {
     SHORT_BYTES = 4 << 10 /* from here on bytes cost more than the number of messages */

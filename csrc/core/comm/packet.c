@@ -1,6 +1,6 @@
-#include "core/ct_packet.h"
+#include "core/comm/packet.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <stdint.h>
 #include <string.h>

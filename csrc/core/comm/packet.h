@@ -6,7 +6,7 @@
 #ifndef CT_PACKET_H
 #define CT_PACKET_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 

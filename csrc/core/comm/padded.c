@@ -1,7 +1,7 @@
-#include "core/ct_comm_padded.h"
+#include "core/comm/padded.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_dtype.h"
+#include "core/base/alloc.h"
+#include "core/base/dtype.h"
 
 #include <string.h>
 

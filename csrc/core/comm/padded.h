@@ -2,7 +2,7 @@
 #ifndef CT_COMM_PADDED_H
 #define CT_COMM_PADDED_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -3,8 +3,8 @@
 #ifndef CT_PLUGIN_H
 #define CT_PLUGIN_H
 
-#include "core/ct_comm.h"
-#include "core/ct_device.h"
+#include "core/comm/comm.h"
+#include "core/device/device.h"
 
 #ifdef __cplusplus
 extern "C" {

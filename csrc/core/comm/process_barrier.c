@@ -1,10 +1,10 @@
 #define _GNU_SOURCE /* syscall */
-#include "core/ct_crew.h"
+#include "core/comm/process_barrier.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_deadline.h"
-#include "core/ct_interrupt.h"
-#include "core/ct_owner.h"
+#include "core/base/alloc.h"
+#include "core/base/wait.h"
+#include "core/base/interrupt.h"
+#include "core/base/owner.h"
 
 #include <limits.h>
 #include <linux/futex.h>

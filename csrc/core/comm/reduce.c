@@ -1,7 +1,7 @@
-#include "core/ct_reduce.h"
+#include "core/comm/reduce.h"
 
-#include "core/ct_dtype.h"
-#include "math/ct_half_math.h"
+#include "core/base/dtype.h"
+#include "math/half.h"
 
 #include <math.h>
 #include <stdbool.h>
@@ -81,19 +81,19 @@ divide_integers(int64_t sum, size_t n)
  * have the same bits. GCC inlines what was compiled for the base across a list of
  * features, but not across an arch=. */
 #define CT_SET base
-#include "core/ct_reduce_body.h"
+#include "core/comm/reduce_body.h"
 #undef CT_SET
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define HAVE_X86_LEVELS 1
 #pragma GCC push_options
 #pragma GCC target("sse4.2,popcnt,avx,avx2,bmi,bmi2,f16c,fma,lzcnt,movbe")
 #define CT_SET v3
-#include "core/ct_reduce_body.h"
+#include "core/comm/reduce_body.h"
 #undef CT_SET
 #pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl")
 #pragma GCC target("prefer-vector-width=512")
 #define CT_SET v4
-#include "core/ct_reduce_body.h"
+#include "core/comm/reduce_body.h"
 #undef CT_SET
 #pragma GCC pop_options
 #endif

@@ -5,7 +5,7 @@
 #ifndef CT_REDUCE_H
 #define CT_REDUCE_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
 #include <stddef.h>
 

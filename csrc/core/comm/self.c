@@ -1,6 +1,6 @@
 /* The group of one rank: what a collective leaves to do when nobody else is there. */
-#include "core/ct_alloc.h"
-#include "core/ct_comm.h"
+#include "core/base/alloc.h"
+#include "core/comm/comm.h"
 
 #include <string.h>
 

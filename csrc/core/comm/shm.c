@@ -1,8 +1,8 @@
-#include "core/ct_comm_shm.h"
+#include "core/comm/shm.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_pages.h"
-#include "core/ct_shm_queue.h"
+#include "core/base/alloc.h"
+#include "core/base/pages.h"
+#include "core/comm/shm_queue.h"
 
 #include <stdio.h>
 #include <string.h>

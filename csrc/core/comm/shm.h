@@ -2,7 +2,7 @@
  *
  * What a rank gives is copied into its slots of the segment, a piece at a time, while
  * the others read the piece before; memory of ct_comm_memory is read where it is.
- * All reductions are those of ct_reduce.h: ranks are taken in order, so a result
+ * All reductions are those of core/comm/reduce.h: ranks are taken in order, so a result
  * depends on nothing but the values, and is the same on every rank.
  *
  * No collective waits for ever. One fails with CT_ECOMM, whose text names the
@@ -14,7 +14,7 @@
 #ifndef CT_COMM_SHM_H
 #define CT_COMM_SHM_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
 /* Makes the communicator of `rank`, by a process each, all with the same key: see
  * ct_segment_join. Blocks until all ranks have come.

@@ -1,7 +1,7 @@
 #define _POSIX_C_SOURCE 200809L /* nanosleep */
-#include "core/ct_shm_queue.h"
+#include "core/comm/shm_queue.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <time.h>
 

@@ -5,7 +5,7 @@
 #ifndef CT_SHM_QUEUE_H
 #define CT_SHM_QUEUE_H
 
-#include "core/ct_exchange.h"
+#include "core/comm/exchange.h"
 
 typedef struct ct_shm_queue {
     ct_exchange exchange;

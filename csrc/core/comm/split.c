@@ -1,5 +1,5 @@
-#include "core/ct_alloc.h"
-#include "core/ct_comm.h"
+#include "core/base/alloc.h"
+#include "core/comm/comm.h"
 
 #include <stdint.h>
 

@@ -1,8 +1,8 @@
-#include "core/ct_comm_sync.h"
+#include "core/comm/sync.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_comm_bytes.h"
-#include "core/ct_crc32c.h"
+#include "core/base/alloc.h"
+#include "core/comm/bytes.h"
+#include "core/base/crc32c.h"
 
 #include <stdbool.h>
 #include <string.h>

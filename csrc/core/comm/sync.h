@@ -2,7 +2,7 @@
 #ifndef CT_COMM_SYNC_H
 #define CT_COMM_SYNC_H
 
-#include "core/ct_comm.h"
+#include "core/comm/comm.h"
 
 /* Replaces the bytes of every span, of any dtype and host memory, by the root's: packed
  * together, so that many short spans cost a few collectives. */

@@ -1,4 +1,4 @@
-#include "core/ct_batches.h"
+#include "core/data/batches.h"
 
 #include <inttypes.h>
 

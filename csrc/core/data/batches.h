@@ -7,7 +7,7 @@
 #ifndef CT_BATCHES_H
 #define CT_BATCHES_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-#include "core/ct_blocks.h"
+#include "core/data/blocks.h"
 
 #include <inttypes.h>
 

@@ -5,7 +5,7 @@
 #ifndef CT_BLOCKS_H
 #define CT_BLOCKS_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-#include "core/ct_index.h"
+#include "core/data/index.h"
 
 #include <inttypes.h>
 #include <stdint.h>

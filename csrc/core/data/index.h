@@ -5,7 +5,7 @@
 #ifndef CT_INDEX_H
 #define CT_INDEX_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 

@@ -1,4 +1,4 @@
-#include "core/ct_pad.h"
+#include "core/data/pad.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
-#include "core/ct_rows.h"
+#include "core/data/rows.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <stdint.h>
 #include <string.h>

@@ -6,8 +6,8 @@
 #ifndef CT_ROWS_H
 #define CT_ROWS_H
 
-#include "core/ct_region.h"
-#include "core/ct_status.h"
+#include "core/base/region.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 

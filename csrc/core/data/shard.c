@@ -1,4 +1,4 @@
-#include "core/ct_shard.h"
+#include "core/data/shard.h"
 
 ct_status
 ct_shard_check(const ct_shard *shard, ct_error *err)

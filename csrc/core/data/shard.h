@@ -10,7 +10,7 @@
 #ifndef CT_SHARD_H
 #define CT_SHARD_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,4 +1,4 @@
-#include "core/ct_count.h"
+#include "core/data/targets.h"
 
 static size_t
 count(const int64_t *labels, size_t n)

@@ -1,6 +1,6 @@
-#include "core/ct_bucket.h"
+#include "core/ddp/bucket.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 enum {
     NONE = -1

@@ -15,8 +15,8 @@
 #ifndef CT_BUCKET_H
 #define CT_BUCKET_H
 
-#include "core/ct_span.h"
-#include "core/ct_status.h"
+#include "core/base/span.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,6 +1,6 @@
-#include "core/ct_codec_half.h"
+#include "core/ddp/codec_half.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 #include <math.h>
 

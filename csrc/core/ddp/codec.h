@@ -6,9 +6,9 @@
 #ifndef CT_CODEC_H
 #define CT_CODEC_H
 
-#include "core/ct_bucket.h"
-#include "core/ct_comm.h"
-#include "core/ct_device.h"
+#include "core/ddp/bucket.h"
+#include "core/comm/comm.h"
+#include "core/device/device.h"
 
 #include <stdbool.h>
 

@@ -6,7 +6,7 @@
 #ifndef CT_CODEC_HALF_H
 #define CT_CODEC_HALF_H
 
-#include "core/ct_codec.h"
+#include "core/ddp/codec.h"
 
 /* dtype is CT_F16 or CT_BF16. For n_buckets buckets. Released with ops->free. */
 CT_NODISCARD ct_status ct_codec_half_new(ct_codec **codec, const ct_device *device,

@@ -1,7 +1,7 @@
-#include "core/ct_reducer.h"
+#include "core/ddp/reducer.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_history.h"
+#include "core/base/alloc.h"
+#include "core/comm/history.h"
 
 #include <math.h>
 #include <string.h>

@@ -16,8 +16,8 @@
 #ifndef CT_REDUCER_H
 #define CT_REDUCER_H
 
-#include "core/ct_bucket.h"
-#include "core/ct_codec.h"
+#include "core/ddp/bucket.h"
+#include "core/ddp/codec.h"
 
 typedef struct ct_reducer_param {
     ct_span place; /* in the bucket's memory; of one alone the gradient itself */

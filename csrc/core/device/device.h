@@ -7,11 +7,11 @@
 #ifndef CT_DEVICE_H
 #define CT_DEVICE_H
 
-#include "core/ct_codes.h"
-#include "core/ct_factored.h"
-#include "core/ct_mapping.h"
-#include "core/ct_span.h"
-#include "core/ct_update.h"
+#include "core/device/quantized.h"
+#include "core/device/factored.h"
+#include "core/base/mapping.h"
+#include "core/base/span.h"
+#include "core/device/update.h"
 
 #include <stdbool.h>
 
@@ -110,7 +110,7 @@ typedef struct ct_gemm {
 typedef ct_status
 ct_gemm_fn(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *err);
 
-/* Rounds values to codes of 8 or 4 bits, by math/ct_codes_math.h; and the sum of what
+/* Rounds values to codes of 8 or 4 bits, by math/codes.h; and the sum of what
  * ranks have sent, part by part in float, back to values. A block with Inf or NaN on
  * one rank becomes NaN. */
 typedef ct_status

@@ -1,4 +1,4 @@
-#include "core/ct_factored.h"
+#include "core/device/factored.h"
 
 #include <stdbool.h>
 

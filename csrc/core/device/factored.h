@@ -3,8 +3,8 @@
 #ifndef CT_FACTORED_H
 #define CT_FACTORED_H
 
-#include "core/ct_dtype.h"
-#include "core/ct_status.h"
+#include "core/base/dtype.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 

@@ -3,7 +3,7 @@
 #ifndef CT_CODES_H
 #define CT_CODES_H
 
-#include "core/ct_span.h"
+#include "core/base/span.h"
 
 #include <stdint.h>
 

@@ -1,11 +1,11 @@
-#include "core/ct_update.h"
+#include "core/device/update.h"
 
 static const struct {
     const char *name;
     size_t n_states;
 } rules[CT_RULE_COUNT] = {
 #define CT_RULE(rule, constants, n_states) {#rule, n_states},
-#include "math/ct_rules.def"
+#include "math/rules.def"
 #undef CT_RULE
 };
 

@@ -8,10 +8,10 @@
 #ifndef CT_UPDATE_H
 #define CT_UPDATE_H
 
-#include "core/ct_span.h"
-#include "core/ct_status.h"
-#include "math/ct_quant_math.h"
-#include "math/ct_rules.h"
+#include "core/base/span.h"
+#include "core/base/status.h"
+#include "math/quant.h"
+#include "math/rules.h"
 
 #include <stdbool.h>
 #include <stddef.h>

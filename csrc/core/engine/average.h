@@ -7,7 +7,7 @@
 #ifndef CT_AVERAGE_H
 #define CT_AVERAGE_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stdint.h>

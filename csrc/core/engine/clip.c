@@ -1,6 +1,6 @@
-#include "core/ct_clip.h"
+#include "core/engine/clip.h"
 
-#include "math/ct_norm_math.h"
+#include "math/norm.h"
 
 ct_status
 ct_clip_check(const ct_clip *clip, ct_error *err)

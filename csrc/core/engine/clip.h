@@ -2,7 +2,7 @@
 #ifndef CT_CLIP_H
 #define CT_CLIP_H
 
-#include "core/ct_grads.h"
+#include "core/optim/grads.h"
 
 #ifdef __cplusplus
 extern "C" {

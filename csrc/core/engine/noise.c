@@ -1,4 +1,4 @@
-#include "core/ct_noise.h"
+#include "core/engine/noise.h"
 
 #include <math.h>
 

@@ -1,9 +1,9 @@
 /* A step of SGD with a learning rate of 1 subtracts what is from what was, in any mix
  * of dtypes and on all threads; then what is becomes what was. */
-#include "core/ct_probe.h"
+#include "core/engine/probe.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_optim.h"
+#include "core/base/alloc.h"
+#include "core/optim/optim.h"
 
 #include <string.h>
 

@@ -3,8 +3,8 @@
 #ifndef CT_PROBE_H
 #define CT_PROBE_H
 
-#include "core/ct_span.h"
-#include "core/ct_status.h"
+#include "core/base/span.h"
+#include "core/base/status.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,6 +1,6 @@
-#include "core/ct_step.h"
+#include "core/engine/step.h"
 
-#include "core/ct_history.h"
+#include "core/comm/history.h"
 
 #include <math.h>
 #include <string.h>

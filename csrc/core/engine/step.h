@@ -8,9 +8,9 @@
 #ifndef CT_STEP_H
 #define CT_STEP_H
 
-#include "core/ct_clip.h"
-#include "core/ct_comm.h"
-#include "core/ct_optim.h"
+#include "core/engine/clip.h"
+#include "core/comm/comm.h"
+#include "core/optim/optim.h"
 
 #ifdef __cplusplus
 extern "C" {

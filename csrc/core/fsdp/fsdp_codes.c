@@ -1,8 +1,8 @@
-#include "core/ct_fsdp_codes.h"
+#include "core/fsdp/fsdp_codes.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_fsdp_presence.h"
-#include "math/ct_codes_math.h"
+#include "core/base/alloc.h"
+#include "core/fsdp/fsdp_presence.h"
+#include "math/codes.h"
 
 /* What is sent of n elements: scales, then codes, up to a whole number of scales. */
 typedef struct layout {

@@ -11,9 +11,9 @@
 #ifndef CT_FSDP_CODES_H
 #define CT_FSDP_CODES_H
 
-#include "core/ct_comm.h"
-#include "core/ct_device.h"
-#include "core/ct_fsdp.h"
+#include "core/comm/comm.h"
+#include "core/device/device.h"
+#include "core/fsdp/unit.h"
 
 typedef struct ct_fsdp_coder {
     const ct_device *device;

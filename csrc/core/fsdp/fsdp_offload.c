@@ -1,6 +1,6 @@
-#include "core/ct_fsdp_offload.h"
+#include "core/fsdp/fsdp_offload.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 static size_t
 bytes_of(const ct_span *span)

@@ -1,11 +1,11 @@
-/* Shards in the host's memory of a unit that works on a device; for ct_fsdp.c alone.
+/* Shards in the host's memory of a unit that works on a device; for core/fsdp/unit.c alone.
  *
  * They pass through one block of the device's memory, a shard at a time: all units of a
  * ledger have it together. */
 #ifndef CT_FSDP_OFFLOAD_H
 #define CT_FSDP_OFFLOAD_H
 
-#include "core/ct_fsdp.h"
+#include "core/fsdp/unit.h"
 
 /* *here becomes where `shard` is on the device: itself, or where it is offloaded the
  * block, which holds nothing of it yet, or all of it. The next call overwrites it.

@@ -1,4 +1,4 @@
-#include "core/ct_fsdp_prefetch.h"
+#include "core/fsdp/fsdp_prefetch.h"
 
 /* Each work has to be waited for, whatever became of those before it; the first failure
  * is the one that tells why. */

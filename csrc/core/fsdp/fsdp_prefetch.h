@@ -1,8 +1,8 @@
-/* How a gather that has begun ends; for ct_fsdp.c alone. */
+/* How a gather that has begun ends; for core/fsdp/unit.c alone. */
 #ifndef CT_FSDP_PREFETCH_H
 #define CT_FSDP_PREFETCH_H
 
-#include "core/ct_fsdp.h"
+#include "core/fsdp/unit.h"
 
 /* Waits for the collectives of a unit that is `begun`, all of them on failure too: it
  * is gathered then, or released. */

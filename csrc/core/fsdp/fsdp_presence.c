@@ -1,4 +1,4 @@
-#include "core/ct_fsdp_presence.h"
+#include "core/fsdp/fsdp_presence.h"
 
 #include <math.h>
 #include <string.h>

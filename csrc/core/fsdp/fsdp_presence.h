@@ -1,5 +1,5 @@
 /* Which parameters of a group have a gradient on any rank, told without a message of
- * its own; for ct_fsdp.c and ct_fsdp_codes.c alone.
+ * its own; for core/fsdp/unit.c and core/fsdp/fsdp_codes.c alone.
  *
  * It travels in the signs of zeros: a sum of -0 alone is -0. A parameter without a
  * gradient is -0 throughout, and one that has a gradient begins with something else in
@@ -8,7 +8,7 @@
 #ifndef CT_FSDP_PRESENCE_H
 #define CT_FSDP_PRESENCE_H
 
-#include "core/ct_fsdp.h"
+#include "core/fsdp/unit.h"
 
 /* Whether nothing is missing on this rank; also of NULL, where nothing is told. */
 bool ct_fsdp_is_complete(const ct_fsdp_presence *presence);

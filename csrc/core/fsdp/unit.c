@@ -1,11 +1,11 @@
-#include "core/ct_fsdp.h"
+#include "core/fsdp/unit.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_fsdp_codes.h"
-#include "core/ct_fsdp_offload.h"
-#include "core/ct_fsdp_prefetch.h"
-#include "core/ct_fsdp_presence.h"
-#include "core/ct_history.h"
+#include "core/base/alloc.h"
+#include "core/fsdp/fsdp_codes.h"
+#include "core/fsdp/fsdp_offload.h"
+#include "core/fsdp/fsdp_prefetch.h"
+#include "core/fsdp/fsdp_presence.h"
+#include "core/comm/history.h"
 
 #include <math.h>
 

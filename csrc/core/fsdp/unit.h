@@ -13,9 +13,9 @@
 #ifndef CT_FSDP_H
 #define CT_FSDP_H
 
-#include "core/ct_comm.h"
-#include "core/ct_device.h"
-#include "core/ct_mapping.h"
+#include "core/comm/comm.h"
+#include "core/device/device.h"
+#include "core/base/mapping.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,6 +1,6 @@
-#include "core/ct_adadelta.h"
+#include "core/optim/adadelta.h"
 
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 ct_status
 ct_adadelta_coef_init(ct_adadelta_coef *coef, const ct_adadelta_config *config,

@@ -2,8 +2,8 @@
 #ifndef CT_ADADELTA_H
 #define CT_ADADELTA_H
 
-#include "core/ct_status.h"
-#include "math/ct_adadelta_math.h"
+#include "core/base/status.h"
+#include "math/adadelta.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,6 +1,6 @@
-#include "core/ct_adafactor.h"
+#include "core/optim/adafactor.h"
 
-#include "core/ct_check.h"
+#include "core/base/check.h"
 
 static ct_status
 config_check(const ct_adafactor_config *c, ct_error *err)

@@ -2,8 +2,8 @@
 #ifndef CT_ADAFACTOR_H
 #define CT_ADAFACTOR_H
 
-#include "core/ct_status.h"
-#include "math/ct_adafactor_math.h"
+#include "core/base/status.h"
+#include "math/adafactor.h"
 
 #include <stdbool.h>
 #include <stdint.h>

@@ -1,6 +1,6 @@
-#include "core/ct_adagrad.h"
+#include "core/optim/adagrad.h"
 
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 ct_status
 ct_adagrad_coef_init(ct_adagrad_coef *coef, const ct_adagrad_config *config,

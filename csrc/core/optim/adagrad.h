@@ -2,8 +2,8 @@
 #ifndef CT_ADAGRAD_H
 #define CT_ADAGRAD_H
 
-#include "core/ct_status.h"
-#include "math/ct_adagrad_math.h"
+#include "core/base/status.h"
+#include "math/adagrad.h"
 
 #include <stdint.h>
 

@@ -1,6 +1,6 @@
-#include "core/ct_adamw.h"
+#include "core/optim/adam.h"
 
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 static ct_status
 config_check(const ct_adamw_config *config, uint64_t step, ct_error *err)

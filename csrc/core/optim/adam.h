@@ -2,8 +2,8 @@
 #ifndef CT_ADAMW_H
 #define CT_ADAMW_H
 
-#include "core/ct_status.h"
-#include "math/ct_adamw_math.h"
+#include "core/base/status.h"
+#include "math/adamw.h"
 
 #include <stdbool.h>
 #include <stdint.h>

@@ -1,6 +1,6 @@
-#include "core/ct_adamax.h"
+#include "core/optim/adamax.h"
 
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 /* What the two forms share. */
 static ct_status

@@ -2,8 +2,8 @@
 #ifndef CT_ADAMAX_H
 #define CT_ADAMAX_H
 
-#include "core/ct_status.h"
-#include "math/ct_adamax_math.h"
+#include "core/base/status.h"
+#include "math/adamax.h"
 
 #include <stdbool.h>
 #include <stdint.h>

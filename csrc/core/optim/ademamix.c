@@ -1,6 +1,6 @@
-#include "core/ct_ademamix.h"
+#include "core/optim/ademamix.h"
 
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 static ct_status
 config_check(const ct_ademamix_config *config, uint64_t step, ct_error *err)

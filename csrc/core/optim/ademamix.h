@@ -2,8 +2,8 @@
 #ifndef CT_ADEMAMIX_H
 #define CT_ADEMAMIX_H
 
-#include "core/ct_status.h"
-#include "math/ct_ademamix_math.h"
+#include "core/base/status.h"
+#include "math/ademamix.h"
 
 #include <stdint.h>
 

@@ -1,7 +1,7 @@
-#include "core/ct_grads.h"
+#include "core/optim/grads.h"
 
-#include "core/ct_alloc.h"
-#include "math/ct_norm_math.h"
+#include "core/base/alloc.h"
+#include "math/norm.h"
 
 #include <string.h>
 

@@ -3,7 +3,7 @@
 #ifndef CT_GRADS_H
 #define CT_GRADS_H
 
-#include "core/ct_device.h"
+#include "core/device/device.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,4 +1,4 @@
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 #include <math.h>
 #include <stdbool.h>

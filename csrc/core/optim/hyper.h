@@ -2,7 +2,7 @@
 #ifndef CT_HYPER_H
 #define CT_HYPER_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 #include <stdint.h>

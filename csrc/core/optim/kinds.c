@@ -1,6 +1,6 @@
-#include "core/ct_optim_kind.h"
+#include "core/optim/kinds.h"
 
-#include "core/ct_optim_kind_whole.h"
+#include "core/optim/optim_kind_whole.h"
 
 #include <string.h>
 

@@ -1,10 +1,10 @@
-/* What differs between kinds of optimizers, for ct_optim.c alone: a table of a few
+/* What differs between kinds of optimizers, for core/optim/optim.c alone: a table of a few
  * functions. A new kind that works element by element is an entry here and a rule
- * (math/ct_rules.def). */
+ * (math/rules.def). */
 #ifndef CT_OPTIM_KIND_H
 #define CT_OPTIM_KIND_H
 
-#include "core/ct_optim.h"
+#include "core/optim/optim.h"
 
 typedef struct ct_optim_ops {
     const char *name;

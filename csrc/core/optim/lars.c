@@ -1,6 +1,6 @@
-#include "core/ct_lars.h"
+#include "core/optim/lars.h"
 
-#include "core/ct_check.h"
+#include "core/base/check.h"
 
 static ct_status
 config_check(const ct_lars_config *c, ct_error *err)

@@ -2,8 +2,8 @@
 #ifndef CT_LARS_H
 #define CT_LARS_H
 
-#include "core/ct_status.h"
-#include "math/ct_lars_math.h"
+#include "core/base/status.h"
+#include "math/lars.h"
 
 #include <stdbool.h>
 

@@ -1,6 +1,6 @@
-#include "core/ct_lamb.h"
+#include "core/optim/layerwise.h"
 
-#include "core/ct_check.h"
+#include "core/base/check.h"
 
 static ct_status
 config_check(const ct_lamb_config *c, ct_error *err)

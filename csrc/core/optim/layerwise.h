@@ -2,8 +2,8 @@
 #ifndef CT_LAMB_H
 #define CT_LAMB_H
 
-#include "core/ct_status.h"
-#include "math/ct_lamb_math.h"
+#include "core/base/status.h"
+#include "math/lamb.h"
 
 #include <stdbool.h>
 #include <stdint.h>

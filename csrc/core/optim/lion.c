@@ -1,6 +1,6 @@
-#include "core/ct_lion.h"
+#include "core/optim/lion.h"
 
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 ct_status
 ct_lion_coef_init(ct_lion_coef *coef, const ct_lion_config *config, double grad_scale,

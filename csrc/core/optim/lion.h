@@ -2,8 +2,8 @@
 #ifndef CT_LION_H
 #define CT_LION_H
 
-#include "core/ct_status.h"
-#include "math/ct_lion_math.h"
+#include "core/base/status.h"
+#include "math/lion.h"
 
 #ifdef __cplusplus
 extern "C" {

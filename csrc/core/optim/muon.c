@@ -1,6 +1,6 @@
-#include "core/ct_muon.h"
+#include "core/optim/muon.h"
 
-#include "core/ct_check.h"
+#include "core/base/check.h"
 
 static ct_status
 config_check(const ct_muon_config *c, ct_error *err)

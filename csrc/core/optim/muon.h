@@ -2,8 +2,8 @@
 #ifndef CT_MUON_H
 #define CT_MUON_H
 
-#include "core/ct_status.h"
-#include "math/ct_muon_math.h"
+#include "core/base/status.h"
+#include "math/muon.h"
 
 #include <stdbool.h>
 #include <stddef.h>

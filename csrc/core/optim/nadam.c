@@ -1,6 +1,6 @@
-#include "core/ct_nadam.h"
+#include "core/optim/nadam.h"
 
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 double
 ct_nadam_momentum(const ct_nadam_config *config, uint64_t step)

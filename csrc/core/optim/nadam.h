@@ -2,8 +2,8 @@
 #ifndef CT_NADAM_H
 #define CT_NADAM_H
 
-#include "core/ct_status.h"
-#include "math/ct_nadam_math.h"
+#include "core/base/status.h"
+#include "math/nadam.h"
 
 #include <stdbool.h>
 #include <stdint.h>

@@ -1,6 +1,6 @@
-#include "core/ct_nag.h"
+#include "core/optim/nag.h"
 
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 /* How much the momentum, a sum of updates, changes with the rate. A last rate of 0
  * leaves nothing to rescale; fairseq then multiplies by the rate, and so does this. */

@@ -2,8 +2,8 @@
 #ifndef CT_NAG_H
 #define CT_NAG_H
 
-#include "core/ct_status.h"
-#include "math/ct_nag_math.h"
+#include "core/base/status.h"
+#include "math/nag.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,8 +1,8 @@
-#include "core/ct_optim.h"
+#include "core/optim/optim.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_optim_kind.h"
-#include "core/ct_optim_run.h"
+#include "core/base/alloc.h"
+#include "core/optim/kinds.h"
+#include "core/optim/run.h"
 
 #include <math.h>
 #include <string.h>

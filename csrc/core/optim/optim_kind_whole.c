@@ -1,4 +1,4 @@
-#include "core/ct_optim_kind_whole.h"
+#include "core/optim/optim_kind_whole.h"
 
 #include <math.h>
 

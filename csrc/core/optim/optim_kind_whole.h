@@ -1,8 +1,8 @@
-/* The kinds whose rules look at a whole parameter, for ct_optim_kind.c alone. */
+/* The kinds whose rules look at a whole parameter, for core/optim/kinds.c alone. */
 #ifndef CT_OPTIM_KIND_WHOLE_H
 #define CT_OPTIM_KIND_WHOLE_H
 
-#include "core/ct_optim_kind.h"
+#include "core/optim/kinds.h"
 
 /* ct_optim_<kind>_rule and the other functions of a ct_optim_ops. */
 #define CT_OPTIM_FUNCTIONS(kind)                                                       \

@@ -1,7 +1,7 @@
-#include "core/ct_optim_muon.h"
+#include "core/optim/optim_muon.h"
 
-#include "core/ct_optim_parts.h"
-#include "core/ct_orthogonal.h"
+#include "core/optim/optim_parts.h"
+#include "core/optim/orthogonal.h"
 
 ct_dtype
 ct_optim_muon_dtype(const ct_update_span *span)

@@ -1,9 +1,9 @@
-/* Muon's share of an update, for ct_optim_run.c: momentum, then for each matrix its
+/* Muon's share of an update, for core/optim/run.c: momentum, then for each matrix its
  * direction, made orthogonal, then the step. */
 #ifndef CT_OPTIM_MUON_H
 #define CT_OPTIM_MUON_H
 
-#include "core/ct_optim_run.h"
+#include "core/optim/run.h"
 
 /* Bytes of room->matrices that spans[i] takes. */
 size_t ct_optim_muon_bytes(const ct_optim_share *share, size_t i);
@@ -29,7 +29,7 @@ CT_NODISCARD ct_status ct_optim_muon_orthogonalize(const ct_optim_share *share,
 CT_NODISCARD ct_status ct_optim_muon_descend(const ct_optim_share *share, void *stream,
                                              size_t i, void *direction, ct_error *err);
 
-/* ct_optim_muon_parts.c: these steps for the matrices of which the ranks of a group
+/* core/optim/optim_muon_parts.c: these steps for the matrices of which the ranks of a group
  * have parts. Each rank makes some of them orthogonal, of which it is sent all parts
  * and sends back all. */
 CT_NODISCARD ct_status ct_optim_muon_deal(ct_optim_share *share, void *stream,

@@ -4,9 +4,9 @@
  * each rank one message: its parts of that rank's matrices, one behind the other; and
  * gets them back orthogonal. Messages are as long as the longest. All ranks know where
  * all parts lie, so they deal alike. */
-#include "core/ct_alloc.h"
-#include "core/ct_optim_muon.h"
-#include "core/ct_optim_parts.h"
+#include "core/base/alloc.h"
+#include "core/optim/optim_muon.h"
+#include "core/optim/optim_parts.h"
 
 enum {
     HAND_ELEMS = 1 << 22 /* a hand of more than one matrix takes no more to send */

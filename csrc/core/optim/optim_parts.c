@@ -1,6 +1,6 @@
-#include "core/ct_optim_parts.h"
+#include "core/optim/optim_parts.h"
 
-#include "core/ct_alloc.h"
+#include "core/base/alloc.h"
 
 /* ---- who has what ------------------------------------------------------------------
  */

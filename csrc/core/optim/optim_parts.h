@@ -1,9 +1,9 @@
 /* What ranks do together about parameters of which each has a part, for
- * ct_optim_run.c. Whole parameters are passed over. */
+ * core/optim/run.c. Whole parameters are passed over. */
 #ifndef CT_OPTIM_PARTS_H
 #define CT_OPTIM_PARTS_H
 
-#include "core/ct_optim_run.h"
+#include "core/optim/run.h"
 
 /* The group of spans[i]; NULL where the parameter is whole. */
 static inline ct_comm *

@@ -1,4 +1,4 @@
-#include "core/ct_orthogonal.h"
+#include "core/optim/orthogonal.h"
 
 static size_t
 smaller(const ct_orthogonal *o)

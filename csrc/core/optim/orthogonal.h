@@ -7,7 +7,7 @@
 #ifndef CT_ORTHOGONAL_H
 #define CT_ORTHOGONAL_H
 
-#include "core/ct_device.h"
+#include "core/device/device.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,6 +1,6 @@
-#include "core/ct_rmsprop.h"
+#include "core/optim/rmsprop.h"
 
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 ct_status
 ct_rmsprop_coef_init(ct_rmsprop_coef *coef, const ct_rmsprop_config *config,

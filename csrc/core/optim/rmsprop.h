@@ -2,8 +2,8 @@
 #ifndef CT_RMSPROP_H
 #define CT_RMSPROP_H
 
-#include "core/ct_status.h"
-#include "math/ct_rmsprop_math.h"
+#include "core/base/status.h"
+#include "math/rmsprop.h"
 
 #include <stdbool.h>
 

@@ -1,9 +1,9 @@
-#include "core/ct_optim_run.h"
+#include "core/optim/run.h"
 
-#include "core/ct_alloc.h"
-#include "core/ct_optim_kind.h"
-#include "core/ct_optim_muon.h"
-#include "core/ct_optim_parts.h"
+#include "core/base/alloc.h"
+#include "core/optim/kinds.h"
+#include "core/optim/optim_muon.h"
+#include "core/optim/optim_parts.h"
 
 #include <math.h>
 

@@ -1,9 +1,9 @@
-/* One rule's share of an update, for ct_optim.c alone: rules that look at more than an
+/* One rule's share of an update, for core/optim/optim.c alone: rules that look at more than an
  * element take more than one kernel. */
 #ifndef CT_OPTIM_RUN_H
 #define CT_OPTIM_RUN_H
 
-#include "core/ct_optim.h"
+#include "core/optim/optim.h"
 
 /* The device's memory between two kernels, and room for lists; starts as {0}. */
 typedef struct ct_optim_room {
@@ -16,7 +16,7 @@ typedef struct ct_optim_room {
     ct_scratch exchange;    /* sums of parts, side by side */
     void *list;             /* the host's: of ct_span or ct_factored */
     void *places;           /* of ct_span: where the sums of each span are */
-    void *pairs;            /* two of ct_span for each span, for ct_optim_parts.c */
+    void *pairs;            /* two of ct_span for each span, for core/optim/optim_parts.c */
     void *described;        /* of ct_optim_part: what ranks tell of their parts */
     void *numbers;          /* of size_t: of the spans that are parts */
     size_t list_capacity, places_capacity, pairs_capacity;

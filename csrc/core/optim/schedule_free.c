@@ -1,7 +1,7 @@
-#include "core/ct_schedule_free.h"
+#include "core/optim/schedule_free.h"
 
-#include "core/ct_adamw.h"
-#include "core/ct_hyper.h"
+#include "core/optim/adam.h"
+#include "core/optim/hyper.h"
 
 static ct_status
 config_check(const ct_schedule_free_config *config, ct_error *err)

@@ -2,8 +2,8 @@
 #ifndef CT_SCHEDULE_FREE_H
 #define CT_SCHEDULE_FREE_H
 
-#include "core/ct_status.h"
-#include "math/ct_schedule_free_math.h"
+#include "core/base/status.h"
+#include "math/schedule_free.h"
 
 #include <stdbool.h>
 #include <stdint.h>

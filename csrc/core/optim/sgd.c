@@ -1,6 +1,6 @@
-#include "core/ct_sgd.h"
+#include "core/optim/sgd.h"
 
-#include "core/ct_hyper.h"
+#include "core/optim/hyper.h"
 
 static ct_status
 config_check(const ct_sgd_config *config, ct_error *err)

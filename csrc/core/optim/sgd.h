@@ -2,8 +2,8 @@
 #ifndef CT_SGD_H
 #define CT_SGD_H
 
-#include "core/ct_status.h"
-#include "math/ct_sgd_math.h"
+#include "core/base/status.h"
+#include "math/sgd.h"
 
 #include <stdbool.h>
 

@@ -4,7 +4,7 @@
  * Source: DeepSpeed, runtime/lr_schedules.py; LRRangeTest and OneCycle after Smith, "A
  * disciplined approach to neural network hyper-parameters: Part 1", arXiv 1803.09820.
  * Operations are in the original's order. */
-#include "core/ct_schedule_family.h"
+#include "core/schedule/family.h"
 
 #include <math.h>
 

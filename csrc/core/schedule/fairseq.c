@@ -4,7 +4,7 @@
  * "SGDR", 2017, triangular after Smith, "Cyclical Learning Rates", 2017, tri_stage
  * after Park et al., "SpecAugment", 2019. Operations are in the original's order. Where
  * it divides by zero (no warm-up, no decay), the stage is over as soon as it begins. */
-#include "core/ct_schedule_family.h"
+#include "core/schedule/family.h"
 
 #include <math.h>
 

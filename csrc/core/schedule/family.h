@@ -2,7 +2,7 @@
 #ifndef CT_SCHEDULE_FAMILY_H
 #define CT_SCHEDULE_FAMILY_H
 
-#include "core/ct_schedule.h"
+#include "core/schedule/schedule.h"
 
 #include <math.h>
 

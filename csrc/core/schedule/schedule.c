@@ -1,6 +1,6 @@
-#include "core/ct_schedule.h"
+#include "core/schedule/schedule.h"
 
-#include "core/ct_schedule_family.h"
+#include "core/schedule/family.h"
 
 #include <ctype.h>
 #include <math.h>

@@ -7,7 +7,7 @@
 #ifndef CT_SCHEDULE_H
 #define CT_SCHEDULE_H
 
-#include "core/ct_status.h"
+#include "core/base/status.h"
 
 #include <stddef.h>
 #include <stdint.h>

@@ -3,7 +3,7 @@
  * Source: transformers 5.17, optimization.py; the polynomial one goes back to BERT's
  * code, inverse_sqrt to big_vision's, warmup_stable_decay to Hu et al., "MiniCPM",
  * 2024. Operations are in the original's order, so that results are the same bits. */
-#include "core/ct_schedule_family.h"
+#include "core/schedule/family.h"
 
 #include <math.h>
 

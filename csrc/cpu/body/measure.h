@@ -45,5 +45,5 @@
         }                                                                              \
         CT_NAME(measure_some_##rule)(&c, at, i, n - i, lanes);                         \
     }
-#include "math/ct_measured.def"
+#include "math/measured.def"
 #undef CT_MEASURED

@@ -64,6 +64,6 @@
             param[i] = CT_STORE(next);                                                 \
         }                                                                              \
     }
-#include "math/ct_rules.def"
+#include "math/rules.def"
 #undef CT_RULE
 #undef CT_UPDATE_PAIRS

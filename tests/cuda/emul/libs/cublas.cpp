@@ -1,7 +1,7 @@
 /* A libcublas.so.13 for the emulation: the functions that cuda/cublas.c asks for, by
  * the definition. It is opened as the real one is. */
 #include "../emul.h"
-#include "math/ct_half_math.h"
+#include "math/half.h"
 
 #include <stdint.h>
 

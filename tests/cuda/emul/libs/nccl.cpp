@@ -1,7 +1,7 @@
 /* A libnccl.so.2 for the emulation: ranks are threads of one process, a collective is
  * worked out by the rank that comes last. It is opened as the real one is. */
 #include "../emul.h"
-#include "math/ct_half_math.h"
+#include "math/half.h"
 
 #include <condition_variable>
 #include <map>
