@@ -3,7 +3,7 @@
 #ifndef CT_CUDA_ELEMENT_CUH
 #define CT_CUDA_ELEMENT_CUH
 
-#include "core/base/dtype.h"
+#include "core/base/span.h"
 #include "math/half.h"
 
 #include <cuda_runtime.h>

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +14,27 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
 
-BELOW = {
-    "math": {"math"},
-    "core": {"core", "math"},
-    "cpu": {"cpu", "core", "math"},
-    "cuda": {"cuda", "core", "math"},
-    "binding": {"binding", "cpu", "core", "math"},
-}
+# The folders of C, lowest first. A file may use its own folder's and those of lower
+# rows: no other folder of its own row.
+LAYERS = (
+    {"math"},
+    {"core/base"},
+    {"core/device"},
+    {"core/comm"},
+    {"cpu"},
+    {"core/schedule", "core/optim", "core/data", "core/checkpoint"},
+    {"core/engine"},
+    {"core/ddp", "core/fsdp", "core/bmuf", "cuda"},
+    {"binding/runtime"},
+    {"binding/comm", "binding/checkpoint", "binding/callbacks", "binding/schedule"},
+    {"binding/data", "binding/optim"},
+    {"binding/engine", "binding/ddp", "binding/fsdp", "binding/bmuf"},
+    {"binding/evaluate", "binding/fairseq"},
+    {"binding/trainer"},
+    {"binding"},
+)
+# What every type finds its module's state by is the module itself.
+MODULE = "ctpy_module"
 # Who may include a header, by its first path component. cuda/module.c is the one
 # exception to "Python.h in the binding only": it hands over the plugin's tables.
 ONLY_IN = {
@@ -37,34 +52,6 @@ ONLY_IN = {
     "cublas_v2.h": (),  # found at run time: a build must not need the wheels
     "nccl.h": (),
 }
-# The core's own floors, lowest first. What is not named stands on the floor of
-# policies, between devices and optimizers.
-FLOORS = (
-    {"ct_status", "ct_alloc", "ct_dtype", "ct_span", "ct_pool"}
-    | {"ct_crc32c", "ct_crc_table", "ct_io", "ct_deadline", "ct_segment", "ct_crew"}
-    | {"ct_copy_far", "ct_interrupt", "ct_lanes", "ct_packet", "ct_pages"}
-    | {"ct_malloc", "ct_mapping", "ct_owner", "ct_segment_hold", "ct_rank_names"},
-    {"ct_adamw", "ct_hyper", "ct_sgd"},
-    {"ct_codes", "ct_factored", "ct_update"},
-    {"ct_device", "ct_plugin", "ct_reduce", "ct_reduce_body"}
-    | {"ct_comm", "ct_comm_bytes", "ct_comm_memory"}
-    | {"ct_comm_levels", "ct_comm_padded", "ct_comm_split", "ct_history"}
-    | {"ct_comm_self", "ct_comm_shm", "ct_comm_sync"}
-    | {"ct_exchange", "ct_exchange_slots", "ct_shm_queue"}
-    | {"ct_levels", "ct_levels_reduce"},
-    set[str](),
-    {"ct_optim", "ct_optim_kind", "ct_optim_kind_whole", "ct_optim_run"}
-    | {"ct_optim_muon", "ct_optim_muon_parts", "ct_optim_parts"},
-    {"ct_bucket", "ct_codec", "ct_codec_half", "ct_reducer"}
-    | {"ct_fsdp", "ct_fsdp_codes", "ct_fsdp_offload", "ct_fsdp_prefetch"}
-    | {"ct_fsdp_presence"}
-    | {"ct_bmuf", "ct_bmuf_batch", "ct_bmuf_codes", "ct_bmuf_config"}
-    | {"ct_bmuf_flight"}
-    | {"ct_bmuf_join", "ct_bmuf_meet", "ct_bmuf_pass"}
-    | {"ct_step", "ct_probe"},
-)
-POLICIES = FLOORS.index(set())
-
 # Python packages that one layer only may import, wherever the statement stands.
 FRAMEWORKS = {
     "torch": (
@@ -129,15 +116,23 @@ def includes(path: Path) -> list[tuple[str, str]]:
     return INCLUDE.findall(path.read_text())
 
 
-def included_layer(path: Path, name: str) -> str:
-    """The layer that an include names; one without a folder is a neighbour's."""
-    return name.split("/")[0] if "/" in name else path.parent.name
+def folder(path: str) -> str:
+    """The row's name for a file below csrc/, or of cuda/."""
+    parts = Path(path).parts[:-1]
+    return "/".join(parts[:2])
 
 
-def floor(path_or_name: str) -> int:
-    stem = Path(path_or_name).stem
-    at = [i for i, names in enumerate(FLOORS) if stem in names]
-    return at[0] if at else POLICIES
+def layer(name: str) -> int:
+    return next(i for i, row in enumerate(LAYERS) if name in row)
+
+
+def may_use(user: str, used: str) -> bool:
+    return user == used or layer(used) < layer(user)
+
+
+def below_csrc(path: Path) -> str:
+    top = ROOT if path.is_relative_to(ROOT / "cuda") else ROOT / "csrc"
+    return path.relative_to(top).as_posix()
 
 
 def test_there_is_something_to_check() -> None:
@@ -145,16 +140,81 @@ def test_there_is_something_to_check() -> None:
     assert len(python_sources()) > 1
 
 
+def test_every_folder_is_in_the_table_and_small() -> None:
+    assert {folder_of(path) for path in c_sources()} == set[str]().union(*LAYERS)
+    sizes = Counter(path.parent for path in c_sources())
+    assert {path: n for path, n in sizes.items() if n > 40} == {}
+
+
+def folder_of(path: Path) -> str:
+    name = folder(below_csrc(path))
+    return name.split("/")[0] if name.startswith(("math", "cpu")) else name
+
+
 def test_includes_point_downwards() -> None:
+    own = {below_csrc(path): path for path in c_sources()}
+    wrong = []
+    for name, path in own.items():
+        for quote, included in includes(path):
+            used = own.get(included) or own.get(f"{path.parent.name}/{included}")
+            if quote == '"' and used and not may_use(folder_of(path), folder_of(used)):
+                wrong.append(f"{name} includes {included}")
+    assert not wrong, "\n".join(wrong)
+
+
+def symbols(path: Path) -> tuple[set[str], set[str]]:
+    """What an object file defines for others, and what it takes from them."""
+    done = subprocess.run(["nm", path], capture_output=True, text=True, check=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    defined = {
+        line[-1] for line in lines if line[-2] not in "Uw" and line[-2].isupper()
+    }
+    return defined, {line[-1] for line in lines if line[-2] == "U"}
+
+
+def linked() -> list[tuple[str, str, str]]:
+    """(file, file it takes a symbol from, symbol) over the extension's objects."""
+    tables = {}
+    for path in (ROOT / "csrc").rglob("*.c"):
+        source = path.relative_to(ROOT).with_suffix(".o")
+        built = [*ROOT.glob(f"build/temp.*/{source}")]
+        if not built:
+            pytest.skip(f"{source} is not built in place")
+        newest = max(built, key=lambda b: b.stat().st_mtime)
+        tables[below_csrc(path)] = symbols(newest)
+    owner = {name: file for file, (own, _) in tables.items() for name in own}
+    return [
+        (file, owner[name], name)
+        for file, (_, taken) in tables.items()
+        for name in sorted(taken & owner.keys())
+        if owner[name] != file and name != MODULE
+    ]
+
+
+def test_objects_take_symbols_from_below() -> None:
     wrong = [
-        f"{path.relative_to(ROOT)} includes {name}"
-        for path in c_sources()
-        for quote, name in includes(path)
-        if quote == '"'
-        and included_layer(path, name) in BELOW
-        and included_layer(path, name) not in BELOW[path.parent.name]
+        f"{user} takes {name} from {used}"
+        for user, used, name in linked()
+        if not may_use(folder_of(ROOT / "csrc" / user), folder_of(ROOT / "csrc" / used))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_files_do_not_need_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for user, used, _ in linked():
+        graph.setdefault(user, set()).add(used)
+    done: set[str] = set()
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name not in done:
+            for used in sorted(graph.get(name, ())):
+                walk(used, (*trail, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        walk(name, ())
 
 
 def test_foreign_headers_stay_in_their_layer() -> None:
@@ -167,16 +227,6 @@ def test_foreign_headers_stay_in_their_layer() -> None:
             allowed = ONLY_IN.get(name.split("/")[0])
             if allowed is not None and not here.startswith(allowed or ("\0",)):
                 wrong.append(f"{here} includes {name}")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_the_core_is_layered_in_itself() -> None:
-    wrong = [
-        f"{path.name} includes {name}"
-        for path in (ROOT / "csrc/core").glob("*.[ch]")
-        for _, name in includes(path)
-        if name.startswith("core/") and floor(name) > floor(path.name)
-    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -199,7 +249,9 @@ def test_headers_do_not_include_each_other_in_a_circle() -> None:
 
 def is_template(path: Path) -> bool:
     """Included once for each type or instruction set: a formula, a kernel's body."""
-    return bool(re.search(r"_body\.h$|_formula\.h$|each_|^expand\.h$", path.name))
+    return path.parent.name in {"body", "formula"} or bool(
+        re.search(r"_body\.h$|each_|^expand\.h$", path.name)
+    )
 
 
 @pytest.mark.parametrize("path", headers(), ids=lambda p: p.name)
@@ -212,14 +264,14 @@ def test_a_header_has_a_guard_unless_it_is_a_template(path: Path) -> None:
 @pytest.mark.parametrize("compiler", [("cc", "c", "c11"), ("c++", "c++", "c++17")])
 def test_core_headers_compile_alone_as_c_and_cpp(compiler: tuple[str, ...]) -> None:
     command, language, standard = compiler
-    alone = [p for p in headers() if p.parent.name in {"math", "core"}]
+    alone = [p for p in headers() if below_csrc(p).startswith(("math/", "core/"))]
     for path in alone:
         if is_template(path):
             continue
         done = subprocess.run(
             [command, "-x", language, f"-std={standard}", "-fsyntax-only",
              "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", "-"],
-            input=f'#include "{path.parent.name}/{path.name}"\n',
+            input=f'#include "{below_csrc(path)}"\n',
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{path.name} as {language}:\n{done.stderr}"

@@ -1,9 +1,8 @@
 /* Module ctrainer._C: creates the types and owns the per-interpreter state. */
-#include "binding/runtime/copies.h"
 #include "binding/runtime/ctpy.h"
 
 #include "core/device/device.h"
-#include "core/base/interrupt.h"
+#include "core/base/wait.h"
 #include "core/base/pool.h"
 
 static int

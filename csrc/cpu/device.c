@@ -25,12 +25,6 @@ cpu_transfer(void *stream, void *to, const void *from, size_t bytes, ct_error *e
     return CT_OK;
 }
 
-static ct_status
-cpu_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
-{
-    return ct_grow(&scratch->data, &scratch->bytes, bytes, 1, err);
-}
-
 static void
 cpu_scratch_release(ct_scratch *scratch)
 {
@@ -57,7 +51,7 @@ const ct_device ct_device_cpu = {
     .decode = ct_cpu_decode,
     .transfer = cpu_transfer,
     .read = cpu_read,
-    .scratch_grow = cpu_scratch_grow,
+    .scratch_grow = ct_cpu_scratch_grow,
     .scratch_release = cpu_scratch_release,
     .dlpack = 1, /* kDLCPU */
 };

@@ -120,7 +120,7 @@ plan_slabs(factor_job *job)
 static ct_status
 sum_one(ct_scratch *scratch, factor_job *job, ct_error *err)
 {
-    ct_status status = ct_device_cpu.scratch_grow(scratch, plan_slabs(job), err);
+    ct_status status = ct_cpu_scratch_grow(scratch, plan_slabs(job), err);
     if (status == CT_OK) {
         job->columns = scratch->data;
         ct_pool_run(run_slabs, job, batches(job, job->f->matrices * job->slabs));

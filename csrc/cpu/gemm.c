@@ -128,8 +128,8 @@ multiply_bf16(ct_isa isa, ct_scratch *scratch, const ct_gemm *g, ct_error *err)
     const matrix b = {CT_BF16, (void *)g->b, g->trans_b ? n : k, g->trans_b ? k : n,
                       g->ldb};
     const matrix c = {CT_BF16, g->c, m, n, g->ldc};
-    ct_status status = ct_device_cpu.scratch_grow(
-        scratch, (m * k + k * n + m * n) * sizeof(float), err);
+    ct_status status =
+        ct_cpu_scratch_grow(scratch, (m * k + k * n + m * n) * sizeof(float), err);
     if (status != CT_OK) {
         return status;
     }

@@ -2,7 +2,7 @@
 #ifndef CT_CPU_ISA_H
 #define CT_CPU_ISA_H
 
-#include "core/base/dtype.h"
+#include "core/base/span.h"
 #include "core/base/status.h"
 
 typedef enum ct_isa {

@@ -109,7 +109,7 @@ ct_cpu_measure(void *stream, ct_scratch *scratch, const ct_update *update, doubl
     job.n_states = ct_rule_n_states(update->rule);
     ct_cuts_init(&cuts, &update->spans[0].n, sizeof update->spans[0], update->n_spans);
     const size_t n_partial = CT_MEASURES * (update->n_spans + cuts.n_batches);
-    status = ct_device_cpu.scratch_grow(scratch, n_partial * sizeof(double), err);
+    status = ct_cpu_scratch_grow(scratch, n_partial * sizeof(double), err);
     if (status == CT_OK) {
         job.partial = scratch->data;
         ct_pool_run(run_batch, &job, cuts.n_batches);

@@ -145,8 +145,8 @@ ct_cpu_norms(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
         return status;
     }
     ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
-    status = ct_device_cpu.scratch_grow(
-        scratch, (n_spans + cuts.n_batches) * sizeof(double), err);
+    status =
+        ct_cpu_scratch_grow(scratch, (n_spans + cuts.n_batches) * sizeof(double), err);
     if (status == CT_OK) {
         job.cuts = &cuts;
         job.partial = scratch->data;

@@ -4,7 +4,8 @@ enum {
     IN_CACHE = 4096 /* elements at a time where they are passed over again */
 };
 
-void *
+/* One array as the rule wants it: where it is, or in the tile. */
+static void *
 ct_stretch_borrow(const ct_stretch *s, void *data, ct_dtype dtype, ct_tile *tile)
 {
     if (dtype == s->real) {
@@ -14,7 +15,8 @@ ct_stretch_borrow(const ct_stretch *s, void *data, ct_dtype dtype, ct_tile *tile
     return tile;
 }
 
-void
+/* Writes back what borrow gave and the rule has changed. */
+static void
 ct_stretch_give_back(const ct_stretch *s, const void *from, void *data, ct_dtype dtype)
 {
     if (dtype != s->real) {

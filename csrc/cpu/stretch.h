@@ -33,13 +33,6 @@ ct_stretch_element(const ct_stretch *s, void *data, ct_dtype dtype)
     return (char *)data + s->at * ct_dtype_size(dtype);
 }
 
-/* One array as the rule wants it: where it is, or in the tile. */
-void *ct_stretch_borrow(const ct_stretch *s, void *data, ct_dtype dtype, ct_tile *tile);
-
-/* Writes back what borrow gave and the rule has changed. */
-void
-ct_stretch_give_back(const ct_stretch *s, const void *from, void *data, ct_dtype dtype);
-
 /* Every array of the rule; the states written back. */
 ct_operands ct_stretch_operands(const ct_stretch *s, ct_operand_tiles *tiles);
 void ct_stretch_keep_states(const ct_stretch *s, const ct_operands *at);

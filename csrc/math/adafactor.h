@@ -1,4 +1,5 @@
-/* Adafactor for one element, in float and in double. Measured rules (math/measured.def).
+/* Adafactor for one element, in float and in double. Measured rules
+ * (math/measured.def).
  *
  * Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
  * Cost", 2018, algorithms 4 to 6, with the options of transformers' and fairseq's. */

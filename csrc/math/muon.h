@@ -1,6 +1,6 @@
 /* Muon's momentum for one element, in float and in double: a measured rule
  * (math/measured.def) whose parameter becomes the momentum's direction, divided by its
- * norm. Newton-Schulz takes it from there (core/optim/orthogonal.h).
+ * norm. Newton-Schulz takes it from there (core/optim/muon.h).
  *
  * Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
  * 2024, in the form of torch.optim.Muon. */

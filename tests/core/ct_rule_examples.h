@@ -2,21 +2,13 @@
 #ifndef CT_RULE_EXAMPLES_H
 #define CT_RULE_EXAMPLES_H
 
-#include "core/optim/adadelta.h"
-#include "core/optim/adafactor.h"
 #include "core/optim/adagrad.h"
-#include "core/optim/adamax.h"
+#include "core/optim/adafactor.h"
 #include "core/optim/adam.h"
-#include "core/optim/ademamix.h"
 #include "core/optim/layerwise.h"
-#include "core/optim/lars.h"
-#include "core/optim/lion.h"
-#include "core/optim/muon.h"
-#include "core/optim/nadam.h"
-#include "core/optim/nag.h"
-#include "core/optim/rmsprop.h"
-#include "core/optim/schedule_free.h"
 #include "core/optim/sgd.h"
+#include "core/optim/muon.h"
+#include "core/optim/schedule_free.h"
 #include "math/rules.h"
 #include "ct_test.h"
 

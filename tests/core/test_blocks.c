@@ -1,4 +1,4 @@
-#include "core/data/blocks.h"
+#include "core/data/batches.h"
 #include "ct_random.h"
 #include "ct_test.h"
 

@@ -1,5 +1,5 @@
 /* Gradients of threads in 16 bits, and the rounding to 8. */
-#include "core/ddp/codec_half.h"
+#include "core/ddp/codec.h"
 #include "core/ddp/reducer.h"
 #include "ct_ranks.h"
 #include "ct_streamed.h"

@@ -1,4 +1,4 @@
-#include "core/comm/comm_levels.h"
+#include "core/comm/hierarchical.h"
 
 #include "core/base/alloc.h"
 #include "ct_kernels.h"

@@ -1,7 +1,7 @@
 #define _GNU_SOURCE
 #include "core/base/alloc.h"
 #include "core/comm/shm.h"
-#include "core/base/interrupt.h"
+#include "core/base/wait.h"
 #include "ct_processes.h"
 #include "ct_rank_values.h"
 #include "ct_test.h"

@@ -1,6 +1,5 @@
 /* CRC-32C and CRC-32 against published values, and the two ways against each other. */
-#include "core/base/crc32.h"
-#include "core/base/crc32c.h"
+#include "core/base/crc.h"
 #include "ct_test.h"
 
 #include <string.h>

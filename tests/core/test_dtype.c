@@ -1,4 +1,4 @@
-#include "core/base/dtype.h"
+#include "core/base/span.h"
 #include "ct_test.h"
 
 #include <string.h>

@@ -1,6 +1,6 @@
 /* Shards are gathered and gradients reduced as codes, on 1 to 4 ranks. */
 #include "core/base/alloc.h"
-#include "core/fsdp/fsdp_codes.h"
+#include "core/fsdp/unit.h"
 #include "ct_ranks.h"
 #include "ct_streamed.h"
 

@@ -1,6 +1,5 @@
 #include "core/engine/noise.h"
 #include "core/base/alloc.h"
-#include "core/engine/probe.h"
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_test.h"

@@ -1,7 +1,7 @@
 #include "ct_test.h"
 
 #include "core/base/alloc.h"
-#include "core/comm/packet.h"
+#include "core/comm/bytes.h"
 
 #include <stdint.h>
 #include <string.h>

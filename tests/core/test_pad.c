@@ -1,4 +1,4 @@
-#include "core/data/pad.h"
+#include "core/data/rows.h"
 #include "ct_test.h"
 
 #include <stdint.h>

@@ -22,86 +22,106 @@ class Area:
         }
 
 
+def files(folder: str, suffix: str, *names: str) -> str:
+    return " ".join(f"{folder}/{name}{suffix}" for name in names)
+
+
 def core(*names: str) -> str:
-    return " ".join(f"csrc/core/ct_{name}.c" for name in names)
+    return files("csrc/core", ".c", *names)
 
 
 def binding(*names: str) -> str:
-    return " ".join(f"csrc/binding/{name}.c" for name in names)
+    return files("csrc/binding", ".c", *names)
 
 
 def math(*names: str) -> str:
-    return " ".join(f"csrc/math/ct_{name}.h" for name in names)
+    return files("csrc/math", ".h", *names)
 
 
 def python(folder: str, *names: str) -> str:
-    return " ".join(f"ctrainer/{folder}/{name}.py" for name in names)
+    return files(f"ctrainer/{folder}", ".py", *names)
 
 
 AREAS = {
     "optimizers": Area(
         {
-            core("optim", "optim_kind"):
+            core("optim/optim"):
                 "core/test_optim.c binding/test_optimizer.py",
-            core("optim_run", "optim_parts", "optim_kind_whole"):
-                "core/test_optim.c core/test_optim_parts.c binding/test_optimizer.py",
-            core("optim_muon", "optim_muon_parts", "orthogonal", "muon", "lamb",
-                 "lars", "adafactor") +
-            " " + math("adafactor_math", "lamb_formula", "lamb_math", "lars_math",
-                       "muon_formula", "muon_math"):
+            core("optim/kinds"):
+                "core/test_optim.c binding/test_optimizer.py "
+                "core/test_optim_parts.c",
+            core("optim/run"):
+                "core/test_optim.c core/test_optim_parts.c "
+                "binding/test_optimizer.py binding/test_layerwise.py "
+                "binding/test_matrix_optimizers.py",
+            core("optim/muon", "optim/layerwise", "optim/adafactor") + " " +
+            math("adafactor", "formula/lamb", "lamb", "lars", "formula/muon",
+                 "muon"):
                 "core/test_optim_parts.c binding/test_layerwise.py "
                 "binding/test_matrix_optimizers.py",
-            core("adadelta", "adagrad", "adamax", "adamw", "ademamix", "lion",
-                 "nadam", "nag", "rmsprop", "schedule_free", "sgd", "update") +
-            " " + math("adamw_formula", "lion_formula", "nag_formula",
-                       "parts_formula", "parts_math", "rmsprop_formula",
-                       "schedule_free_formula"):
+            core("optim/adagrad", "optim/adam", "optim/sgd", "optim/schedule_free",
+                 "device/update") + " " +
+            math("formula/adamw", "formula/lion", "formula/nag", "formula/parts",
+                 "parts", "formula/rmsprop", "formula/schedule_free"):
                 "core/test_adamw.c core/test_sgd.c core/test_hyper.c "
                 "core/test_kernels.c binding/test_optimizer_rules.py",
-            core("hyper"): "core/test_hyper.c",
-            core("clip"): "core/test_clip.c",
-            core("factored") + " csrc/cpu/factor.c": "core/test_factor.c",
-            core("step", "grads", "probe"): "core/test_step.c",
-            core("noise"): "core/test_noise.c",
-            core("average"): "core/test_average.c",
-            "csrc/cpu/update.c": "core/test_kernels.c core/test_half.c",
-            "csrc/cpu/norm.c": "core/test_norm.c",
-            "csrc/cpu/quant.c": "core/test_quant.c",
-            "csrc/cpu/quant_gather.c csrc/cpu/body/quant.h " + math("quant_math"):
+            core("optim/hyper"):
+                "core/test_hyper.c",
+            core("engine/clip"):
+                "core/test_clip.c",
+            core("device/factored") + " " +
+            "csrc/cpu/factor.c csrc/cpu/body/factor.h":
+                "core/test_factor.c",
+            core("engine/step", "optim/grads"):
+                "core/test_step.c",
+            core("engine/noise"):
+                "core/test_step.c core/test_noise.c",
+            core("engine/average"):
+                "core/test_average.c",
+            "csrc/cpu/update.c":
+                "core/test_kernels.c core/test_half.c",
+            "csrc/cpu/norm.c csrc/cpu/body/norm.h" + " " +
+            math("norm"):
+                "core/test_norm.c",
+            "csrc/cpu/quant.c":
+                "core/test_quant.c",
+            "csrc/cpu/quant_gather.c csrc/cpu/body/quant.h" + " " +
+            math("quant"):
                 "core/test_quant.c binding/test_eight_bit.py",
-            "csrc/cpu/body/factor.h": "core/test_factor.c",
-            "csrc/cpu/body/norm.h " + math("norm_math"): "core/test_norm.c",
-            binding("optimizer", "optimizer_groups", "optimizer_state",
-                    "optimizer_values", "grads"):
+            binding("optim/engine"):
+                "binding/test_optimizer.py python/optim/test_trainer_average.py "
+                "binding/test_weight_average.py binding/test_clipping.py",
+            binding("optim/groups", "optim/grads") + " " +
+            "ctrainer/optim/_face.py":
                 "binding/test_optimizer.py",
-            binding("optimizer_plan"):
-                "binding/test_optimizer.py python/optim/test_trainer_average.py",
-            binding("weight_average", "optimizer_average"):
-                "binding/test_weight_average.py python/optim/test_trainer_average.py",
-            binding("optimizer_codes"): "binding/test_eight_bit.py",
-            binding("optimizer_options"):
-                "binding/test_optimizer.py binding/test_clipping.py",
-            "csrc/binding/optim/state.h": "binding/test_optimizer.py",
-            binding("optimizer_parts"):
-                "binding/test_parts.py python/fsdp/test_fsdp_optimizers.py",
-            binding("optimizer_shape"): "binding/test_matrix_optimizers.py",
-            "ctrainer/optim/_face.py": "binding/test_optimizer.py",
-            "ctrainer/optim/_eight_bit.py": "binding/test_eight_bit.py",
-            python("optim", "_adafactor", "_composite", "_muon"):
+            binding("optim/state"):
+                "binding/test_optimizer.py binding/test_eight_bit.py "
+                "binding/test_parts.py python/fsdp/test_fsdp_optimizers.py "
                 "binding/test_matrix_optimizers.py",
-            python("optim", "_layerwise"): "binding/test_layerwise.py",
-            python("optim", "_adam", "_adaptive", "_fairseq", "_lion",
-                   "_schedule_free", "_sgd"):
+            binding("optim/weight_average") + " " +
+            "ctrainer/average.py":
+                "binding/test_weight_average.py "
+                "python/optim/test_trainer_average.py",
+            "ctrainer/optim/_eight_bit.py":
+                "binding/test_eight_bit.py",
+            "ctrainer/optim/_adafactor.py ctrainer/optim/_composite.py "
+            "ctrainer/optim/_muon.py":
+                "binding/test_matrix_optimizers.py",
+            "ctrainer/optim/_layerwise.py":
+                "binding/test_layerwise.py",
+            "ctrainer/optim/_adam.py ctrainer/optim/_adaptive.py "
+            "ctrainer/optim/_fairseq.py ctrainer/optim/_lion.py "
+            "ctrainer/optim/_schedule_free.py ctrainer/optim/_sgd.py":
                 "binding/test_optimizer_rules.py binding/test_optimizer.py",
-            python("optim", "_precision"): "binding/test_precision.py",
-            python("adapters", "_torch_average"):
+            "ctrainer/optim/_precision.py":
+                "binding/test_precision.py",
+            "ctrainer/adapters/_torch_average.py":
                 "python/optim/test_trainer_average.py",
             "ctrainer/arguments/optimizers.py":
                 "python/arguments/test_optimizer_names.py",
             "ctrainer/trainer/optim.py":
-                "python/optim/test_optimizer_in_trainer.py parity/test_schedules.py",
-            "ctrainer/average.py":
-                "binding/test_weight_average.py python/optim/test_trainer_average.py",
+                "python/optim/test_optimizer_in_trainer.py "
+                "parity/test_schedules.py",
         },
         "binding/test_optimizer_rules.py binding/test_layerwise.py "
         "binding/test_matrix_optimizers.py binding/test_clipping.py "
@@ -109,16 +129,17 @@ AREAS = {
     ),
     "schedules": Area(
         {
-            core("schedule", "schedule_transformers"):
+            core("schedule/schedule", "schedule/transformers"):
                 "core/test_schedule.c binding/test_scheduler.py",
-            core("schedule_fairseq"):
+            core("schedule/fairseq"):
                 "core/test_schedule.c python/fairseq/test_fairseq_schedules.py",
-            core("schedule_deepspeed"):
+            core("schedule/deepspeed"):
                 "core/test_schedule.c python/compat/test_deepspeed_schedules.py",
-            binding("schedule", "scheduler", "scheduler_groups", "scheduler_state"):
+            binding("schedule/schedule", "schedule/scheduler") + " " +
+            "ctrainer/schedules.py":
                 "binding/test_scheduler.py",
-            "ctrainer/schedules.py": "binding/test_scheduler.py",
-            "csrc/core/schedule/family.h": "core/test_schedule.c",
+            "csrc/core/schedule/family.h":
+                "core/test_schedule.c",
             "ctrainer/deepspeed_schedules.py":
                 "python/compat/test_deepspeed_schedules.py",
         },
@@ -126,42 +147,46 @@ AREAS = {
     ),
     "scaler": Area(
         {
-            core("scaler"): "core/test_scaler.c binding/test_loss_scaler.py",
-            binding("loss_scaler", "loss_scaler_state"): "binding/test_loss_scaler.py",
-            "ctrainer/arguments/loss_scaler.py": "python/trainer/test_fp16_training.py",
+            core("engine/scaler"):
+                "core/test_scaler.c binding/test_loss_scaler.py",
+            binding("engine/loss_scaler"):
+                "binding/test_loss_scaler.py",
+            "ctrainer/arguments/loss_scaler.py":
+                "python/trainer/test_fp16_training.py",
         },
-        "python/trainer/test_fp16_training.py python/fairseq/test_fairseq_precision.py",
+        "python/trainer/test_fp16_training.py "
+        "python/fairseq/test_fairseq_precision.py",
     ),
     "callbacks": Area(
         {
-            binding("callbacks"):
-                "python/callbacks/test_callbacks.py binding/test_callback_handler.py",
-            binding("callback_notify"):
-                "python/callbacks/test_callbacks.py binding/test_callback_handler.py "
-                "binding/test_trainer_hooks.py",
-            binding("flow"):
-                "python/callbacks/test_callbacks.py binding/test_gradient_metrics.py",
-            "ctrainer/runtime/events.py": "python/callbacks/test_callbacks.py",
-            python("display", "html", "plotting", "progress", "text"):
+            binding("callbacks/handler"):
+                "python/callbacks/test_callbacks.py "
+                "binding/test_callback_handler.py binding/test_trainer_hooks.py",
+            binding("callbacks/flow"):
+                "python/callbacks/test_callbacks.py "
+                "binding/test_gradient_metrics.py",
+            "ctrainer/runtime/events.py ctrainer/callbacks.py":
+                "python/callbacks/test_callbacks.py",
+            "ctrainer/display/html.py ctrainer/display/plotting.py "
+            "ctrainer/display/progress.py ctrainer/display/text.py":
                 "python/display/test_progress.py",
-            "ctrainer/memory_tracker.py": "python/callbacks/test_memory_tracker.py",
+            "ctrainer/memory_tracker.py":
+                "python/callbacks/test_memory_tracker.py",
             "ctrainer/integrations/__init__.py":
                 "python/callbacks/test_integrations.py",
-            "ctrainer/callbacks.py": "python/callbacks/test_callbacks.py",
-            "ctrainer/trainer_state.py": "python/trainer/test_trainer_state.py",
+            "ctrainer/trainer_state.py":
+                "python/trainer/test_trainer_state.py",
         },
         "binding/test_trainer_hooks.py",
     ),
     "bmuf": Area(
         {
-            core("bmuf", "bmuf_batch", "bmuf_codes", "bmuf_config", "bmuf_flight",
-                 "bmuf_join", "bmuf_meet", "bmuf_pass"):
+            core("bmuf/bmuf", "bmuf/quantized"):
                 "core/test_bmuf.c python/bmuf/test_bmuf_ranks.py",
-            binding("bmuf", "bmuf_sync", "bmuf_flight", "bmuf_tensors") +
-            " ctrainer/bmuf.py":
+            binding("bmuf/bmuf") + " " +
+            "ctrainer/bmuf.py":
                 "python/bmuf/test_bmuf.py python/bmuf/test_bmuf_ranks.py",
-            binding("bmuf_state"): "python/bmuf/test_bmuf_ranks.py",
-            math("block_formula", "block_math"):
+            math("formula/block", "block"):
                 "core/test_bmuf.c core/test_kernels.c",
             "ctrainer/arguments/bmuf.py ctrainer/trainer/blocks.py "
             "ctrainer/adapters/blocks.py":
@@ -171,39 +196,40 @@ AREAS = {
     ),
     "trainer": Area(
         {
-            binding("trainer_loop", "trainer_step"):
+            binding("trainer/loop"):
+                "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
+                "parity/test_training.py parity/test_loss_arithmetic.py "
+                "python/trainer/test_ranks_training.py",
+            binding("trainer/step"):
                 "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
                 "parity/test_training.py",
-            binding("trainer_batch"):
-                "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
-                "parity/test_loss_arithmetic.py parity/test_training.py",
-            binding("trainer_micro"):
-                "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
-                "parity/test_training.py python/trainer/test_ranks_training.py",
-            binding("trainer_clip"): "binding/test_clipping.py",
-            binding("trainer_update"):
-                "binding/test_trainer_failures.py parity/test_training.py "
-                "python/optim/test_trainer_average.py",
-            binding("trainer_log", "trainer_loss_state", "trainer_state"):
+            binding("trainer/update"):
+                "binding/test_clipping.py binding/test_trainer_failures.py "
+                "parity/test_training.py python/optim/test_trainer_average.py "
+                "binding/test_gradient_metrics.py python/fsdp/test_fsdp.py "
+                "python/fsdp/test_fsdp_views.py",
+            binding("trainer/log", "engine/targets"):
                 "binding/test_trainer_hooks.py parity/test_loss_arithmetic.py",
-            binding("trainer_metrics", "trainer_noise"):
-                "binding/test_gradient_metrics.py",
-            binding("adapt", "attr", "context", "trainer_mode"):
+            binding("engine/adapt"):
                 "binding/test_trainer_hooks.py",
-            binding("errors", "module", "process") + " csrc/binding/runtime/ctpy.h":
-                "binding/test_process.py binding/test_optimizer.py",
-            binding("copies", "trainer_copy"): "python/trainer/test_copies.py",
-            binding("buffer", "buffer_numpy", "buffer_torch"):
-                "binding/test_buffer.py",
-            binding("signals"):
-                "binding/test_trainer_failures.py binding/test_trainer_eval.py",
-            binding("trainer", "trainer_context"):
+            binding("runtime/ctpy"):
+                "binding/test_trainer_hooks.py binding/test_process.py "
+                "binding/test_optimizer.py python/trainer/test_copies.py",
+            binding("engine/mode"):
                 "binding/test_trainer_hooks.py python/evaluate/test_full_eval.py",
-            binding("trainer_account", "trainer_agree"):
+            binding("module", "runtime/process") + " " +
+            "csrc/binding/runtime/ctpy.h":
+                "binding/test_process.py binding/test_optimizer.py",
+            binding("trainer/trainer"):
+                "python/trainer/test_copies.py binding/test_trainer_hooks.py "
+                "python/evaluate/test_full_eval.py",
+            binding("runtime/buffer"):
+                "binding/test_buffer.py",
+            binding("runtime/signals"):
+                "binding/test_trainer_failures.py binding/test_trainer_eval.py",
+            binding("engine/ranks", "trainer/agree"):
                 "python/trainer/test_ranks_training.py "
-                "python/comm/test_ranks_differ.py",
-            binding("trainer_ranks"):
-                "python/trainer/test_ranks_training.py "
+                "python/comm/test_ranks_differ.py "
                 "python/evaluate/test_ranks_evaluation.py",
             "ctrainer/trainer/run.py ctrainer/trainer/__init__.py":
                 "binding/test_trainer_hooks.py "
@@ -214,16 +240,20 @@ AREAS = {
             "ctrainer/runtime/hooks.py":
                 "binding/test_trainer_hooks.py "
                 "python/optim/test_optimizer_in_trainer.py parity/test_clients.py",
-            "ctrainer/trainer/search.py": "python/trainer/test_search.py",
-            "ctrainer/hf.py": "python/trainer/test_hf.py python/fsdp/test_fsdp_meta.py",
-            python("adapters", "_torch_optim"):
+            "ctrainer/trainer/search.py":
+                "python/trainer/test_search.py",
+            "ctrainer/hf.py":
+                "python/trainer/test_hf.py python/fsdp/test_fsdp_meta.py",
+            "ctrainer/adapters/_torch_optim.py":
                 "parity/test_training.py python/arguments/test_optimizer_names.py",
-            python("adapters", "_torch_precision"):
+            "ctrainer/adapters/_torch_precision.py":
                 "python/evaluate/test_full_eval.py "
                 "python/trainer/test_trainer_precision.py",
-            python("adapters", "__init__", "torch", "torch_process"):
+            "ctrainer/adapters/__init__.py ctrainer/adapters/torch.py "
+            "ctrainer/adapters/torch_process.py":
                 "parity/test_training.py python/trainer/test_trainer_utils.py",
-            python("adapters", "_numpy_model", "_numpy_optim", "numpy"):
+            "ctrainer/adapters/_numpy_model.py ctrainer/adapters/_numpy_optim.py "
+            "ctrainer/adapters/numpy.py":
                 "python/trainer/test_numpy_adapter.py "
                 "python/trainer/test_numpy_training.py",
         },
@@ -234,59 +264,67 @@ AREAS = {
     ),
     "evaluation": Area(
         {
-            core("rows"): "core/test_rows.c binding/test_arrays.py",
-            binding("arrays", "array_tree", "row_buffer"): "binding/test_arrays.py",
-            core("buf", "region"): "core/test_rows.c core/test_safetensors.c",
-            binding("array_leaf"): "binding/test_arrays.py",
-            binding("nested", "nested_functions"):
-                "python/trainer/test_trainer_pt_utils.py binding/test_trainer_eval.py",
-            binding("trainer_eval_lend", "trainer_gather"):
-                "python/evaluate/test_ranks_evaluation.py",
-            binding("trainer_eval_model"):
-                "binding/test_trainer_eval.py python/evaluate/test_full_eval.py",
-            python("adapters", "_torch_rank_eval"):
+            core("data/rows"):
+                "core/test_rows.c binding/test_arrays.py core/test_pad.c "
+                "binding/test_collate.py",
+            binding("data/accumulator"):
+                "binding/test_arrays.py",
+            core("base/buf", "base/region"):
+                "core/test_rows.c core/test_safetensors.c",
+            binding("runtime/nested"):
+                "python/trainer/test_trainer_pt_utils.py "
+                "binding/test_trainer_eval.py",
+            binding("evaluate/outputs"):
+                "python/evaluate/test_ranks_evaluation.py "
+                "binding/test_trainer_eval.py parity/test_evaluation.py",
+            binding("evaluate/evaluate"):
+                "binding/test_trainer_eval.py python/evaluate/test_full_eval.py "
+                "parity/test_evaluation.py",
+            "ctrainer/adapters/_torch_rank_eval.py" + " " +
+            binding("data/gather"):
                 "python/evaluate/test_ranks_evaluation.py",
             "ctrainer/seq2seq.py ctrainer/integrations/generation.py":
                 "python/evaluate/test_seq2seq.py parity/test_generation.py",
-            binding("trainer_eval_batch"):
+            binding("evaluate/loop"):
                 "binding/test_trainer_eval.py python/trainer/test_any_batch.py "
                 "parity/test_evaluation.py",
-            binding("trainer_eval", "trainer_eval_loop",
-                    "trainer_eval_metrics", "trainer_eval_step", "trainer_eval_store",
-                    "trainer_eval_train"):
-                "binding/test_trainer_eval.py parity/test_evaluation.py",
-            binding("trainer_eval_ranks", "gather", "gather_pack"):
-                "python/evaluate/test_ranks_evaluation.py",
-            "ctrainer/trainer_pt_utils.py": "python/trainer/test_trainer_pt_utils.py",
-            "ctrainer/trainer_utils.py": "python/trainer/test_trainer_utils.py",
+            "ctrainer/trainer_pt_utils.py":
+                "python/trainer/test_trainer_pt_utils.py",
+            "ctrainer/trainer_utils.py":
+                "python/trainer/test_trainer_utils.py",
         },
-        "python/evaluate/test_full_eval.py python/evaluate/test_numpy_evaluation.py "
-        "binding/test_trainer_eval.py",
+        "python/evaluate/test_full_eval.py "
+        "python/evaluate/test_numpy_evaluation.py binding/test_trainer_eval.py",
     ),
     "fairseq": Area(
         {
-            binding("fairseq_step", "fairseq_micro", "fairseq_stats", "fairseq_valid",
-                    "fairseq_counters"):
-                "binding/test_fairseq_step.py python/fairseq/test_fairseq_trainer.py",
-            binding("fairseq_update"):
-                "binding/test_fairseq_step.py python/fairseq/test_fairseq_precision.py",
-            binding("fairseq_sync"): "binding/test_fairseq_sync.py",
-            binding("fairseq_optimizer", "fairseq_optimizer_step"):
-                "python/fairseq/test_fairseq_optimizers.py",
-            binding("fairseq_calls", "fairseq_sample", "fairseq_settings",
-                    "fairseq_trainer"):
-                "binding/test_fairseq_step.py python/fairseq/test_fairseq_facts.py",
-            binding("fairseq_ranks"):
+            binding("fairseq/step", "fairseq/trainer"):
+                "binding/test_fairseq_step.py "
+                "python/fairseq/test_fairseq_trainer.py "
+                "python/fairseq/test_fairseq_facts.py",
+            binding("fairseq/update"):
+                "binding/test_fairseq_step.py "
+                "python/fairseq/test_fairseq_trainer.py "
+                "python/fairseq/test_fairseq_precision.py",
+            binding("fairseq/ranks"):
                 "binding/test_fairseq_sync.py "
                 "python/fairseq/test_fairseq_ranks_differ.py",
-            binding("batches"): "binding/test_batches.py",
-            binding("blocks"): "binding/test_blocks.py",
-            binding("collate"): "binding/test_collate.py",
-            core("batches"): "core/test_batches.c binding/test_batches.py",
-            core("blocks"): "core/test_blocks.c binding/test_blocks.py",
-            core("pad"): "core/test_pad.c binding/test_collate.py",
-            "ctrainer/fairseq/meters.py": "python/fairseq/test_fairseq_meters.py",
-            "ctrainer/fairseq/metrics.py": "python/fairseq/test_fairseq_metrics.py",
+            binding("fairseq/optimizer"):
+                "python/fairseq/test_fairseq_optimizers.py",
+            binding("fairseq/calls"):
+                "binding/test_fairseq_step.py "
+                "python/fairseq/test_fairseq_facts.py",
+            binding("data/batches"):
+                "binding/test_batches.py binding/test_blocks.py "
+                "binding/test_collate.py",
+            core("data/batches"):
+                "core/test_batches.c binding/test_batches.py core/test_blocks.c "
+                "binding/test_blocks.py core/test_shard.c "
+                "python/data/test_batch_shard.py",
+            "ctrainer/fairseq/meters.py":
+                "python/fairseq/test_fairseq_meters.py",
+            "ctrainer/fairseq/metrics.py":
+                "python/fairseq/test_fairseq_metrics.py",
             "ctrainer/fairseq/data_utils.py ctrainer/fairseq/data/dictionary.py":
                 "python/fairseq/test_fairseq_data.py "
                 "python/fairseq/test_fairseq_text.py",
@@ -296,27 +334,36 @@ AREAS = {
                 "python/fairseq/test_fairseq_iterators.py "
                 "python/fairseq/test_fairseq_epochs.py",
         },
-        "python/fairseq/test_fairseq_trainer.py python/fairseq/test_fairseq_loop.py "
+        "python/fairseq/test_fairseq_trainer.py "
+        "python/fairseq/test_fairseq_loop.py "
         "python/fairseq/test_fairseq_precision.py",
     ),
     "checkpoints": Area(
         {
-            core("staging", "io"):
+            core("checkpoint/staging"):
                 "core/test_staging.c core/test_files.c core/test_writer.c",
-            core("writer", "fileset"): "core/test_writer.c",
-            core("arena"): "core/test_writer.c core/test_plan.c",
-            core("crc32", "crc32c", "crc_table"): "core/test_crc.c",
-            core("source", "walk"): "core/test_files.c core/test_zip.c",
-            core("zip", "zip_read"): "core/test_zip.c",
-            core("safetensors", "safetensors_read", "safetensors_data", "json"):
+            core("base/io"):
+                "core/test_staging.c core/test_files.c core/test_writer.c "
+                "core/test_zip.c",
+            core("checkpoint/writer"):
+                "core/test_writer.c",
+            core("checkpoint/plan"):
+                "core/test_writer.c core/test_plan.c binding/test_checkpoint.py",
+            core("checkpoint/arena"):
+                "core/test_writer.c core/test_plan.c",
+            core("base/crc"):
+                "core/test_crc.c",
+            core("checkpoint/source"):
+                "core/test_files.c core/test_zip.c",
+            core("checkpoint/zip"):
+                "core/test_zip.c",
+            core("checkpoint/safetensors", "base/json"):
                 "core/test_safetensors.c",
-            core("plan", "plan_publish", "manifest"):
+            core("checkpoint/manifest"):
                 "core/test_plan.c binding/test_checkpoint.py",
-            binding("checkpoint", "ckpt_files"): "binding/test_checkpoint.py",
-            binding("checkpoint_add", "ckpt_excerpts", "ckpt_read", "ckpt_tensors",
-                    "ckpt_write"):
+            binding("checkpoint/writer", "checkpoint/files", "checkpoint/tensors"):
                 "binding/test_checkpoint.py",
-            binding("trainer_ckpt", "trainer_ckpt_folder"):
+            binding("trainer/checkpoint"):
                 "python/checkpoint/test_trainer_checkpoints.py "
                 "python/checkpoint/test_ranks_checkpoints.py",
             "ctrainer/checkpoint/files.py ctrainer/checkpoint/schema.py":
@@ -327,14 +374,15 @@ AREAS = {
                 "python/fsdp/test_fsdp_files_together.py",
             "ctrainer/trainer/rank_files.py":
                 "python/checkpoint/test_ranks_checkpoints.py",
-            python("adapters", "_saved_names"):
+            "ctrainer/adapters/_saved_names.py":
                 "python/checkpoint/test_loading_weights.py "
                 "parity/test_saved_weights.py",
-            python("adapters", "_torch_checkpoint", "_torch_files"):
+            "ctrainer/adapters/_torch_checkpoint.py "
+            "ctrainer/adapters/_torch_files.py":
                 "python/checkpoint/test_damaged_checkpoints.py "
                 "python/checkpoint/test_loading_weights.py "
                 "parity/test_checkpoint_exchange.py",
-            python("adapters", "_numpy_checkpoint"):
+            "ctrainer/adapters/_numpy_checkpoint.py":
                 "python/trainer/test_numpy_adapter.py "
                 "python/trainer/test_numpy_training.py",
             "ctrainer/trainer/checkpoint.py":
@@ -348,93 +396,112 @@ AREAS = {
     ),
     "ranks": Area(
         {
-            core("comm", "comm_bytes", "comm_self", "comm_split"):
+            core("comm/comm", "comm/self", "comm/split"):
                 "core/test_comm.c",
-            core("comm_padded", "count"): "core/test_comm_padded.c core/test_count.c",
-            core("comm_sync"): "core/test_reducer.c binding/test_communicator.py",
-            core("packet"): "core/test_packet.c",
-            core("copy_far"): "core/test_copy_far.c",
-            core("reduce") + " csrc/core/comm/reduce_body.h": "core/test_reduce.c",
-            core("codec_half"):
+            core("comm/bytes"):
+                "core/test_comm.c core/test_packet.c",
+            core("comm/padded", "data/targets"):
+                "core/test_comm_padded.c core/test_count.c",
+            core("comm/sync"):
+                "core/test_reducer.c binding/test_communicator.py",
+            core("base/copy_far"):
+                "core/test_copy_far.c",
+            core("comm/reduce") + " " +
+            "csrc/core/comm/reduce_body.h":
+                "core/test_reduce.c",
+            core("ddp/codec"):
                 "core/test_codecs.c",
-            core("comm_shm", "exchange", "exchange_slots", "crew", "shm_queue",
-                 "deadline", "interrupt", "lanes", "pages", "segment",
-                 "segment_hold"):
+            core("comm/shm", "comm/exchange", "comm/process_barrier", "base/wait",
+                 "base/pages", "base/segment"):
                 "core/test_comm_shm.c core/test_comm_shm_memory.c "
                 "core/test_comm_shm_faults.c",
-            core("comm_levels", "levels", "levels_reduce"):
+            core("comm/hierarchical"):
                 "core/test_comm_levels.c",
-            core("history"): "core/test_history.c python/comm/test_ranks_differ.py",
-            core("pool"): "core/test_pool.c",
-            core("reducer", "bucket"): "core/test_reducer.c",
-            core("shard"): "core/test_shard.c python/data/test_batch_shard.py",
-            binding("communicator", "communicator_bytes", "communicator_collect",
-                    "communicator_padded", "communicator_split",
-                    "communicator_work", "comm_sync"):
-                "binding/test_communicator.py python/comm/test_ranks_of_one_machine.py",
-            binding("communicator_memory", "communicator_shm"):
+            core("comm/history"):
+                "core/test_history.c python/comm/test_ranks_differ.py",
+            core("base/pool"):
+                "core/test_pool.c",
+            core("ddp/reducer", "ddp/bucket"):
+                "core/test_reducer.c",
+            binding("comm/communicator", "comm/sync"):
+                "binding/test_communicator.py "
                 "python/comm/test_ranks_of_one_machine.py",
-            binding("communicator_levels") + " " + python("comm", "machines"):
-                "python/comm/test_groups_over_machines.py",
-            binding("comm_python") + " " + python("comm", "process_group"):
-                "binding/test_communicator.py python/comm/test_process_groups.py",
-            binding("communicator_plugin") + " " + python("comm", "nccl"):
+            binding("comm/memory"):
+                "python/comm/test_ranks_of_one_machine.py "
+                "python/trainer/test_copies.py cuda/test_fsdp_device.py",
+            binding("comm/backends"):
+                "python/comm/test_ranks_of_one_machine.py "
+                "python/comm/test_groups_over_machines.py "
                 "cuda/test_nccl_groups.py",
-            python("comm", "environment"):
-                "python/comm/test_ranks_of_one_machine.py python/comm/test_world.py",
-            python("comm", "processes", "run") + " ctrainer/runtime/fork.py":
+            "ctrainer/comm/machines.py":
+                "python/comm/test_groups_over_machines.py",
+            binding("comm/python") + " " +
+            "ctrainer/comm/process_group.py":
+                "binding/test_communicator.py python/comm/test_process_groups.py",
+            "ctrainer/comm/nccl.py":
+                "cuda/test_nccl_groups.py",
+            "ctrainer/comm/environment.py":
+                "python/comm/test_ranks_of_one_machine.py "
+                "python/comm/test_world.py",
+            "ctrainer/comm/processes.py ctrainer/comm/run.py "
+            "ctrainer/runtime/fork.py":
                 "python/comm/test_world.py python/comm/test_process_group_exit.py "
                 "python/comm/test_forked_children.py",
-            python("comm", "mpi"): "python/comm/test_groups_over_mpi.py",
-            python("comm", "cost"): "python/comm/test_cost.py",
+            "ctrainer/comm/mpi.py":
+                "python/comm/test_groups_over_mpi.py",
+            "ctrainer/comm/cost.py":
+                "python/comm/test_cost.py",
+            binding("comm/group"):
+                "binding/test_communicator.py",
         },
         "binding/test_communicator.py python/comm/test_ranks_of_one_machine.py",
     ),
     "fsdp": Area(
         {
-            core("fsdp"): "core/test_fsdp.c python/fsdp/test_fsdp_codes.py",
-            core("fsdp_offload", "fsdp_prefetch"): "core/test_fsdp.c",
-            core("fsdp_codes"): "core/test_fsdp_codes.c",
-            core("fsdp_presence"): "core/test_fsdp.c core/test_fsdp_codes.c "
+            core("fsdp/unit"):
+                "core/test_fsdp.c python/fsdp/test_fsdp_codes.py "
+                "core/test_fsdp_codes.c "
                 "python/fsdp/test_fsdp_missing_gradients.py",
-            binding("fsdp", "fsdp_attributes", "fsdp_forward", "fsdp_backward",
-                    "fsdp_clip", "fsdp_tensors", "trainer_shards"):
+            binding("fsdp/unit", "fsdp/passes"):
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py",
-            binding("fsdp_memory"):
-                "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_missing_gradients.py",
-            binding("fsdp_device"): "python/fsdp/test_fsdp.py cuda/test_fsdp_device.py",
-            binding("fsdp_order"): "python/fsdp/test_fsdp_order.py",
-            binding("fsdp_prefetch"): "python/fsdp/test_fsdp_prefetch.py",
-            binding("fsdp_replicas"): "python/fsdp/test_fsdp_hybrid.py",
-            core("mapping"): "core/test_mapping.c",
-            binding("mapped_memory", "mapped_memory_dlpack"):
-                "python/trainer/test_copies.py cuda/test_fsdp_device.py",
+            binding("fsdp/collectives"):
+                "python/fsdp/test_fsdp.py "
+                "python/fsdp/test_fsdp_missing_gradients.py "
+                "cuda/test_fsdp_device.py python/fsdp/test_fsdp_order.py "
+                "python/fsdp/test_fsdp_prefetch.py "
+                "python/fsdp/test_fsdp_hybrid.py",
+            core("base/mapping"):
+                "core/test_mapping.c core/test_alloc.c",
             "ctrainer/arguments/fsdp.py":
                 "python/fsdp/test_fsdp_options.py python/fsdp/test_fsdp_errors.py",
-            python("fsdp", "full_params", "module", "sharded"):
+            "ctrainer/fsdp/full_params.py ctrainer/fsdp/module.py "
+            "ctrainer/fsdp/sharded.py":
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py "
                 "python/fsdp/test_fsdp_copies.py",
-            python("fsdp", "layout"):
+            "ctrainer/fsdp/layout.py":
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py "
                 "python/fsdp/test_fsdp_freezing.py",
-            python("fsdp", "flatten"):
+            "ctrainer/fsdp/flatten.py":
                 "python/fsdp/test_fsdp_errors.py python/fsdp/test_fsdp.py",
-            python("fsdp", "options"):
+            "ctrainer/fsdp/options.py":
                 "python/fsdp/test_fsdp_options.py python/fsdp/test_fsdp_errors.py "
                 "python/fsdp/test_fsdp_hybrid.py cuda/test_fsdp_device.py",
-            python("fsdp", "initial_values"): "python/fsdp/test_fsdp_values.py",
-            python("fsdp", "optim_state"):
+            "ctrainer/fsdp/initial_values.py":
+                "python/fsdp/test_fsdp_values.py",
+            "ctrainer/fsdp/optim_state.py":
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_world_sizes.py "
                 "python/fsdp/test_fsdp_checkpoints.py",
-            "ctrainer/trainer/shards.py " + python("fsdp", "trained_model"):
+            "ctrainer/trainer/shards.py ctrainer/fsdp/trained_model.py":
                 "python/fsdp/test_fsdp_trainer.py python/fsdp/test_fsdp_meta.py "
                 "parity/test_fine_tuning.py",
-            python("fsdp", "consolidate", "shard_files", "stored"):
+            "ctrainer/fsdp/consolidate.py ctrainer/fsdp/shard_files.py "
+            "ctrainer/fsdp/stored.py":
                 "python/fsdp/test_fsdp_checkpoints.py "
                 "python/fsdp/test_fsdp_shard_faults.py "
                 "python/fsdp/test_fsdp_files_together.py",
-            python("fsdp", "shard_metadata"):
-                "python/fsdp/test_fsdp_checkpoints.py python/comm/test_ranks_differ.py",
+            "ctrainer/fsdp/shard_metadata.py":
+                "python/fsdp/test_fsdp_checkpoints.py "
+                "python/comm/test_ranks_differ.py",
             "ctrainer/fsdp/memory_plan.py":
                 "python/fsdp/test_fsdp_memory.py python/fsdp/test_fsdp_traffic.py",
         },
@@ -443,28 +510,33 @@ AREAS = {
     ),
     "data parallel": Area(
         {
-            binding("grad_hook", "grad_reducer", "grad_reducer_codec",
-                    "grad_reducer_forward", "grad_reducer_give",
-                    "grad_reducer_join", "grad_reducer_pass",
-                    "grad_reducer_setup"):
+            binding("ddp/pass"):
+                "python/ddp/test_data_parallel.py python/compat/test_fairscale.py",
+            binding("ddp/reducer") + " " +
+            "ctrainer/comm/data_parallel.py ctrainer/adapters/parallel.py":
                 "python/ddp/test_data_parallel.py",
-            binding("grad_reducer_owners"): "python/compat/test_fairscale.py",
-            python("comm", "data_parallel") + " ctrainer/adapters/parallel.py":
+            "ctrainer/comm/wrappers.py":
+                "python/fairseq/test_fairseq_ranks.py "
                 "python/ddp/test_data_parallel.py",
-            python("comm", "wrappers"):
-                "python/fairseq/test_fairseq_ranks.py python/ddp/test_data_parallel.py",
-            python("compat/fairscale", "_batch_norm", "_checkpoint", "_fsdp",
-                   "_groups", "_optim_state", "_oss", "_scaler", "_sharded_ddp",
-                   "_wrap"):
+            "ctrainer/compat/fairscale/_batch_norm.py "
+            "ctrainer/compat/fairscale/_checkpoint.py "
+            "ctrainer/compat/fairscale/_fsdp.py "
+            "ctrainer/compat/fairscale/_groups.py "
+            "ctrainer/compat/fairscale/_optim_state.py "
+            "ctrainer/compat/fairscale/_oss.py "
+            "ctrainer/compat/fairscale/_scaler.py "
+            "ctrainer/compat/fairscale/_sharded_ddp.py "
+            "ctrainer/compat/fairscale/_wrap.py":
                 "python/compat/test_fairscale.py",
         },
         "python/trainer/test_ranks_training.py parity/test_fairscale_parity.py",
     ),
     "data": Area(
         {
-            binding("batch_digest"): "binding/test_batch_digest.py",
-            binding("batch_shard"): "python/data/test_batch_shard.py",
-            binding("object_watch"): "binding/test_object_watch.py",
+            binding("data/digest"):
+                "binding/test_batch_digest.py binding/test_object_watch.py",
+            binding("data/batch_shard"):
+                "python/data/test_batch_shard.py",
             "ctrainer/arguments/accelerator.py":
                 "python/data/test_dispatched_batches.py "
                 "python/arguments/test_settings.py",
@@ -472,19 +544,21 @@ AREAS = {
                 "python/trainer/test_any_batch.py "
                 "python/arguments/test_arguments_in_runs.py "
                 "python/data/test_data_resume.py",
-            python("adapters", "_numpy_batches"):
-                "python/data/test_batch_shard.py python/trainer/test_numpy_adapter.py",
-            python("adapters", "_torch_batches"):
+            "ctrainer/adapters/_numpy_batches.py":
+                "python/data/test_batch_shard.py "
+                "python/trainer/test_numpy_adapter.py",
+            "ctrainer/adapters/_torch_batches.py":
                 "python/data/test_data_orders.py python/data/test_data_resume.py",
-            python("adapters", "_torch_ranks"):
+            "ctrainer/adapters/_torch_ranks.py":
                 "python/data/test_data_orders.py "
                 "python/data/test_dispatched_batches.py "
                 "python/data/test_data_resume_ranks.py",
-            python("adapters", "_torch_data", "_torch_reading", "generators",
-                   "reading"):
+            "ctrainer/adapters/_torch_data.py ctrainer/adapters/_torch_reading.py "
+            "ctrainer/adapters/generators.py ctrainer/adapters/reading.py":
                 "python/data/test_data_resume.py",
         },
-        "python/data/test_data_resume_ranks.py python/data/test_dispatched_batches.py "
+        "python/data/test_data_resume_ranks.py "
+        "python/data/test_dispatched_batches.py "
         "python/data/test_data_resume_evaluation.py "
         "python/trainer/test_numpy_training.py",
     ),
@@ -499,27 +573,36 @@ AREAS = {
             "ctrainer/training_args.py":
                 "python/arguments/test_training_args.py python/comm/test_world.py",
         },
-        "python/arguments/test_arguments_in_runs.py python/fsdp/test_fsdp_options.py",
+        "python/arguments/test_arguments_in_runs.py "
+        "python/fsdp/test_fsdp_options.py",
     ),
     "fairseq's settings": Area(
         {
-            python("fairseq/config", "base", "build", "components", "files", "flat",
-                   "references", "trees", "values"):
+            "ctrainer/fairseq/config/base.py ctrainer/fairseq/config/build.py "
+            "ctrainer/fairseq/config/components.py "
+            "ctrainer/fairseq/config/files.py ctrainer/fairseq/config/flat.py "
+            "ctrainer/fairseq/config/references.py "
+            "ctrainer/fairseq/config/trees.py ctrainer/fairseq/config/values.py":
                 "python/fairseq/test_fairseq_config.py "
                 "python/fairseq/test_fairseq_config_values.py",
-            python("fairseq/config", "command_line"):
+            "ctrainer/fairseq/config/command_line.py":
                 "python/fairseq/test_fairseq_command_line.py",
-            python("fairseq/config", "distributed", "status"):
+            "ctrainer/fairseq/config/distributed.py "
+            "ctrainer/fairseq/config/status.py":
                 "python/fairseq/test_fairseq_config.py "
                 "python/fairseq/test_fairseq_distributed.py",
-            python("fairseq", "_trainer_checks"):
+            "ctrainer/fairseq/_trainer_checks.py":
                 "python/fairseq/test_fairseq_config_ranges.py "
                 "python/fairseq/test_fairseq_facts.py",
-            python("fairseq", "distributed"):
+            "ctrainer/fairseq/distributed.py":
                 "python/fairseq/test_fairseq_distributed.py",
-            python("fairseq", "registry"): "python/fairseq/test_fairseq_user_dir.py",
-            python("fairseq", "aliases"): "python/fairseq/test_fairseq_aliases.py",
-            python("fairseq", "_cures", "_guest", "_install", "_patches", "original"):
+            "ctrainer/fairseq/registry.py":
+                "python/fairseq/test_fairseq_user_dir.py",
+            "ctrainer/fairseq/aliases.py":
+                "python/fairseq/test_fairseq_aliases.py",
+            "ctrainer/fairseq/_cures.py ctrainer/fairseq/_guest.py "
+            "ctrainer/fairseq/_install.py ctrainer/fairseq/_patches.py "
+            "ctrainer/fairseq/original.py":
                 "python/fairseq/test_fairseq_install.py",
         },
         "python/fairseq/test_fairseq_command_line.py "
@@ -528,37 +611,42 @@ AREAS = {
     ),
     "fairseq's runs": Area(
         {
-            python("fairseq", "train", "_background_saves"):
+            "ctrainer/fairseq/train.py ctrainer/fairseq/_background_saves.py":
                 "python/fairseq/test_fairseq_loop.py "
                 "python/fairseq/test_fairseq_save_async.py "
                 "python/fairseq/test_fairseq_program.py",
-            python("fairseq", "_trainer_core", "trainer", "_trainer_data"):
+            "ctrainer/fairseq/_trainer_core.py ctrainer/fairseq/trainer.py "
+            "ctrainer/fairseq/_trainer_data.py":
                 "python/fairseq/test_fairseq_facts.py "
                 "python/fairseq/test_fairseq_trainer.py",
-            python("fairseq", "_trainer_failures", "replay"):
+            "ctrainer/fairseq/_trainer_failures.py ctrainer/fairseq/replay.py":
                 "python/fairseq/test_fairseq_checkpoints.py "
                 "python/fairseq/test_fairseq_replay.py",
-            python("adapters", "torch_fairseq", "nan_detector"):
+            "ctrainer/adapters/torch_fairseq.py ctrainer/adapters/nan_detector.py":
                 "python/fairseq/test_fairseq_trainer.py "
                 "python/fairseq/test_fairseq_precision.py "
                 "python/fairseq/test_fairseq_checkpoints.py",
-            python("fairseq", "_composite", "_optim_options", "_optimizers",
-                   "optim"):
+            "ctrainer/fairseq/_composite.py ctrainer/fairseq/_optim_options.py "
+            "ctrainer/fairseq/_optimizers.py ctrainer/fairseq/optim.py":
                 "python/fairseq/test_fairseq_optimizers.py "
                 "python/fairseq/test_fairseq_precision.py "
                 "python/fairseq/test_fairseq_checkpoints.py",
-            python("fairseq", "_lr_base", "_lr_by_epoch", "_lr_by_update",
-                   "lr_scheduler"):
+            "ctrainer/fairseq/_lr_base.py ctrainer/fairseq/_lr_by_epoch.py "
+            "ctrainer/fairseq/_lr_by_update.py ctrainer/fairseq/lr_scheduler.py":
                 "python/fairseq/test_fairseq_schedules.py",
-            python("fairseq", "ema", "_sharded_ema", "_sharding", "_zero",
-                   "_code_feedback", "_worker_states"):
+            "ctrainer/fairseq/ema.py ctrainer/fairseq/_sharded_ema.py "
+            "ctrainer/fairseq/_sharding.py ctrainer/fairseq/_zero.py "
+            "ctrainer/fairseq/_code_feedback.py "
+            "ctrainer/fairseq/_worker_states.py":
                 "python/fairseq/test_fairseq_sharding.py "
                 "python/fairseq/test_fairseq_trainer.py "
                 "python/fairseq/test_fairseq_ranks.py",
-            python("fairseq", "_bars", "progress_bar", "trackers"):
+            "ctrainer/fairseq/_bars.py ctrainer/fairseq/progress_bar.py "
+            "ctrainer/fairseq/trackers.py":
                 "python/fairseq/test_fairseq_progress.py",
-            python("fairseq", "_tensors"): "python/fairseq/test_fairseq_metrics.py",
-            python("fairseq", "utils"):
+            "ctrainer/fairseq/_tensors.py":
+                "python/fairseq/test_fairseq_metrics.py",
+            "ctrainer/fairseq/utils.py":
                 "python/fairseq/test_fairseq_user_dir.py "
                 "python/fairseq/test_fairseq_trainer.py",
         },
@@ -567,16 +655,16 @@ AREAS = {
     ),
     "fairseq's files": Area(
         {
-            python("fairseq", "_trainer_ckpt"):
+            "ctrainer/fairseq/_trainer_ckpt.py":
                 "python/fairseq/test_fairseq_checkpoints.py "
                 "python/fairseq/test_fairseq_layouts.py",
-            python("fairseq", "checkpoint_utils"):
+            "ctrainer/fairseq/checkpoint_utils.py":
                 "python/fairseq/test_fairseq_checkpoint_policies.py "
                 "python/fairseq/test_fairseq_checkpoints.py "
                 "python/checkpoint/test_durable_files.py",
-            python("fairseq", "_checkpoint_upgrade"):
+            "ctrainer/fairseq/_checkpoint_upgrade.py":
                 "python/fairseq/test_fairseq_old_checkpoints.py",
-            python("adapters", "fairseq_parameters"):
+            "ctrainer/adapters/fairseq_parameters.py":
                 "python/fairseq/test_fairseq_layouts.py "
                 "python/fairseq/test_fairseq_old_checkpoints.py",
         },
@@ -586,40 +674,50 @@ AREAS = {
     ),
     "fairseq's models and data": Area(
         {
-            python("fairseq/models", "__init__", "fairseq_decoder",
-                   "fairseq_encoder",
-                   "fairseq_model"):
+            "ctrainer/fairseq/models/__init__.py "
+            "ctrainer/fairseq/models/fairseq_decoder.py "
+            "ctrainer/fairseq/models/fairseq_encoder.py "
+            "ctrainer/fairseq/models/fairseq_model.py":
                 "python/fairseq/test_fairseq_models.py "
                 "python/fairseq/test_fairseq_user_dir.py",
-            python("fairseq/models/transformer", "transformer_config",
-                   "transformer_decoder", "transformer_encoder",
-                   "transformer_model") +
-            " " + python("fairseq/models", "transformer_lm") +
-            " " + python("fairseq/modules", "multihead_attention",
-                         "positional_embedding", "small", "transformer_layer"):
+            "ctrainer/fairseq/models/transformer/transformer_config.py "
+            "ctrainer/fairseq/models/transformer/transformer_decoder.py "
+            "ctrainer/fairseq/models/transformer/transformer_encoder.py "
+            "ctrainer/fairseq/models/transformer/transformer_model.py "
+            "ctrainer/fairseq/models/transformer_lm.py "
+            "ctrainer/fairseq/modules/multihead_attention.py "
+            "ctrainer/fairseq/modules/positional_embedding.py "
+            "ctrainer/fairseq/modules/small.py "
+            "ctrainer/fairseq/modules/transformer_layer.py":
                 "python/fairseq/test_fairseq_models.py",
-            python("fairseq/criterions", "cross_entropy", "fairseq_criterion",
-                   "label_smoothed_cross_entropy"):
+            "ctrainer/fairseq/criterions/cross_entropy.py "
+            "ctrainer/fairseq/criterions/fairseq_criterion.py "
+            "ctrainer/fairseq/criterions/label_smoothed_cross_entropy.py":
                 "python/fairseq/test_fairseq_criterions.py "
                 "python/fairseq/test_fairseq_translation.py",
-            python("fairseq/data", "base_wrapper_dataset", "edge_datasets",
-                   "language_pair_dataset", "monolingual_dataset", "text_chunks",
-                   "token_block_dataset"):
+            "ctrainer/fairseq/data/base_wrapper_dataset.py "
+            "ctrainer/fairseq/data/edge_datasets.py "
+            "ctrainer/fairseq/data/language_pair_dataset.py "
+            "ctrainer/fairseq/data/monolingual_dataset.py "
+            "ctrainer/fairseq/data/text_chunks.py "
+            "ctrainer/fairseq/data/token_block_dataset.py":
                 "python/fairseq/test_fairseq_data.py "
                 "python/fairseq/test_fairseq_text.py "
                 "python/fairseq/test_fairseq_translation.py",
-            python("fairseq", "_file_pair", "_mmap_dataset",
-                   "indexed_dataset"):
+            "ctrainer/fairseq/_file_pair.py ctrainer/fairseq/_mmap_dataset.py "
+            "ctrainer/fairseq/indexed_dataset.py":
                 "python/fairseq/test_fairseq_indexed.py "
                 "python/checkpoint/test_durable_files.py",
-            python("fairseq", "concat_dataset", "fairseq_dataset"):
+            "ctrainer/fairseq/concat_dataset.py "
+            "ctrainer/fairseq/fairseq_dataset.py":
                 "python/fairseq/test_fairseq_data.py",
-            python("fairseq", "_epoch_iterating"):
+            "ctrainer/fairseq/_epoch_iterating.py":
                 "python/fairseq/test_fairseq_epochs.py",
-            python("fairseq", "binarizer", "preprocess"):
+            "ctrainer/fairseq/binarizer.py ctrainer/fairseq/preprocess.py":
                 "python/fairseq/test_fairseq_text.py",
-            python("fairseq/tasks", "fairseq_task", "language_modeling",
-                   "translation"):
+            "ctrainer/fairseq/tasks/fairseq_task.py "
+            "ctrainer/fairseq/tasks/language_modeling.py "
+            "ctrainer/fairseq/tasks/translation.py":
                 "python/fairseq/test_fairseq_translation.py "
                 "python/fairseq/test_fairseq_program.py",
         },
@@ -629,21 +727,29 @@ AREAS = {
     ),
     "kernels": Area(
         {
-            core("alloc", "malloc"): "core/test_alloc.c",
-            core("status") + " csrc/core/base/check.h " + math("half_math"):
+            core("base/alloc"):
+                "core/test_alloc.c",
+            core("base/status") + " " +
+            "csrc/core/base/check.h" + " " +
+            math("half"):
                 "core/test_dtype.c core/test_half.c core/test_copy.c",
-            core("index"): "core/test_index.c",
+            core("data/index"):
+                "core/test_index.c",
             "csrc/cpu/add.c csrc/cpu/average.c csrc/cpu/body/average.h "
             "csrc/cpu/copy.c csrc/cpu/body/dither.h csrc/cpu/scale.c "
             "csrc/cpu/body/scale.h csrc/cpu/stretch.c csrc/cpu/tile.c "
-            "csrc/cpu/body/tile.h csrc/cpu/zero.c csrc/cpu/device.c " +
-            math("ema_math", "philox_math", "scale_formula"):
+            "csrc/cpu/body/tile.h csrc/cpu/zero.c csrc/cpu/device.c" + " " +
+            math("ema", "philox", "formula/scale"):
                 "core/test_kernels.c core/test_copy.c core/test_half.c",
-            "csrc/cpu/codes.c csrc/cpu/body/codes.h " + math("codes_math"):
+            "csrc/cpu/codes.c csrc/cpu/body/codes.h" + " " +
+            math("codes"):
                 "core/test_codes.c",
-            "csrc/cpu/cuts.c": "core/test_cuts.c",
-            "csrc/cpu/isa.c": "core/test_isa.c",
-            "csrc/cpu/measure.c": "core/test_measure.c",
+            "csrc/cpu/cuts.c":
+                "core/test_cuts.c",
+            "csrc/cpu/isa.c":
+                "core/test_isa.c",
+            "csrc/cpu/measure.c":
+                "core/test_measure.c",
             "csrc/cpu/blas.c csrc/cpu/gemm.c csrc/cpu/body/gemm.h":
                 "core/test_gemm.c",
         },
@@ -654,24 +760,33 @@ AREAS = {
             "cuda/add.cu cuda/zero.cu cuda/element.cuh cuda/update.cuh "
             "cuda/average.cuh":
                 "cuda/test_elementwise.cpp cuda/test_launch.cpp",
-            "cuda/quant.cuh": "cuda/test_quant.cpp",
-            "cuda/reduce.cuh": "cuda/test_norm.cpp cuda/test_measure.cpp",
-            "cuda/factor.cu": "cuda/test_measure.cpp",
-            "cuda/gemm.cu cuda/cublas.c": "cuda/test_gemm.cpp cuda/test_dynlib.cpp",
-            "cuda/dynlib.c": "cuda/test_dynlib.cpp",
+            "cuda/quant.cuh":
+                "cuda/test_quant.cpp",
+            "cuda/reduce.cuh":
+                "cuda/test_norm.cpp cuda/test_measure.cpp",
+            "cuda/factor.cu cuda/measure.cu":
+                "cuda/test_measure.cpp",
+            "cuda/gemm.cu cuda/cublas.c":
+                "cuda/test_gemm.cpp cuda/test_dynlib.cpp",
+            "cuda/dynlib.c":
+                "cuda/test_dynlib.cpp",
             "cuda/device.cu cuda/launch.cuh":
                 "cuda/test_launch.cpp cuda/test_mapping.cpp",
             "cuda/status.h":
                 "cuda/test_launch.cpp cuda/test_mapping.cpp cuda/test_nccl.cpp",
-            "cuda/driver.c": "cuda/test_mapping.cpp",
-            "cuda/nccl.c cuda/nccl_join.c": "cuda/test_nccl.cpp cuda/test_fsdp.cpp",
-            "cuda/module.c": "cuda/test_nccl_groups.py cuda/test_fsdp_device.py",
-            "cuda/norm.cu": "cuda/test_launch.cpp cuda/test_norm.cpp",
+            "cuda/driver.c cuda/mapping.c":
+                "cuda/test_mapping.cpp",
+            "cuda/nccl.c cuda/nccl_join.c":
+                "cuda/test_nccl.cpp cuda/test_fsdp.cpp",
+            "cuda/module.c":
+                "cuda/test_nccl_groups.py cuda/test_fsdp_device.py",
+            "cuda/norm.cu":
+                "cuda/test_launch.cpp cuda/test_norm.cpp",
             "cuda/update.cu cuda/average.cu cuda/copy.cu cuda/scale.cu":
-                "cuda/test_launch.cpp cuda/test_elementwise.cpp cuda/test_step.cpp",
-            "cuda/measure.cu": "cuda/test_measure.cpp",
-            "cuda/codes.cu": "cuda/test_codes.cpp",
-            "cuda/mapping.c": "cuda/test_mapping.cpp",
+                "cuda/test_launch.cpp cuda/test_elementwise.cpp "
+                "cuda/test_step.cpp",
+            "cuda/codes.cu":
+                "cuda/test_codes.cpp",
             "cuda/comm_nccl.c cuda/nccl_wait.c cuda/nccl_staging.c":
                 "cuda/test_nccl.cpp",
         },
@@ -682,7 +797,7 @@ AREAS = {
 NOT_DRAWN = {
     "ctrainer/__init__.py ctrainer/fairseq/__init__.py ctrainer/fsdp/__init__.py":
         "names that are imported when they are asked for",
-    "csrc/core/base/dtype.c": "the table of dtypes",
+    "csrc/core/ct_dtype.c": "the table of dtypes",
     "ctrainer/__main__.py": "the table of commands",
     "ctrainer/arguments/fields.py": "a table of fields and their defaults",
 }  # fmt: skip

@@ -54,7 +54,7 @@ FIXED = (
         "python/checkpoint/test_trainer_checkpoints.py",
     ),
     Fixed(
-        "csrc/binding/evaluate/trainer_eval_ranks.c",
+        "csrc/binding/evaluate/outputs.c",
         "delete a call",
         "*n = PyLong_AsSsize_t(length);",
         ";",
@@ -75,14 +75,14 @@ FIXED = (
 # the line without its indent, what takes its place, and the reason.
 EQUIVALENT = (
     (
-        "csrc/binding/schedule/scheduler_groups.c",
+        "csrc/binding/schedule/scheduler.c",
         "if (old == NULL ? PyErr_Occurred() != NULL : PyFloat_CheckExact(old)) {",
         "if (0 && (old == NULL ? PyErr_Occurred() != NULL : "
         "PyFloat_CheckExact(old))) {",
         "the short way for a float, which has no fill_: the long one ends alike",
     ),
     (
-        "csrc/binding/optim/optimizer_average.c",
+        "csrc/binding/optim/engine.c",
         "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average + 1;",
         "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average;",
         "hint is where the search begins, which goes over all places whatever it is",
@@ -151,7 +151,7 @@ EQUIVALENT = (
         "the part behind the last rank's is empty: nothing is coded or decoded",
     ),
     (
-        "csrc/core/comm/exchange_slots.c",
+        "csrc/core/comm/exchange.c",
         "return (x < y ? y - x : x - y) < bytes;",
         "return (x < y ? y - x : y - x) < bytes;",
         "a collective's operands are equal or apart: the difference wraps to no less "
@@ -164,7 +164,7 @@ EQUIVALENT = (
         "a value too many is read and written, which nobody uses: make asan sees it",
     ),
     (
-        "csrc/binding/evaluate/trainer_eval_ranks.c",
+        "csrc/binding/evaluate/outputs.c",
         "return batch->rows > 0 && result == 0 ? "
         "ctpy_pack(packet, batch->whole, names)",
         "return batch->rows >= 0 && result == 0 ? "
@@ -172,7 +172,7 @@ EQUIVALENT = (
         "of a message without rows, nobody reads more than its head",
     ),
     (
-        "csrc/binding/fsdp/fsdp_clip.c",
+        "csrc/binding/fsdp/unit.c",
         "if (status != CT_OK || job->n == 0 || factor >= 1.0) {",
         "if (status != CT_OK || job->n == 0 || factor > 1.0) {",
         "where the factor is exactly 1, every gradient times it is itself",
@@ -184,7 +184,7 @@ EQUIVALENT = (
         "the bucket that was started last is waited for sooner: results are the same",
     ),
     (
-        "csrc/binding/evaluate/trainer_eval_batch.c",
+        "csrc/binding/evaluate/loop.c",
         "if (going > 0 && going < comm->world_size) { "
         "/* some have nothing to run at all */",
         "if (going > 0 && going < (comm->world_size + 1)) { "

@@ -1,9 +1,129 @@
 /* ctrainer._C.BMUF: workers that train apart and meet at the ends of blocks. */
-#include "binding/bmuf/bmuf.h"
+#include "binding/comm/communicator.h"
+#include "binding/runtime/buffer.h"
 
+#include "core/base/alloc.h"
+#include "core/bmuf/bmuf.h"
 #include "core/device/device.h"
 
+#include <math.h>
 #include <string.h>
+
+/* The insides of BMUF, for the files that implement it. */
+
+typedef struct BMUF {
+    PyObject_HEAD
+    PyObject *inner;        /* the optimizer; NULL before __init__ */
+    PyObject *communicator; /* a Communicator */
+    ct_bmuf core;
+    ct_bmuf_config config;  /* as given */
+    ct_bmuf_config meeting; /* of the block that ends: SlowMo's follow the rate */
+    int64_t num_updates;
+    bool average_sync;
+    bool slowmo;
+    bool started; /* the global model is one of these parameters */
+    bool busy;    /* a pass is under way without the GIL */
+    bool holds;   /* the communicator, which stays open while a block is away */
+    int root;     /* of a new group: whose model and momentum all take over */
+} BMUF;
+
+/* Tensors of Python as the core's list; owns what it borrows from. Zeros is empty. */
+typedef struct bmuf_tensors {
+    PyObject *sources, *copies; /* sequences of PySequence_Fast */
+    ct_bmuf_tensor *tensors;
+    ct_bmuf_list list;
+} bmuf_tensors;
+
+/* binding/bmuf/bmuf.c: `sources`, and one by one the copies of lower precision, None or
+ * a tensor; copies may be NULL. 0, or -1 with an exception that names the one at fault
+ * and nothing to release. */
+
+/* What works on a list without the GIL. */
+typedef ct_status
+bmuf_pass(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err);
+
+/* binding/bmuf/bmuf.c: calls the hook of that name, which gives tensors and their
+ * copies or None, and runs the pass over them; and decides what a block is computed
+ * with. */
+
+/* binding/bmuf/bmuf.c: what a block that is over has to do besides. */
+
+PyDoc_STRVAR(
+    BMUF_doc,
+    "BMUF(optimizer, communicator, *, global_sync_iter=50, block_lr=1.0,\n"
+    "     block_momentum=0.875, look='plain', average_sync=False,\n"
+    "     warmup_iterations=500, delta_bits=32, overlap_steps=0)\n--\n\n"
+    "Blocks of updates over an optimizer; ctrainer.BMUF is its public face, which has\n"
+    "the hooks _synced_tensors(), _moments(), average_params(), _reset_optimizer() "
+    "and\n"
+    "_after_sync().");
+
+static Communicator *
+group_of(const BMUF *self)
+{
+    return (Communicator *)self->communicator;
+}
+
+/* An open communicator is not closed while it works for us. */
+static void
+hold_group(BMUF *self)
+{
+    const bool wanted = self->core.is_under_way;
+    if (wanted != self->holds) {
+        group_of(self)->busy += wanted ? 1 : -1;
+        self->holds = wanted;
+    }
+}
+
+static void
+bmuf_land(BMUF *self)
+{
+    if (self->holds) {
+        ct_comm *comm = group_of(self)->comm;
+        Py_BEGIN_ALLOW_THREADS
+        ct_bmuf_land(&self->core, comm);
+        Py_END_ALLOW_THREADS
+        hold_group(self);
+    }
+    self->core.is_away = false;
+}
+
+/* binding/bmuf/bmuf.c: blocks whose average is taken later. */
+void bmuf_land(BMUF *self); /* waits and forgets */
+extern const char BMUF_finish_doc[];
+
+const char BMUF_average_moments_doc[] =
+    "_average_moments($self, /)\n--\n\n"
+    "Replace the tensors that _moments() gives by their averages over all "
+    "ranks.";
+
+const char BMUF_start_doc[] =
+    "_start($self, /)\n--\n\n"
+    "Take the parameters for the global model and begin a block.";
+
+/* binding/bmuf/bmuf.c: a RuntimeError, "what" in it, while a pass is under way; what
+ * follows an update; and what the face calls. */
+extern const char BMUF_average_moments_doc[], BMUF_start_doc[], BMUF_adopt_doc[];
+
+const char BMUF_save_blocks_doc[] =
+    "_save_blocks($self, model, momentum, /)\n--\n\n"
+    "Copy the global model and the momentum of blocks into tensors as long as the\n"
+    "parameters, float64 or float32 as their blocks are computed in.";
+
+const char BMUF_save_residual_doc[] =
+    "_save_residual($self, residual, /)\n--\n\n"
+    "Copy what this rank's codes of distances have missed into tensors like those of\n"
+    "_save_blocks().";
+
+const char BMUF_save_left_doc[] =
+    "_save_left($self, left, /)\n--\n\n"
+    "Copy the parameters as they were when the block ended whose average has not been\n"
+    "taken yet into tensors like those of _save_blocks().";
+
+/* binding/bmuf/bmuf.c: what is saved besides the inner optimizer's state. */
+extern const char BMUF_save_left_doc[], BMUF_load_left_doc[];
+extern const char BMUF_save_blocks_doc[], BMUF_load_blocks_doc[];
+extern const char BMUF_save_residual_doc[], BMUF_load_residual_doc[];
 
 /* ---- lifetime ----------------------------------------------------------------------
  */
@@ -73,6 +193,19 @@ parse_look(const char *name, ct_block_look *look, bool *slowmo)
 }
 
 static int
+bmuf_check_idle(const BMUF *self, const char *what)
+{
+    if (self->inner == NULL || self->busy) {
+        PyErr_Format(PyExc_RuntimeError,
+                     self->busy ? "%s while another thread synchronises a block"
+                                : "%s before BMUF.__init__() was called",
+                     what);
+        return -1;
+    }
+    return 0;
+}
+
+static int
 BMUF_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"optimizer",
@@ -135,6 +268,290 @@ PyDoc_STRVAR(
     "block ends.\n\n"
     "Returns what it returned. An update that raises is not counted. Raises\n"
     "RuntimeError naming the rank when another fails or stays away.");
+
+static int
+run_over(BMUF *self, const bmuf_tensors *t, bmuf_pass *pass)
+{
+    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
+    ct_status status;
+    ct_error err;
+    if (comm == NULL) {
+        return -1;
+    }
+    Communicator *group = (Communicator *)Py_NewRef(self->communicator);
+    group->busy++;
+    self->busy = true;
+    Py_BEGIN_ALLOW_THREADS
+    status = pass(self, comm, &t->list, &err);
+    Py_END_ALLOW_THREADS
+    self->busy = false;
+    group->busy--;
+    Py_DECREF(group);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+static void
+bmuf_tensors_free(bmuf_tensors *t)
+{
+    ct_free(t->tensors);
+    Py_XDECREF(t->copies);
+    Py_XDECREF(t->sources);
+    *t = (bmuf_tensors){0};
+}
+
+static int
+read_span(ctpy_state *state, PyObject *op, const char *what, Py_ssize_t index,
+          ct_span *span)
+{
+    char text[64];
+    (void)PyOS_snprintf(text, sizeof text, "%s %zd", what, index);
+    const ctpy_place place = {.what = text, .group = -1};
+    ctpy_view view;
+    if (ctpy_view_of(state, op, &place, &view) < 0) {
+        return -1;
+    }
+    if (view.readonly) {
+        PyErr_Format(PyExc_ValueError, "%s is read-only", text);
+        return -1;
+    }
+    *span = view.span;
+    return 0;
+}
+
+static int
+read_tensor(ctpy_state *state, const bmuf_tensors *t, Py_ssize_t i)
+{
+    ct_bmuf_tensor *tensor = &t->tensors[i];
+    PyObject *source = PySequence_Fast_GET_ITEM(t->sources, i);
+    PyObject *copy =
+        t->copies == NULL ? Py_None : PySequence_Fast_GET_ITEM(t->copies, i);
+    *tensor = (ct_bmuf_tensor){.span = {.dtype = CT_F32}};
+    if (read_span(state, source, "parameter", i, &tensor->span) < 0) {
+        return -1;
+    }
+    if (copy == Py_None) {
+        return 0;
+    }
+    if (read_span(state, copy, "copy of parameter", i, &tensor->copy) < 0) {
+        return -1;
+    }
+    if (tensor->copy.n != tensor->span.n) {
+        PyErr_Format(PyExc_ValueError, "parameter %zd has %zu elements, its copy %zu",
+                     i, tensor->span.n, tensor->copy.n);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+read_all(ctpy_state *state, bmuf_tensors *t)
+{
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(t->sources);
+    if (t->copies != NULL && PySequence_Fast_GET_SIZE(t->copies) != n) {
+        PyErr_Format(PyExc_ValueError,
+                     "%zd parameters and %zd copies; expected as many", n,
+                     PySequence_Fast_GET_SIZE(t->copies));
+        return -1;
+    }
+    t->tensors = ct_calloc((size_t)n + 1, sizeof *t->tensors);
+    if (t->tensors == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (read_tensor(state, t, i) < 0) {
+            return -1;
+        }
+    }
+    t->list = (ct_bmuf_list){t->tensors, (size_t)n};
+    return 0;
+}
+
+/* Tuples, so that nobody can take what is worked on out of them. */
+static int
+bmuf_tensors_read(ctpy_state *state, PyObject *sources, PyObject *copies,
+                  bmuf_tensors *t)
+{
+    *t = (bmuf_tensors){.sources = PySequence_Tuple(sources)};
+    if (t->sources != NULL && copies != NULL) {
+        t->copies = PySequence_Tuple(copies);
+    }
+    if (t->sources == NULL || (copies != NULL && t->copies == NULL) ||
+        read_all(state, t) < 0) {
+        bmuf_tensors_free(t);
+        return -1;
+    }
+    return 0;
+}
+
+/* The hook gives a pair: tensors, and copies of theirs or None. */
+static int
+bmuf_run(BMUF *self, PyObject *name, bmuf_pass *pass)
+{
+    PyObject *found = PyObject_CallMethodNoArgs((PyObject *)self, name);
+    PyObject *sources, *copies;
+    bmuf_tensors t;
+    int result = -1;
+    if (found == NULL) {
+        return -1;
+    }
+    if (!PyArg_ParseTuple(found, "OO", &sources, &copies) ||
+        bmuf_tensors_read(ctpy_state_borrow((PyObject *)self), sources,
+                          copies == Py_None ? NULL : copies, &t) < 0) {
+        Py_DECREF(found);
+        return -1;
+    }
+    result = run_over(self, &t, pass);
+    bmuf_tensors_free(&t);
+    Py_DECREF(found);
+    return result;
+}
+
+static ct_status
+pass_take_over(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    return ct_bmuf_take_over(&self->core, &self->config, comm, list, err);
+}
+
+static int
+call_hook(BMUF *self, PyObject *name)
+{
+    PyObject *answer = PyObject_CallMethodNoArgs((PyObject *)self, name);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static int
+end_warmup(BMUF *self, ctpy_state *state)
+{
+    if (bmuf_run(self, state->str__synced_tensors, pass_take_over) < 0) {
+        return -1;
+    }
+    self->started = true;
+    return call_hook(self, self->average_sync ? state->str_average_params
+                                              : state->str__reset_optimizer) < 0
+               ? -1
+               : call_hook(self, state->str__after_sync);
+}
+
+static ct_status
+pass_meet(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    return ct_bmuf_meet(&self->core, &self->meeting, comm, list, err);
+}
+
+/* What this block is computed with: SlowMo divides by the optimizer's rate. */
+static int
+bmuf_settle(BMUF *self, ctpy_state *state)
+{
+    self->meeting = self->config;
+    if (!self->slowmo) {
+        return 0;
+    }
+    PyObject *answer = PyObject_CallMethodNoArgs(self->inner, state->str_get_lr);
+    const double rate = answer == NULL ? -1.0 : PyFloat_AsDouble(answer);
+    Py_XDECREF(answer);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    if (!(rate > 0.0 && isfinite(rate))) {
+        answer = PyFloat_FromDouble(rate);
+        PyErr_Format(PyExc_ValueError,
+                     "the optimizer's lr is %R where a block of SlowMo ends, which "
+                     "divides by it; expected a finite one above 0",
+                     answer);
+        Py_XDECREF(answer);
+        return -1;
+    }
+    self->meeting.lr = 1.0 / rate;
+    self->meeting.reach = self->config.lr * rate;
+    return 0;
+}
+
+static int
+bmuf_after_block(BMUF *self, ctpy_state *state)
+{
+    return self->average_sync && call_hook(self, state->str_average_params) < 0
+               ? -1
+               : call_hook(self, state->str__after_sync);
+}
+
+static ct_status
+pass_depart(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    return ct_bmuf_depart(&self->core, comm, list, err);
+}
+
+static int
+bmuf_depart(BMUF *self, ctpy_state *state)
+{
+    const int result = bmuf_run(self, state->str__synced_tensors, pass_depart);
+    hold_group(self);
+    return result;
+}
+
+static int
+end_block(BMUF *self, ctpy_state *state)
+{
+    if (self->config.overlap > 0) {
+        return bmuf_depart(self, state);
+    }
+    return bmuf_settle(self, state) < 0 ||
+                   bmuf_run(self, state->str__synced_tensors, pass_meet) < 0
+               ? -1
+               : bmuf_after_block(self, state);
+}
+
+/* So many updates after the block has ended, or where the count has been moved on. */
+static bool
+bmuf_is_due(const BMUF *self)
+{
+    const int64_t since = self->num_updates % self->config.sync_iter;
+    return self->core.is_away && (since == 0 || since >= self->config.overlap);
+}
+
+static ct_status
+pass_arrive(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    return ct_bmuf_arrive(&self->core, &self->meeting, comm, list, err);
+}
+
+static int
+bmuf_arrive(BMUF *self, ctpy_state *state)
+{
+    if (bmuf_settle(self, state) < 0) {
+        return -1;
+    }
+    const int result = bmuf_run(self, state->str__synced_tensors, pass_arrive);
+    hold_group(self);
+    return result < 0 ? -1 : bmuf_after_block(self, state);
+}
+
+static int
+bmuf_after_update(BMUF *self)
+{
+    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    const ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
+    if (comm == NULL) {
+        return -1;
+    }
+    if (comm->world_size < 2) {
+        return 0;
+    }
+    if (bmuf_is_due(self) && bmuf_arrive(self, state) < 0) {
+        return -1;
+    }
+    switch (ct_bmuf_after(&self->config, self->num_updates)) {
+    case CT_BMUF_WARMUP_END:
+        return end_warmup(self, state);
+    case CT_BMUF_BLOCK_END:
+        return end_block(self, state);
+    case CT_BMUF_NOTHING:
+        break;
+    }
+    return 0;
+}
 
 static PyObject *
 BMUF_step(PyObject *op, PyObject *args, PyObject *kwargs)
@@ -250,6 +667,216 @@ static PyMemberDef BMUF_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+static int
+check_started(const BMUF *self)
+{
+    if (self->busy || !self->started || self->config.momentum == 0.0) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        self->busy ? "a block is being synchronised by another thread"
+                                   : "there are no blocks to save or load: "
+                                     "block_momentum is 0, or training has not begun");
+        return -1;
+    }
+    return 0;
+}
+
+typedef ct_status copy_fn(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
+                          const ct_bmuf_list *list, ct_error *err);
+
+static int
+copy_one(BMUF *self, const ct_bmuf_flat *flat, PyObject *tensors, copy_fn *copy)
+{
+    bmuf_tensors t;
+    ct_status status;
+    ct_error err;
+    if (bmuf_tensors_read(ctpy_state_borrow((PyObject *)self), tensors, NULL, &t) < 0) {
+        return -1;
+    }
+    self->busy = true;
+    Py_BEGIN_ALLOW_THREADS
+    status = copy(&self->core, flat, &t.list, &err);
+    Py_END_ALLOW_THREADS
+    self->busy = false;
+    bmuf_tensors_free(&t);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+static PyObject *
+copy_both(PyObject *op, PyObject *args, const char *format, copy_fn *copy)
+{
+    BMUF *self = (BMUF *)op;
+    PyObject *global, *momentum;
+    if (!PyArg_ParseTuple(args, format, &global, &momentum) ||
+        check_started(self) < 0 ||
+        copy_one(self, &self->core.global, global, copy) < 0 ||
+        copy_one(self, &self->core.momentum, momentum, copy) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+BMUF_save_blocks(PyObject *op, PyObject *args)
+{
+    return copy_both(op, args, "OO:_save_blocks", ct_bmuf_save);
+}
+
+static PyObject *
+BMUF_load_blocks(PyObject *op, PyObject *args)
+{
+    return copy_both(op, args, "OO:_load_blocks", ct_bmuf_load);
+}
+
+static PyObject *
+copy_residual(PyObject *op, PyObject *tensors, copy_fn *copy)
+{
+    BMUF *self = (BMUF *)op;
+    if (check_started(self) < 0) {
+        return NULL;
+    }
+    if (!ct_bmuf_is_coded(&self->config)) {
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "there is no residual: delta_bits is 32, and nothing is missed");
+        return NULL;
+    }
+    return copy_one(self, &self->core.residual, tensors, copy) < 0 ? NULL
+                                                                   : Py_NewRef(Py_None);
+}
+
+static PyObject *
+BMUF_save_residual(PyObject *op, PyObject *arg)
+{
+    return copy_residual(op, arg, ct_bmuf_save);
+}
+
+static PyObject *
+BMUF_load_residual(PyObject *op, PyObject *arg)
+{
+    return copy_residual(op, arg, ct_bmuf_load);
+}
+
+static PyObject *
+BMUF_save_left(PyObject *op, PyObject *arg)
+{
+    BMUF *self = (BMUF *)op;
+    if (check_started(self) < 0 ||
+        copy_one(self, &self->core.left, arg, ct_bmuf_save) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static ct_status
+load_left(ct_bmuf *bmuf, const ct_bmuf_flat *flat, const ct_bmuf_list *list,
+          ct_error *err)
+{
+    (void)flat;
+    return ct_bmuf_load_left(bmuf, list, err);
+}
+
+static PyObject *
+BMUF_load_left(PyObject *op, PyObject *arg)
+{
+    BMUF *self = (BMUF *)op;
+    if (check_started(self) < 0 ||
+        copy_one(self, &self->core.left, arg, load_left) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static ct_status
+pass_average(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    return ct_bmuf_average(&self->core, comm, list, err);
+}
+
+static PyObject *
+BMUF_average_moments(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    ctpy_state *state = ctpy_state_borrow(op);
+    return bmuf_check_idle((BMUF *)op, "_average_moments()") < 0 ||
+                   bmuf_run((BMUF *)op, state->str__moments, pass_average) < 0
+               ? NULL
+               : Py_NewRef(Py_None);
+}
+
+static ct_status
+pass_start(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    (void)comm;
+    return ct_bmuf_start(&self->core, &self->config, list, err);
+}
+
+static PyObject *
+BMUF_start(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    BMUF *self = (BMUF *)op;
+    ctpy_state *state = ctpy_state_borrow(op);
+    if (bmuf_check_idle(self, "_start()") < 0) {
+        return NULL;
+    }
+    bmuf_land(self);
+    if (bmuf_run(self, state->str__synced_tensors, pass_start) < 0) {
+        return NULL;
+    }
+    self->started = true;
+    Py_RETURN_NONE;
+}
+
+static ct_status
+pass_adopt(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    return ct_bmuf_adopt(&self->core, &self->config, comm, self->root, list, err);
+}
+
+static int
+check_landed(const BMUF *self)
+{
+    if (self->core.is_away) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "regroup() before the average of the block that ended has been "
+                        "taken: call finish() first, on all ranks");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+BMUF_adopt(PyObject *op, PyObject *args)
+{
+    BMUF *self = (BMUF *)op;
+    ctpy_state *state = ctpy_state_borrow(op);
+    PyObject *communicator;
+    long long updates;
+    int root;
+    if (!PyArg_ParseTuple(args, "OiL:_adopt", &communicator, &root, &updates) ||
+        bmuf_check_idle(self, "regroup()") < 0 || check_landed(self) < 0 ||
+        ctpy_comm_borrow(state, communicator) == NULL) {
+        return NULL;
+    }
+    Py_XSETREF(self->communicator, Py_NewRef(communicator));
+    self->root = root;
+    if (bmuf_run(self, state->str__synced_tensors, pass_adopt) < 0) {
+        return NULL;
+    }
+    self->started = true;
+    self->num_updates = updates;
+    return call_hook(self, state->str__after_sync) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+BMUF_finish(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    BMUF *self = (BMUF *)op;
+    if (bmuf_check_idle(self, "finish()") < 0 ||
+        (self->core.is_away && bmuf_arrive(self, ctpy_state_borrow(op)) < 0)) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef BMUF_methods[] = {
     {"_adopt",           BMUF_adopt,                             METH_VARARGS,                 BMUF_adopt_doc          },
     {"_average_moments", BMUF_average_moments,                   METH_NOARGS,                  BMUF_average_moments_doc},
@@ -268,16 +895,6 @@ static PyMethodDef BMUF_methods[] = {
      step_doc                                                                                                          },
     {NULL,               NULL,                                   0,                            NULL                    },
 };
-
-PyDoc_STRVAR(
-    BMUF_doc,
-    "BMUF(optimizer, communicator, *, global_sync_iter=50, block_lr=1.0,\n"
-    "     block_momentum=0.875, look='plain', average_sync=False,\n"
-    "     warmup_iterations=500, delta_bits=32, overlap_steps=0)\n--\n\n"
-    "Blocks of updates over an optimizer; ctrainer.BMUF is its public face, which has\n"
-    "the hooks _synced_tensors(), _moments(), average_params(), _reset_optimizer() "
-    "and\n"
-    "_after_sync().");
 
 static PyType_Slot BMUF_slots[] = {
     {Py_tp_doc,      (void *)BMUF_doc},
@@ -298,3 +915,37 @@ PyType_Spec BMUF_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = BMUF_slots,
 };
+
+/* What BMUF saves besides the state of the optimizer within. */
+
+const char BMUF_load_blocks_doc[] = "_load_blocks($self, model, momentum, /)\n--\n\n"
+                                    "Take what _save_blocks() gave.";
+
+const char BMUF_load_residual_doc[] = "_load_residual($self, residual, /)\n--\n\n"
+                                      "Take what _save_residual() gave.";
+
+const char BMUF_load_left_doc[] =
+    "_load_left($self, left, /)\n--\n\n"
+    "Take what _save_left() gave, and that average later.";
+
+/* What happens at the ends of blocks. */
+
+/* ---- passes ------------------------------------------------------------------------
+ */
+
+/* ---- the ends of blocks ------------------------------------------------------------
+ */
+
+const char BMUF_adopt_doc[] =
+    "_adopt($self, communicator, root, num_updates, /)\n--\n\n"
+    "Go on in another group, from the root's parameters and momentum, after\n"
+    "num_updates.";
+
+/* Blocks whose average is taken some updates after they have ended. */
+
+const char BMUF_finish_doc[] =
+    "finish($self, /)\n--\n\n"
+    "Take the average of a block that ended less than overlap_steps updates ago: all\n"
+    "ranks call it, as after the last update. Without such a block nothing happens.";
+
+/* Tensors of Python as what blocks work on. */

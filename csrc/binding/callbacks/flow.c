@@ -2,7 +2,7 @@
  *
  * Runs every step, so it is C. Steps may come as floats (a user's `logging_steps=10.0`)
  * and are compared as such. */
-#include "binding/callbacks/ctpy_callbacks.h"
+#include "binding/callbacks/handler.h"
 
 #include <math.h>
 #include <stdbool.h>

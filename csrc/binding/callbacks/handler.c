@@ -1,10 +1,55 @@
 /* ctrainer._C.CallbackHandler: the events of a run, fired at every callback. */
 #include "binding/callbacks/handler.h"
-#include "binding/runtime/copies.h"
-#include "binding/callbacks/ctpy_callbacks.h"
+
+#include "binding/runtime/ctpy.h"
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <string.h>
+
+/* ctrainer._C.CallbackHandler: what its two files share. */
+
+/* What every event passes by keyword, in this order; attributes of the handler. */
+#define CTPY_PASSED(F)                                                                 \
+    F(model)                                                                           \
+    F(processing_class)                                                                \
+    F(optimizer)                                                                       \
+    F(lr_scheduler)                                                                    \
+    F(train_dataloader)                                                                \
+    F(eval_dataloader)
+
+/* `callbacks` is the list that users edit; `plans` maps a function to what
+ * runtime.events.wanted said of it; `names` are those of CTPY_PASSED, as a tuple.
+ * The last two are never NULL. */
+#define CTPY_HANDLER_FIELDS(F) F(callbacks) F(plans) F(names) CTPY_PASSED(F)
+
+typedef struct CallbackHandler {
+    PyObject_HEAD
+#define FIELD(name) PyObject *name;
+    CTPY_HANDLER_FIELDS(FIELD)
+#undef FIELD
+} CallbackHandler;
+
+enum {
+    N_POSITIONAL = 3,
+    N_PASSED = 6,
+    MAX_EXTRA = 24
+};
+
+/* One event on its way through the callbacks. Values lie in `stack`: a slot that
+ * vectorcall may use, then args, state and control, then one value per name. The
+ * handler's own values are filled in anew for each callback; the extras follow them
+ * and are borrowed from the caller of the event. */
+typedef struct event_call {
+    PyObject *event;
+    PyObject
+        *names; /* owned tuple: the handler's names that no extra shadows, extras */
+    unsigned shadowed; /* bit i: the i-th of CTPY_PASSED comes with the extras */
+    PyObject *stack[1 + N_POSITIONAL + N_PASSED + MAX_EXTRA];
+} event_call;
+
+/* Calls every callback that listens. Returns the control that they leave, a new
+ * reference, or NULL with the exception of the first that failed. */
 
 /* Flags of the control that an event lowers before the callbacks see it. */
 #define FLAGS(F)                                                                       \
@@ -33,6 +78,11 @@ typedef struct event_kind {
 #define KEYWORD_NONE 0
 #define KEYWORD_LOGS offsetof(ctpy_state, str_logs)
 #define KEYWORD_METRICS offsetof(ctpy_state, str_metrics)
+
+PyDoc_STRVAR(CallbackHandler_doc,
+             "CallbackHandler(callbacks, model, processing_class, optimizer,\n"
+             "                lr_scheduler)\n--\n\n"
+             "Fires the events of a run at its callbacks.");
 
 static PyObject *
 CallbackHandler_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
@@ -189,6 +239,184 @@ take_extras(CallbackHandler *self, event_call *call, PyObject *const *names,
     return 0;
 }
 
+/* New references to the handler's current values, from *values on. A callback may
+ * replace any of them, so they are read anew for each. */
+static size_t
+fill_passed(CallbackHandler *self, const event_call *call, PyObject **values)
+{
+#define VALUE(name) self->name,
+    PyObject *const now[] = {CTPY_PASSED(VALUE)};
+#undef VALUE
+    size_t n = 0;
+    for (size_t i = 0; i < N_PASSED; i++) {
+        if ((call->shadowed >> i & 1u) == 0) {
+            values[n++] = Py_NewRef(now[i] == NULL ? Py_None : now[i]);
+        }
+    }
+    return n;
+}
+
+/* The keywords as a dict, less those that `accepted` lacks unless `others` too are
+ * taken. A method that names `tokenizer` gets the processing class by that name, as
+ * before transformers 4.46. */
+static PyObject *
+chosen_keywords(CallbackHandler *self, const event_call *call, PyObject *accepted,
+                bool others)
+{
+    PyObject *tokenizer = ctpy_state_borrow((PyObject *)self)->str_tokenizer;
+    PyObject *const *values = &call->stack[1 + N_POSITIONAL];
+    PyObject *chosen = PyDict_New();
+    Py_ssize_t n = PyTuple_GET_SIZE(call->names);
+    int wants = PySet_Contains(accepted, tokenizer);
+    if (chosen == NULL || wants < 0) {
+        goto fail;
+    }
+    PyObject *processing = self->processing_class;
+    if (wants && PyDict_SetItem(chosen, tokenizer,
+                                processing == NULL ? Py_None : processing) < 0) {
+        goto fail;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *name = PyTuple_GET_ITEM(call->names, i);
+        int take = others ? 1 : PySet_Contains(accepted, name);
+        if (take < 0 || (take && PyDict_SetItem(chosen, name, values[i]) < 0)) {
+            goto fail;
+        }
+    }
+    return chosen;
+fail:
+    Py_XDECREF(chosen);
+    return NULL;
+}
+
+static PyObject *
+call_method(CallbackHandler *self, PyObject *method, event_call *call, PyObject *plan)
+{
+    size_t nargs = N_POSITIONAL | PY_VECTORCALL_ARGUMENTS_OFFSET;
+    if (plan == Py_True) {
+        return PyObject_Vectorcall(method, &call->stack[1], nargs, call->names);
+    }
+    PyObject *keywords = chosen_keywords(self, call, PyTuple_GET_ITEM(plan, 0),
+                                         PyTuple_GET_ITEM(plan, 1) == Py_True);
+    if (keywords == NULL) {
+        return NULL;
+    }
+    PyObject *result =
+        PyObject_VectorcallDict(method, &call->stack[1], nargs, keywords);
+    Py_DECREF(keywords);
+    return result;
+}
+
+/* New reference: what ctrainer.runtime.events.wanted says of the callable. */
+static PyObject *
+make_plan(PyObject *function)
+{
+    PyObject *module = PyImport_ImportModule("ctrainer.runtime.events");
+    if (module == NULL) {
+        return NULL;
+    }
+    PyObject *plan = PyObject_CallMethod(module, "wanted", "O", function);
+    Py_DECREF(module);
+    return plan;
+}
+
+/* New reference: Py_False (never call), Py_True (every keyword) or (names, others). */
+static PyObject *
+plan_of(CallbackHandler *self, PyObject *method)
+{
+    if (PyCFunction_Check(method)) {
+        return Py_NewRef(Py_True);
+    }
+    PyObject *key = PyMethod_Check(method) ? PyMethod_GET_FUNCTION(method) : method;
+    PyObject *plan = PyDict_GetItemWithError(self->plans, key);
+    if (plan != NULL) {
+        return Py_NewRef(plan);
+    }
+    bool hashable = !PyErr_Occurred();
+    plan = ctpy_forgive() ? make_plan(key) : NULL;
+    if (plan != NULL && hashable && PyDict_SetItem(self->plans, key, plan) < 0) {
+        Py_CLEAR(plan);
+    }
+    return plan;
+}
+
+/* Puts what a callback returned in the control's place, unless it is None. */
+static int
+take_control(CallbackHandler *self, PyObject *callback, PyObject *event,
+             PyObject *result, PyObject **control)
+{
+    if (result == Py_None || result == *control) {
+        return 0;
+    }
+    PyObject *stops = NULL;
+    const ctpy_state *names = ctpy_state_borrow((PyObject *)self);
+    const int found = ctpy_lookup(result, names->str_should_training_stop, &stops);
+    Py_XDECREF(stops);
+    if (found > 0) {
+        Py_SETREF(*control, Py_NewRef(result));
+    }
+    if (found != 0) {
+        return found < 0 ? -1 : 0;
+    }
+    PyErr_Format(PyExc_TypeError,
+                 "%s.%U returned %.100s; return the TrainerControl, or None to leave "
+                 "it as it is",
+                 Py_TYPE(callback)->tp_name, event, Py_TYPE(result)->tp_name);
+    return -1;
+}
+
+static int
+notify(CallbackHandler *self, PyObject *callback, event_call *call, PyObject **control)
+{
+    PyObject *method = NULL, *plan = NULL, *result = NULL;
+    PyObject **passed = &call->stack[1 + N_POSITIONAL];
+    int status = ctpy_lookup(callback, call->event, &method);
+    if (status <= 0) {
+        return status; /* an object without this method does not listen */
+    }
+    status = -1;
+    plan = plan_of(self, method);
+    if (plan == NULL || plan == Py_False) {
+        status = plan == NULL ? -1 : 0;
+        goto done;
+    }
+    call->stack[N_POSITIONAL] = *control;
+    size_t n = fill_passed(self, call, passed);
+    result = call_method(self, method, call, plan);
+    for (size_t i = 0; i < n; i++) {
+        Py_DECREF(passed[i]);
+    }
+    if (result != NULL) {
+        status = take_control(self, callback, call->event, result, control);
+    }
+done:
+    Py_XDECREF(result);
+    Py_XDECREF(plan);
+    Py_DECREF(method);
+    return status;
+}
+
+/* The list may change under a callback's hands: each position is read when reached. */
+static PyObject *
+ctpy_notify_all(CallbackHandler *self, event_call *call)
+{
+    PyObject *control = Py_NewRef(call->stack[N_POSITIONAL]);
+    PyObject *list = Py_XNewRef(self->callbacks);
+    if (list == NULL || !PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "callbacks must be a list of callbacks");
+        Py_CLEAR(control);
+    }
+    for (Py_ssize_t i = 0; control != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *callback = Py_NewRef(PyList_GET_ITEM(list, i));
+        if (notify(self, callback, call, &control) < 0) {
+            Py_CLEAR(control);
+        }
+        Py_DECREF(callback);
+    }
+    Py_XDECREF(list);
+    return control;
+}
+
 /* Fires an event: args are args, state, control and the extras' values, whose names are
  * in `names`. */
 static PyObject *
@@ -269,7 +497,13 @@ CallbackHandler_call_event(PyObject *op, PyObject *const *args, Py_ssize_t nargs
 #include "binding/callbacks/events.def"
 #undef CTPY_EVENT
 
-PyObject *
+/* handler.<event>(args, state, control, **extra): fires the event by attribute lookup,
+ * so that a replaced handler or a patched event is honoured. `event` is one of the
+ * interned str_on_*; `extra` is a dict, or NULL for none (on_log wants logs,
+ * on_evaluate and on_predict want metrics). Borrows everything. Returns the control
+ * that the last callback left, a new reference, or NULL with the exception of the
+ * callback. */
+static PyObject *
 ctpy_callbacks_fire(PyObject *handler, PyObject *event, PyObject *args, PyObject *state,
                     PyObject *control, PyObject *extra)
 {
@@ -366,11 +600,6 @@ static PyMemberDef CallbackHandler_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-PyDoc_STRVAR(CallbackHandler_doc,
-             "CallbackHandler(callbacks, model, processing_class, optimizer,\n"
-             "                lr_scheduler)\n--\n\n"
-             "Fires the events of a run at its callbacks.");
-
 static PyType_Slot CallbackHandler_slots[] = {
     {Py_tp_doc,      (void *)CallbackHandler_doc},
     {Py_tp_new,      CallbackHandler_new        },
@@ -389,3 +618,76 @@ PyType_Spec CallbackHandler_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = CallbackHandler_slots,
 };
+
+/* One event through the callbacks of a handler.
+ *
+ * A step fires four events and most callbacks listen to one of them, so the cost of an
+ * event that nobody listens to is what counts. The method is looked up on the instance
+ * each time (an attribute set on the instance or the class wins at once); what its body
+ * wants is worked out once per function by runtime.events and remembered: nothing at
+ * all for an empty body, which is then not called. */
+
+/* Does this callback, not one of our own, have a method with a body for the event? */
+static int
+listens(CallbackHandler *self, PyObject *callback, PyObject *event)
+{
+    PyObject *method = NULL, *plan = NULL;
+    PyObject *module =
+        PyObject_GetAttrString((PyObject *)Py_TYPE(callback), "__module__");
+    const char *name = module == NULL ? NULL : PyUnicode_AsUTF8(module);
+    bool own = name != NULL && strncmp(name, "ctrainer.", 9) == 0;
+    Py_XDECREF(module);
+    int status = own ? 0 : ctpy_forgive() ? ctpy_lookup(callback, event, &method) : -1;
+    if (status > 0) {
+        plan = plan_of(self, method);
+        status = plan == NULL ? -1 : plan != Py_False;
+    }
+    Py_XDECREF(plan);
+    Py_XDECREF(method);
+    return status;
+}
+
+int
+ctpy_callbacks_listens(const ctpy_state *state, PyObject *handler, PyObject *event)
+{
+    CallbackHandler *self = (CallbackHandler *)handler;
+    if (!PyObject_TypeCheck(handler, state->CallbackHandler) ||
+        self->callbacks == NULL || !PyList_Check(self->callbacks)) {
+        return 1; /* a handler of the user's own: assume that it does */
+    }
+    PyObject *list = Py_NewRef(self->callbacks);
+    int found = 0;
+    for (Py_ssize_t i = 0; found == 0 && i < PyList_GET_SIZE(list); i++) {
+        PyObject *callback = Py_NewRef(PyList_GET_ITEM(list, i));
+        found = listens(self, callback, event);
+        Py_DECREF(callback);
+    }
+    Py_DECREF(list);
+    return found;
+}
+
+int
+ctpy_trainer_fire(PyObject *op, PyObject *event, PyObject *extra)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *handler = NULL, *args = NULL, *state = NULL, *control = NULL,
+             *left = NULL;
+    int result = -1;
+    if ((handler = PyObject_GetAttr(op, names->str_callback_handler)) == NULL ||
+        (args = PyObject_GetAttr(op, names->str_args)) == NULL ||
+        (state = PyObject_GetAttr(op, names->str_state)) == NULL ||
+        (control = PyObject_GetAttr(op, names->str_control)) == NULL) {
+        goto done;
+    }
+    left = ctpy_callbacks_fire(handler, event, args, state, control, extra);
+    if (left != NULL) {
+        result = left == control ? 0 : PyObject_SetAttr(op, names->str_control, left);
+    }
+done:
+    Py_XDECREF(left);
+    Py_XDECREF(control);
+    Py_XDECREF(state);
+    Py_XDECREF(args);
+    Py_XDECREF(handler);
+    return result;
+}

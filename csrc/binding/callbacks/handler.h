@@ -1,50 +1,22 @@
-/* ctrainer._C.CallbackHandler: what its two files share. */
-#ifndef CTPY_CALLBACK_HANDLER_H
-#define CTPY_CALLBACK_HANDLER_H
+/* What the loop needs of the callbacks' binding. */
+#ifndef BINDING_CALLBACKS_HANDLER_H
+#define BINDING_CALLBACKS_HANDLER_H
 
 #include "binding/runtime/ctpy.h"
 
-/* What every event passes by keyword, in this order; attributes of the handler. */
-#define CTPY_PASSED(F)                                                                 \
-    F(model)                                                                           \
-    F(processing_class)                                                                \
-    F(optimizer)                                                                       \
-    F(lr_scheduler)                                                                    \
-    F(train_dataloader)                                                                \
-    F(eval_dataloader)
+#include <stdbool.h>
 
-/* `callbacks` is the list that users edit; `plans` maps a function to what
- * runtime.events.wanted said of it; `names` are those of CTPY_PASSED, as a tuple.
- * The last two are never NULL. */
-#define CTPY_HANDLER_FIELDS(F) F(callbacks) F(plans) F(names) CTPY_PASSED(F)
+/* Would a callback of the user's own be called for this event? Then work that nobody
+ * else sees (clipping before the update, waiting for a save) must be done first. 1, 0,
+ * or -1 with an exception. */
+int ctpy_callbacks_listens(const ctpy_state *state, PyObject *handler, PyObject *event);
 
-typedef struct CallbackHandler {
-    PyObject_HEAD
-#define FIELD(name) PyObject *name;
-    CTPY_HANDLER_FIELDS(FIELD)
-#undef FIELD
-} CallbackHandler;
+/* Would DefaultFlow log after this step, or after the epoch if that ends with it? */
+int ctpy_flow_log_due(const ctpy_state *names, PyObject *args, PyObject *state,
+                      int64_t step, bool epoch_ends, bool *due);
 
-enum {
-    N_POSITIONAL = 3,
-    N_PASSED = 6,
-    MAX_EXTRA = 24
-};
-
-/* One event on its way through the callbacks. Values lie in `stack`: a slot that
- * vectorcall may use, then args, state and control, then one value per name. The
- * handler's own values are filled in anew for each callback; the extras follow them
- * and are borrowed from the caller of the event. */
-typedef struct event_call {
-    PyObject *event;
-    PyObject
-        *names; /* owned tuple: the handler's names that no extra shadows, extras */
-    unsigned shadowed; /* bit i: the i-th of CTPY_PASSED comes with the extras */
-    PyObject *stack[1 + N_POSITIONAL + N_PASSED + MAX_EXTRA];
-} event_call;
-
-/* Calls every callback that listens. Returns the control that they leave, a new
- * reference, or NULL with the exception of the first that failed. */
-PyObject *ctpy_notify_all(CallbackHandler *self, event_call *call);
+/* Fires a callback event and stores the control that comes back. extra: a dict or NULL.
+ * Returns 0, or -1 with an exception. */
+int ctpy_trainer_fire(PyObject *op, PyObject *event, PyObject *extra);
 
 #endif

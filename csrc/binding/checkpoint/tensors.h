@@ -1,8 +1,9 @@
 /* Named tensors on their way to a file or back. */
-#ifndef CTPY_CKPT_TENSORS_H
-#define CTPY_CKPT_TENSORS_H
+#ifndef BINDING_CHECKPOINT_TENSORS_H
+#define BINDING_CHECKPOINT_TENSORS_H
 
 #include "binding/runtime/ctpy.h"
+
 #include "core/checkpoint/safetensors.h"
 #include "core/checkpoint/source.h"
 #include "core/checkpoint/zip.h"
@@ -33,15 +34,6 @@ ct_st_pair *ctpy_pairs_from(PyObject *dict, size_t *n);
  * that borrow from it; release with ctpy_records_free. NULL with an exception. */
 ct_zip_record *ctpy_records_from(ctpy_state *state, PyObject *list, bool may_excerpt);
 void ctpy_records_free(ct_zip_record *records, PyObject *list); /* NULL is fine */
-
-/* A tuple of (path as bytes or None, offset, n) as excerpts that borrow its paths, and
- * their *n_bytes in all; release with ct_free. NULL with an exception that names
- * `what`. */
-ct_excerpt *ctpy_excerpts_from(PyObject *tuple, const char *what, size_t *n_bytes);
-
-/* What a file is expected to be, out of None (*expected is NULL then) or a tuple
- * (bytes, crc32c), which goes to *room. 0, or -1 with an exception. */
-int ctpy_expected_from(PyObject *op, ct_expected *room, const ct_expected **expected);
 
 /* A path as the file system wants it: a new bytes object. str, bytes or PathLike. */
 PyObject *ctpy_path_from(PyObject *op);

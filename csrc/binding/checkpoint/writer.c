@@ -1,6 +1,155 @@
 /* ctrainer._C.CheckpointWriter: the Python face of core/checkpoint/writer.h. */
-#include "binding/checkpoint/writer.h"
 #include "binding/checkpoint/tensors.h"
+#include "binding/runtime/ctpy.h"
+
+#include "core/base/alloc.h"
+#include "core/checkpoint/writer.h"
+
+#include <stdbool.h>
+
+/* ctrainer._C.CheckpointWriter, for the two files that implement it. */
+
+typedef struct CheckpointWriter {
+    PyObject_HEAD
+    ct_writer *core; /* never NULL */
+    bool busy;       /* a thread is in the core without the GIL */
+} CheckpointWriter;
+
+/* Claims the core for the calling thread, which may then release the GIL; NULL with a
+ * RuntimeError when another one has it. */
+
+/* Gives it back; None, or NULL with the exception of the call that ended so. */
+
+PyDoc_STRVAR(CheckpointWriter_doc,
+             "CheckpointWriter()\n--\n\n"
+             "Saves folders of files in the background, each whole or not at all.");
+
+static ct_writer *
+ctpy_writer_enter(PyObject *op)
+{
+    CheckpointWriter *self = (CheckpointWriter *)op;
+    bool busy;
+    CTPY_LOCK(op);
+    busy = self->busy;
+    self->busy = true;
+    CTPY_UNLOCK();
+    if (busy) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "this CheckpointWriter is in use by another thread");
+        return NULL;
+    }
+    return self->core;
+}
+
+static PyObject *
+ctpy_writer_leave(PyObject *op, ct_status status, const ct_error *err)
+{
+    CTPY_LOCK(op);
+    ((CheckpointWriter *)op)->busy = false;
+    CTPY_UNLOCK();
+    if (status != CT_OK) {
+        return ctpy_raise(err);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Hands a plan over and returns None, or NULL with an exception. */
+static PyObject *
+add_plan_steal(PyObject *op, PyObject *name, ct_plan *plan, int snapshot)
+{
+    ct_error err = {0};
+    ct_writer *core = NULL;
+    PyObject *path = ctpy_path_from(name);
+    ct_status status =
+        path == NULL ? CT_EHOST : ct_plan_set_name(plan, PyBytes_AS_STRING(path), &err);
+    Py_XDECREF(path);
+    if (status != CT_OK || (core = ctpy_writer_enter(op)) == NULL) {
+        ct_plan_fini(plan);
+        return status == CT_OK || path == NULL ? NULL : ctpy_raise(&err);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_writer_add(core, plan, snapshot != 0, &err);
+    Py_END_ALLOW_THREADS
+    return ctpy_writer_leave(op, status, &err);
+}
+
+PyObject *
+CheckpointWriter_add_safetensors(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"name", "tensors", "metadata", "snapshot", NULL};
+    PyObject *name, *dict, *metadata = Py_None, *answer = NULL, *none = NULL;
+    int snapshot = 1;
+    size_t n = 0;
+    ct_st_pair *pairs = NULL;
+    ctpy_tensors tensors = {0};
+    ct_plan plan = {0};
+    ct_error err;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O$p:add_safetensors", names,
+                                     &name, &dict, &metadata, &snapshot)) {
+        return NULL;
+    }
+    if (metadata == Py_None && (metadata = none = PyDict_New()) == NULL) {
+        return NULL;
+    }
+    if (!PyDict_Check(metadata)) {
+        PyErr_SetString(PyExc_TypeError, "metadata must be a dict or None");
+        goto done;
+    }
+    if (ctpy_tensors_from(ctpy_state_borrow(op), dict, 0, &tensors) < 0 ||
+        (pairs = ctpy_pairs_from(metadata, &n)) == NULL) {
+        goto done;
+    }
+    if (ct_st_plan(&plan, tensors.entries, tensors.n, pairs, n, &err) != CT_OK) {
+        ct_plan_fini(&plan);
+        (void)ctpy_raise(&err);
+        goto done;
+    }
+    answer = add_plan_steal(op, name, &plan, snapshot);
+done:
+    ct_free(pairs);
+    ctpy_tensors_fini(&tensors);
+    Py_XDECREF(none);
+    return answer;
+}
+
+PyObject *
+CheckpointWriter_add_archive(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"name", "records", "snapshot", NULL};
+    PyObject *name, *given, *answer = NULL, *list = NULL;
+    int snapshot = 1;
+    ct_zip_record *records = NULL;
+    ct_plan plan = {0};
+    ct_error err;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$p:add_archive", names, &name,
+                                     &given, &snapshot) ||
+        (list = PySequence_List(given)) == NULL) {
+        return NULL;
+    }
+    size_t n = (size_t)PyList_GET_SIZE(list);
+    records = ctpy_records_from(ctpy_state_borrow(op), list, false);
+    if (records == NULL) {
+        goto done;
+    }
+    if (ct_zip_plan(&plan, records, n, &err) != CT_OK) {
+        ct_plan_fini(&plan);
+        (void)ctpy_raise(&err);
+        goto done;
+    }
+    answer = add_plan_steal(op, name, &plan, snapshot);
+done:
+    ctpy_records_free(records, list);
+    Py_DECREF(list);
+    return answer;
+}
+
+/* checkpoint_add.c: the methods that add files. */
+PyObject *
+CheckpointWriter_add_safetensors(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *CheckpointWriter_add_archive(PyObject *op, PyObject *args, PyObject *kwargs);
+extern const char CheckpointWriter_add_safetensors_doc[];
+extern const char CheckpointWriter_add_archive_doc[];
+extern const char CheckpointWriter_add_bytes_doc[];
 
 static PyObject *
 CheckpointWriter_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
@@ -25,35 +174,6 @@ CheckpointWriter_dealloc(PyObject *op)
     Py_END_ALLOW_THREADS
     type->tp_free(op);
     Py_DECREF(type);
-}
-
-ct_writer *
-ctpy_writer_enter(PyObject *op)
-{
-    CheckpointWriter *self = (CheckpointWriter *)op;
-    bool busy;
-    CTPY_LOCK(op);
-    busy = self->busy;
-    self->busy = true;
-    CTPY_UNLOCK();
-    if (busy) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "this CheckpointWriter is in use by another thread");
-        return NULL;
-    }
-    return self->core;
-}
-
-PyObject *
-ctpy_writer_leave(PyObject *op, ct_status status, const ct_error *err)
-{
-    CTPY_LOCK(op);
-    ((CheckpointWriter *)op)->busy = false;
-    CTPY_UNLOCK();
-    if (status != CT_OK) {
-        return ctpy_raise(err);
-    }
-    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(
@@ -161,6 +281,10 @@ PyDoc_STRVAR(
     "With wait, returns when it is in place, raising OSError if it failed;\n"
     "without, an error is raised by the next begin() or wait().");
 
+PyDoc_STRVAR(wait_doc, "wait($self, /)\n--\n\n"
+                       "Return when no save is being written; raise its OSError if it\n"
+                       "failed. The folder of a failed save has been removed.");
+
 static PyObject *
 CheckpointWriter_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -171,10 +295,6 @@ CheckpointWriter_commit(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     return run_step(op, wait ? commit_and_wait : ct_writer_commit);
 }
-
-PyDoc_STRVAR(wait_doc, "wait($self, /)\n--\n\n"
-                       "Return when no save is being written; raise its OSError if it\n"
-                       "failed. The folder of a failed save has been removed.");
 
 static PyObject *
 CheckpointWriter_wait(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -261,6 +381,30 @@ CheckpointWriter_get_snapshot_bytes(PyObject *op, void *Py_UNUSED(closure))
     #name, (PyCFunction)(void (*)(void))CheckpointWriter_##name,                       \
         METH_VARARGS | METH_KEYWORDS, CheckpointWriter_##name##_doc
 
+static PyObject *
+CheckpointWriter_add_bytes(PyObject *op, PyObject *args)
+{
+    PyObject *name;
+    Py_buffer view;
+    ct_buf buf = {0};
+    ct_plan plan = {0};
+    ct_error err;
+    if (!PyArg_ParseTuple(args, "Oy*:add_bytes", &name, &view)) {
+        return NULL;
+    }
+    ct_status status = ct_buf_add(&buf, view.buf, (size_t)view.len, &err);
+    PyBuffer_Release(&view);
+    if (status == CT_OK) {
+        status = ct_plan_add_buf(&plan, &buf, &err);
+    }
+    if (status != CT_OK) {
+        ct_buf_fini(&buf);
+        ct_plan_fini(&plan);
+        return ctpy_raise(&err);
+    }
+    return add_plan_steal(op, name, &plan, 1);
+}
+
 static PyMethodDef CheckpointWriter_methods[] = {
     {"begin", CheckpointWriter_begin, METH_O, begin_doc},
     {WITH_KEYWORDS(add_safetensors)},
@@ -288,10 +432,6 @@ static PyGetSetDef CheckpointWriter_getset[] = {
     {NULL,             NULL,                                NULL, NULL,       NULL},
 };
 
-PyDoc_STRVAR(CheckpointWriter_doc,
-             "CheckpointWriter()\n--\n\n"
-             "Saves folders of files in the background, each whole or not at all.");
-
 static PyType_Slot CheckpointWriter_slots[] = {
     {Py_tp_doc,      (void *)CheckpointWriter_doc},
     {Py_tp_new,      CheckpointWriter_new        },
@@ -308,3 +448,104 @@ PyType_Spec CheckpointWriter_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = CheckpointWriter_slots,
 };
+
+/* CheckpointWriter: the methods that add files to the open save. */
+
+const char CheckpointWriter_add_safetensors_doc[] =
+    "add_safetensors($self, name, tensors, metadata=None, *, snapshot=True)\n--\n\n"
+    "Add a safetensors file of a dict of named tensors or arrays.\n\n"
+    "They must be contiguous and on the CPU. A value may also be (uint8 array of its\n"
+    "bytes, dtype such as 'F8_E4M3', shape). With snapshot they are copied, and may\n"
+    "change once this returns; without it the file is written before it returns.";
+
+const char CheckpointWriter_add_archive_doc[] =
+    "add_archive($self, name, records, *, snapshot=True)\n--\n\n"
+    "Add an archive as torch.save lays it out, of (record name, data) pairs.\n\n"
+    "data is bytes, or a contiguous tensor or array on the CPU.";
+
+const char CheckpointWriter_add_bytes_doc[] = "add_bytes($self, name, data, /)\n--\n\n"
+                                              "Add a file of these bytes.";
+
+/* Writing one file at once, without a checkpoint around it: functions of the module. */
+
+/* Writes the plan that `status` and `err` speak of, frees it, and returns None or NULL.
+ */
+static PyObject *
+write_steal(ct_plan *plan, ct_status status, PyObject *path, ct_error *err)
+{
+    if (status == CT_OK) {
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_plan_publish(plan, PyBytes_AS_STRING(path), err);
+        Py_END_ALLOW_THREADS
+    }
+    ct_plan_fini(plan);
+    if (status != CT_OK) {
+        return ctpy_raise(err);
+    }
+    Py_RETURN_NONE;
+}
+
+const char ctpy_write_safetensors_doc[] =
+    "write_safetensors($module, path, tensors, metadata, /)\n--\n\n"
+    "Write a dict of named tensors or arrays as a safetensors file, whole or not at\n"
+    "all.\n\n"
+    "In the place of one may be (data, dtype, shape), where data is uint8, or a tuple "
+    "of\n"
+    "excerpts (path as bytes, offset, n) of other files, or (None, 0, n) for n zeros, "
+    "in\n"
+    "bytes: they are read a block at a time.";
+
+PyObject *
+ctpy_write_safetensors(PyObject *module, PyObject *args)
+{
+    PyObject *given, *dict, *metadata, *path = NULL, *answer = NULL;
+    ctpy_tensors tensors = {.may_excerpt = true};
+    ct_st_pair *pairs = NULL;
+    size_t n = 0;
+    if (!PyArg_ParseTuple(args, "OOO!:write_safetensors", &given, &dict, &PyDict_Type,
+                          &metadata) ||
+        (path = ctpy_path_from(given)) == NULL) {
+        return NULL;
+    }
+    if (ctpy_tensors_from(PyModule_GetState(module), dict, 0, &tensors) == 0 &&
+        (pairs = ctpy_pairs_from(metadata, &n)) != NULL) {
+        ct_error err;
+        ct_plan plan = {0};
+        ct_status status =
+            ct_st_plan(&plan, tensors.entries, tensors.n, pairs, n, &err);
+        answer = write_steal(&plan, status, path, &err);
+    }
+    ct_free(pairs);
+    ctpy_tensors_fini(&tensors);
+    Py_DECREF(path);
+    return answer;
+}
+
+const char ctpy_write_archive_doc[] = "write_archive($module, path, records, /)\n--\n\n"
+                                      "Write (record name, data) pairs as an archive "
+                                      "that torch.load reads, whole or not\n"
+                                      "at all. Data may be a tuple of excerpts, as "
+                                      "write_safetensors takes them.";
+
+PyObject *
+ctpy_write_archive(PyObject *module, PyObject *args)
+{
+    PyObject *given, *items, *path = NULL, *list = NULL, *answer = NULL;
+    ct_zip_record *records = NULL;
+    if (!PyArg_ParseTuple(args, "OO:write_archive", &given, &items) ||
+        (path = ctpy_path_from(given)) == NULL) {
+        return NULL;
+    }
+    if ((list = PySequence_List(items)) != NULL &&
+        (records = ctpy_records_from(PyModule_GetState(module), list, true)) != NULL) {
+        ct_error err;
+        ct_plan plan = {0};
+        ct_status status =
+            ct_zip_plan(&plan, records, (size_t)PyList_GET_SIZE(list), &err);
+        answer = write_steal(&plan, status, path, &err);
+    }
+    ctpy_records_free(records, list);
+    Py_XDECREF(list);
+    Py_DECREF(path);
+    return answer;
+}

@@ -1,12 +1,13 @@
 /* Devices as Python names them. */
-#ifndef CTPY_DEVICE_H
-#define CTPY_DEVICE_H
+#ifndef BINDING_COMM_BACKENDS_H
+#define BINDING_COMM_BACKENDS_H
 
 #include "binding/runtime/ctpy.h"
+
 #include "core/device/device.h"
 
-/* binding/comm/communicator_plugin.c: the table of a plugin's capsule, the host's of None; NULL with
- * an exception. It lives as long as the process. */
+/* binding/comm/backends.c: the table of a plugin's capsule, the host's of None; NULL
+ * with an exception. It lives as long as the process. */
 const ct_device *ctpy_device_borrow(PyObject *capsule);
 
 #endif

@@ -1,49 +1,18 @@
 /* ctrainer._C.Communicator: a group of ranks, as core/comm/comm.h has them. */
 #include "binding/comm/communicator.h"
 
+#include "binding/runtime/buffer.h"
+
+#include "core/base/alloc.h"
+#include "core/comm/bytes.h"
 #include "core/comm/history.h"
+#include "core/comm/padded.h"
+
+#include <stdbool.h>
+#include <string.h>
 
 /* ---- lifetime ----------------------------------------------------------------------
  */
-
-/* A group whose ranks do not compare their requests keeps a history of them. 0, or -1
- * with an exception. */
-static int
-keep_history(ct_comm *comm)
-{
-    /* A wrong word is told of on any backend. */
-    const int compares = comm->world_size == 1 ? 1 : ctpy_comm_wants_comparison();
-    if (compares != 0 || comm->ops->compares) {
-        return compares < 0 ? -1 : 0;
-    }
-    comm->history = ct_history_new();
-    if (comm->history == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    return 0;
-}
-
-static void
-free_comm(ct_comm *comm)
-{
-    if (comm != NULL) {
-        ct_history_free(comm->history);
-        comm->ops->free(comm);
-    }
-}
-
-PyObject *
-ctpy_communicator_steal(PyTypeObject *type, ct_comm *comm)
-{
-    PyObject *op = keep_history(comm) < 0 ? NULL : type->tp_alloc(type, 0);
-    if (op == NULL) {
-        free_comm(comm);
-        return NULL;
-    }
-    ((Communicator *)op)->comm = comm;
-    return op;
-}
 
 static PyObject *
 Communicator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -62,12 +31,21 @@ Communicator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return ctpy_communicator_steal(type, comm);
 }
 
+PyDoc_STRVAR(
+    Communicator_doc,
+    "Communicator(backend=None)\n--\n\n"
+    "A group of ranks and its collectives, which every rank calls in the same order.\n"
+    "\n"
+    "backend: None, a group of this process alone; or an object with rank, world_size\n"
+    "and begin(what, out, in_, dtype, op, root), as\n"
+    "ctrainer.comm.process_group.ProcessGroupBackend is for torch.distributed.");
+
 static void
 leave(Communicator *self)
 {
     ct_comm *comm = self->comm;
     self->comm = NULL;
-    free_comm(comm);
+    ctpy_comm_free(comm);
 }
 
 static void
@@ -75,21 +53,6 @@ Communicator_dealloc(PyObject *op)
 {
     leave((Communicator *)op);
     ctpy_leaf_dealloc(op);
-}
-
-ct_comm *
-ctpy_comm_borrow(ctpy_state *state, PyObject *op)
-{
-    if (!PyObject_TypeCheck(op, state->Communicator)) {
-        PyErr_Format(PyExc_TypeError, "expected a ctrainer.Communicator, got a %.200s",
-                     Py_TYPE(op)->tp_name);
-        return NULL;
-    }
-    ct_comm *comm = ((Communicator *)op)->comm;
-    if (comm == NULL) {
-        PyErr_SetString(PyExc_ValueError, "this Communicator has been closed");
-    }
-    return comm;
 }
 
 const char Communicator_close_doc[] =
@@ -158,15 +121,6 @@ static PyMethodDef Communicator_methods[] = {
     { NULL, NULL, 0, NULL},
 };
 
-PyDoc_STRVAR(
-    Communicator_doc,
-    "Communicator(backend=None)\n--\n\n"
-    "A group of ranks and its collectives, which every rank calls in the same order.\n"
-    "\n"
-    "backend: None, a group of this process alone; or an object with rank, world_size\n"
-    "and begin(what, out, in_, dtype, op, root), as\n"
-    "ctrainer.comm.process_group.ProcessGroupBackend is for torch.distributed.");
-
 static PyType_Slot Communicator_slots[] = {
     {Py_tp_doc,      (void *)Communicator_doc},
     {Py_tp_new,      Communicator_new        },
@@ -183,3 +137,700 @@ PyType_Spec Communicator_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = Communicator_slots,
 };
+
+/* Communicator: its collectives, run or begun. */
+
+/* ---- running a request -------------------------------------------------------------
+ */
+
+/* Waits for work that nobody can be given, and leaves the exception that says so. */
+static void
+abandon(PyObject *op, ct_comm *comm, ct_work *work)
+{
+    PyObject *type, *value, *trace;
+    ct_error err;
+    PyErr_Fetch(&type, &value, &trace);
+    if (ct_comm_wait(comm, work, &err) != CT_OK) {
+        (void)ctpy_raise(&err);
+        PyErr_WriteUnraisable(op);
+    }
+    PyErr_Restore(type, value, trace);
+}
+
+typedef struct CollectiveWork {
+    PyObject_HEAD
+    PyObject *communicator, *tensors; /* NULL once it has ended */
+    ct_work *work;                    /* NULL: it ended when it began */
+} CollectiveWork;
+
+PyDoc_STRVAR(
+    CollectiveWork_doc,
+    "A collective that has begun: what Communicator returns for async_op=True.\n"
+    "\n"
+    "It keeps the tensors alive; dropping it waits for the collective.");
+
+/* binding/comm/communicator.c: a collective that has begun, on tensors that stay alive
+ * until it has ended. */
+static PyObject *
+ctpy_work_new(ctpy_state *state, PyObject *communicator, PyObject *tensors,
+              ct_work *work)
+{
+    PyTypeObject *type = state->CollectiveWork;
+    CollectiveWork *self = (CollectiveWork *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->communicator = Py_NewRef(communicator);
+        self->tensors = Py_NewRef(tensors);
+        self->work = work;
+        ((Communicator *)communicator)->busy++;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *
+start(ctpy_state *state, PyObject *op, const ct_request *request, PyObject *tensors)
+{
+    ct_comm *comm = ctpy_comm_borrow(state, op);
+    ct_work *work = NULL;
+    ct_status status;
+    ct_error err;
+    if (comm == NULL) {
+        return NULL;
+    }
+    ((Communicator *)op)->busy++;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_comm_start(comm, request, &work, &err);
+    Py_END_ALLOW_THREADS((Communicator *)op)
+    ->busy--;
+    if (status != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    PyObject *made = ctpy_work_new(state, op, tensors, work);
+    if (made == NULL) {
+        abandon(op, comm, work);
+    }
+    return made;
+}
+
+/* Fills *span from a tensor or array that the result is written into. */
+static int
+span_of(ctpy_state *state, const ct_comm *comm, PyObject *op, const char *what,
+        ct_span *span)
+{
+    const ctpy_place place = {.what = what, .group = -1};
+    ctpy_view view;
+    const int found = comm->ops->takes_device_memory
+                          ? ctpy_view_anywhere(state, op, &place, &view)
+                          : ctpy_view_of(state, op, &place, &view);
+    if (found < 0) {
+        return -1;
+    }
+    if (view.readonly) {
+        PyErr_Format(PyExc_ValueError, "%s is read-only; a collective writes into it",
+                     what);
+        return -1;
+    }
+    *span = view.span;
+    return 0;
+}
+
+static int
+op_of(const char *name, ct_reduce_op *op)
+{
+    static const struct {
+        const char *name;
+        ct_reduce_op op;
+    } ops[] = {
+        {"sum",  CT_REDUCE_SUM },
+        {"mean", CT_REDUCE_MEAN},
+        {"max",  CT_REDUCE_MAX },
+        {"min",  CT_REDUCE_MIN },
+    };
+    for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++) {
+        if (strcmp(ops[i].name, name) == 0) {
+            *op = ops[i].op;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "op is '%s'; expected sum, mean, max or min", name);
+    return -1;
+}
+
+/* Runs the request on one tensor or two, or begins it. */
+static PyObject *
+collect(PyObject *op, ct_request *request, PyObject *out, PyObject *in, int begins)
+{
+    ctpy_state *state = ctpy_state_borrow(op);
+    const ct_comm *comm = ctpy_comm_borrow(state, op);
+    if (comm == NULL ||
+        span_of(state, comm, in, out == NULL ? "tensor" : "in_", &request->in) < 0 ||
+        (out != NULL && span_of(state, comm, out, "out", &request->out) < 0)) {
+        return NULL;
+    }
+    if (!begins) {
+        return ctpy_comm_run(state, op, request) < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    PyObject *tensors = PyTuple_Pack(2, in, out == NULL ? Py_None : out);
+    PyObject *work = tensors == NULL ? NULL : start(state, op, request, tensors);
+    Py_XDECREF(tensors);
+    return work;
+}
+
+/* What a collective of tensors is called with: an op where it reduces, and `out` where
+ * that is not `in`. */
+typedef struct signature {
+    ct_collective what;
+    const char *format;
+    char *names[5];
+    bool has_out, reduces;
+} signature;
+
+static int
+parse(PyObject *args, PyObject *kwargs, signature *s, PyObject **out, PyObject **in,
+      const char **reduce, int *begins)
+{
+    if (!s->has_out) {
+        return PyArg_ParseTupleAndKeywords(args, kwargs, s->format, s->names, in,
+                                           reduce, begins);
+    }
+    return s->reduces ? PyArg_ParseTupleAndKeywords(args, kwargs, s->format, s->names,
+                                                    out, in, reduce, begins)
+                      : PyArg_ParseTupleAndKeywords(args, kwargs, s->format, s->names,
+                                                    out, in, begins);
+}
+
+static PyObject *
+parse_and_collect(PyObject *op, PyObject *args, PyObject *kwargs, signature s)
+{
+    ct_request request = {.what = s.what};
+    PyObject *out = NULL, *in = NULL;
+    const char *reduce = "sum";
+    int begins = false;
+    if (!parse(args, kwargs, &s, &out, &in, &reduce, &begins) ||
+        op_of(reduce, &request.op) < 0) {
+        return NULL;
+    }
+    return collect(op, &request, out, in, begins);
+}
+
+/* ---- the collectives ---------------------------------------------------------------
+ */
+
+const char Communicator_all_reduce_doc[] =
+    "all_reduce($self, tensor, op='sum', *, async_op=False)\n--\n\n"
+    "Replace the elements of tensor by their sum, mean, max or min over all "
+    "ranks.\n\n"
+    "tensor: a tensor or array without gaps in host memory, of the same "
+    "length and\ndtype on every rank; float64, float32, bfloat16, float16, "
+    "int64 and what else\nthe backend has. async_op: return a CollectiveWork "
+    "at once.\n\n"
+    "Raises ValueError for operands that do not fit, RuntimeError naming the\n"
+    "collective and the rank when other ranks fail or stay away.";
+
+PyObject *
+Communicator_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    return parse_and_collect(op, args, kwargs,
+                             (signature){
+                                 CT_ALL_REDUCE,
+                                 "O|s$p:all_reduce",
+                                 {"tensor", "op", "async_op", NULL},
+                                 false,
+                                 true
+    });
+}
+
+const char Communicator_all_gather_doc[] =
+    "all_gather($self, out, in_, *, async_op=False)\n--\n\n"
+    "Fill out with in_ of every rank, in rank order: world_size times as long.";
+
+PyObject *
+Communicator_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    return parse_and_collect(op, args, kwargs,
+                             (signature){
+                                 CT_ALL_GATHER,
+                                 "OO|$p:all_gather",
+                                 {"out", "in_", "async_op", NULL},
+                                 true,
+                                 false
+    });
+}
+
+const char Communicator_reduce_scatter_doc[] =
+    "reduce_scatter($self, out, in_, op='sum', *, async_op=False)\n--\n\n"
+    "Reduce in_ over all ranks and keep this rank's part, len(in_) / "
+    "world_size.";
+
+PyObject *
+Communicator_reduce_scatter(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    return parse_and_collect(op, args, kwargs,
+                             (signature){
+                                 CT_REDUCE_SCATTER,
+                                 "OO|s$p:reduce_scatter",
+                                 {"out", "in_", "op", "async_op", NULL},
+                                 true,
+                                 true
+    });
+}
+
+const char Communicator_all_to_all_doc[] =
+    "all_to_all($self, out, in_, *, async_op=False)\n--\n\n"
+    "Send part r of in_ to rank r, and receive its part for this rank as part "
+    "r of\nout. Both have a part of the same length for every rank.";
+
+PyObject *
+Communicator_all_to_all(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    return parse_and_collect(op, args, kwargs,
+                             (signature){
+                                 CT_ALL_TO_ALL,
+                                 "OO|$p:all_to_all",
+                                 {"out", "in_", "async_op", NULL},
+                                 true,
+                                 false
+    });
+}
+
+const char Communicator_broadcast_doc[] =
+    "broadcast($self, tensor, root=0, *, async_op=False)\n--\n\n"
+    "Replace the elements of tensor by those of rank root.";
+
+PyObject *
+Communicator_broadcast(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensor", "root", "async_op", NULL};
+    ct_request request = {.what = CT_BROADCAST};
+    PyObject *tensor;
+    int begins = false;
+    return PyArg_ParseTupleAndKeywords(args, kwargs, "O|i$p:broadcast", names, &tensor,
+                                       &request.root, &begins)
+               ? collect(op, &request, NULL, tensor, begins)
+               : NULL;
+}
+
+const char Communicator_reduce_doc[] =
+    "reduce($self, tensor, root=0, op='sum', *, async_op=False)\n--\n\n"
+    "On rank root replace the elements of tensor by their sum, mean, max or min over\n"
+    "all ranks. What the other ranks' tensors hold afterwards is not said.";
+
+PyObject *
+Communicator_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensor", "root", "op", "async_op", NULL};
+    ct_request request = {.what = CT_REDUCE};
+    PyObject *tensor;
+    const char *how = "sum";
+    int begins = false;
+    return PyArg_ParseTupleAndKeywords(args, kwargs, "O|is$p:reduce", names, &tensor,
+                                       &request.root, &how, &begins) &&
+                   op_of(how, &request.op) == 0
+               ? collect(op, &request, NULL, tensor, begins)
+               : NULL;
+}
+
+const char Communicator_barrier_doc[] =
+    "barrier($self, /)\n--\n\nWait until every rank has come.";
+
+PyObject *
+Communicator_barrier(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    const ct_request request = {.what = CT_BARRIER};
+    return ctpy_comm_run(ctpy_state_borrow(op), op, &request) < 0 ? NULL
+                                                                  : Py_NewRef(Py_None);
+}
+
+/* ctrainer._C.CollectiveWork: a collective that has begun and is to be waited for. */
+
+/* Waits without the GIL. 0, or -1 with *err filled. */
+static int
+end(CollectiveWork *self, ct_error *err)
+{
+    Communicator *group = (Communicator *)self->communicator;
+    ct_work *work = self->work;
+    ct_status status;
+    self->work = NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_comm_wait(group->comm, work, err);
+    Py_END_ALLOW_THREADS
+    group->busy--;
+    return status == CT_OK ? 0 : -1;
+}
+
+static int
+CollectiveWork_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    CollectiveWork *self = (CollectiveWork *)op;
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->communicator);
+    Py_VISIT(self->tensors);
+    return 0;
+}
+
+/* The backend may still write into the tensors: they must not go before it has ended.
+ * In a forked child nothing is under way. */
+static int
+CollectiveWork_clear(PyObject *op)
+{
+    CollectiveWork *self = (CollectiveWork *)op;
+    ct_error err;
+    Communicator *group = (Communicator *)self->communicator;
+    if (group != NULL && !ct_comm_is_here(group->comm)) {
+        group->busy--;
+    }
+    else if (group != NULL && end(self, &err) < 0) {
+        (void)ctpy_raise(&err);
+        PyErr_WriteUnraisable(op);
+    }
+    Py_CLEAR(self->communicator);
+    Py_CLEAR(self->tensors);
+    return 0;
+}
+
+static void
+CollectiveWork_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    (void)CollectiveWork_clear(op);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(
+    wait_doc,
+    "wait($self, /)\n--\n\n"
+    "Wait until the collective has ended; its tensors then hold the result.\n\n"
+    "Nothing happens where it has ended before. Raises RuntimeError, with the\n"
+    "collective and the rank, when other ranks failed to come.");
+
+static PyObject *
+CollectiveWork_wait(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    CollectiveWork *self = (CollectiveWork *)op;
+    ct_error err;
+    if (self->communicator == NULL) {
+        Py_RETURN_NONE;
+    }
+    const int failed = end(self, &err) < 0;
+    Py_CLEAR(self->communicator);
+    Py_CLEAR(self->tensors);
+    return failed ? ctpy_raise(&err) : Py_NewRef(Py_None);
+}
+
+static PyMethodDef CollectiveWork_methods[] = {
+    {"wait", CollectiveWork_wait, METH_NOARGS, wait_doc},
+    {NULL,   NULL,                0,           NULL    },
+};
+
+static PyType_Slot CollectiveWork_slots[] = {
+    {Py_tp_doc,      (void *)CollectiveWork_doc},
+    {Py_tp_traverse, CollectiveWork_traverse   },
+    {Py_tp_clear,    CollectiveWork_clear      },
+    {Py_tp_dealloc,  CollectiveWork_dealloc    },
+    {Py_tp_methods,  CollectiveWork_methods    },
+    {0,              NULL                      },
+};
+
+PyType_Spec CollectiveWork_spec = {
+    .name = "ctrainer._C.CollectiveWork",
+    .basicsize = sizeof(CollectiveWork),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = CollectiveWork_slots,
+};
+
+/* Communicator: bytes of any length between ranks, which objects are encoded as. */
+
+static PyObject *
+split(const ct_gathered *gathered, int world_size)
+{
+    PyObject *list = PyList_New(world_size);
+    for (Py_ssize_t r = 0; list != NULL && r < world_size; r++) {
+        const char *data = (const char *)gathered->data + (size_t)r * gathered->stride;
+        PyObject *bytes = PyBytes_FromStringAndSize(gathered->n[r] == 0 ? "" : data,
+                                                    (Py_ssize_t)gathered->n[r]);
+        if (bytes == NULL) {
+            Py_CLEAR(list);
+        }
+        else {
+            PyList_SET_ITEM(list, r, bytes);
+        }
+    }
+    return list;
+}
+
+const char Communicator_gather_bytes_doc[] =
+    "gather_bytes($self, data, /)\n--\n\n"
+    "Return what every rank gave, a list of bytes in rank order, on every rank.\n"
+    "\n"
+    "Each rank's data may have its own length.";
+
+PyObject *
+Communicator_gather_bytes(PyObject *op, PyObject *data)
+{
+    ct_comm *comm = ctpy_comm_borrow(ctpy_state_borrow(op), op);
+    Py_buffer view;
+    if (comm == NULL || PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    ct_gathered gathered;
+    ct_status status;
+    ct_error err;
+    ((Communicator *)op)->busy++;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_comm_gather_bytes(comm, view.buf, (size_t)view.len, &gathered, &err);
+    Py_END_ALLOW_THREADS((Communicator *)op)
+    ->busy--;
+    PyBuffer_Release(&view);
+    if (status != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    PyObject *list = split(&gathered, comm->world_size);
+    ct_gathered_fini(&gathered);
+    return list;
+}
+
+/* The root's length on every rank, or -1 with an exception. */
+static Py_ssize_t
+agree_on_length(ctpy_state *state, PyObject *op, Py_ssize_t length, int root)
+{
+    int64_t n = length;
+    const ct_request request = {
+        .what = CT_BROADCAST, .root = root, .in = {&n, 1, CT_I64}
+    };
+    return ctpy_comm_run(state, op, &request) < 0 ? -1 : (Py_ssize_t)n;
+}
+
+/* Sends the bytes of `view` on the root; elsewhere view is NULL. */
+static PyObject *
+broadcast(PyObject *op, const Py_buffer *view, int root)
+{
+    ctpy_state *state = ctpy_state_borrow(op);
+    const Py_ssize_t n = agree_on_length(state, op, view == NULL ? 0 : view->len, root);
+    PyObject *made =
+        n < 0 ? NULL : PyBytes_FromStringAndSize(view == NULL ? NULL : view->buf, n);
+    if (made == NULL) {
+        return NULL;
+    }
+    const ct_request request = {
+        .what = CT_BROADCAST,
+        .root = root,
+        .in = {PyBytes_AS_STRING(made), (size_t)n, CT_U8},
+    };
+    if (n > 0 && ctpy_comm_run(state, op, &request) < 0) {
+        Py_CLEAR(made);
+    }
+    return made;
+}
+
+const char Communicator_broadcast_bytes_doc[] =
+    "broadcast_bytes($self, data, root=0)\n--\n\n"
+    "Return the bytes of rank root on every rank; data of the others is not looked at.";
+
+PyObject *
+Communicator_broadcast_bytes(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"data", "root", NULL};
+    const ct_comm *comm = ctpy_comm_borrow(ctpy_state_borrow(op), op);
+    PyObject *data;
+    Py_buffer view;
+    int root = 0;
+    if (comm == NULL || !PyArg_ParseTupleAndKeywords(
+                            args, kwargs, "O|i:broadcast_bytes", names, &data, &root)) {
+        return NULL;
+    }
+    if (comm->rank != root) {
+        return broadcast(op, NULL, root);
+    }
+    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    PyObject *made = broadcast(op, &view, root);
+    PyBuffer_Release(&view);
+    return made;
+}
+
+/* Communicator: smaller groups. */
+
+const char Communicator_split_doc[] =
+    "split($self, color=None, key=0, *, ranks=None)\n--\n\n"
+    "Make a smaller group of the ranks that give the same color.\n\n"
+    "color: 0 or more; None: this rank is in no group, and gets None. key: ranks of a\n"
+    "group are in the order of their keys, and of their ranks where these are equal.\n"
+    "ranks: instead of a color, the ranks of one group in their order, the same on "
+    "all\n"
+    "ranks. Every rank of this group calls it; the new group stands by itself, with "
+    "the\n"
+    "same backend and time-out.\n\n"
+    "Raises ValueError for colors below 0, ranks that are out of range or repeated, "
+    "and\n"
+    "backends that have no smaller groups; RuntimeError when other ranks fail.";
+
+typedef struct wish {
+    long long color, key;
+} wish;
+
+/* The place of this rank in `ranks` becomes its key. 0 or -1. */
+static int
+wish_among(const ct_comm *comm, PyObject *ranks, wish *w)
+{
+    PyObject *list = PySequence_List(ranks), *seen = PySet_New(NULL);
+    int status = list == NULL || seen == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_GET_SIZE(list); i++) {
+        PyObject *item = PyList_GET_ITEM(list, i);
+        const long rank = PyLong_AsLong(item);
+        if ((rank == -1 && PyErr_Occurred()) || PySet_Add(seen, item) < 0) {
+            status = -1;
+        }
+        else if (rank < 0 || rank >= comm->world_size ||
+                 PySet_GET_SIZE(seen) != i + 1) {
+            PyErr_Format(PyExc_ValueError,
+                         "ranks must be different and in [0, %d), got %R",
+                         comm->world_size, list);
+            status = -1;
+        }
+        else if (rank == comm->rank) {
+            *w = (wish){0, i};
+        }
+    }
+    Py_XDECREF(seen);
+    Py_XDECREF(list);
+    return status;
+}
+
+static int
+wish_of(const ct_comm *comm, PyObject *color, PyObject *ranks, wish *w)
+{
+    if (ranks != Py_None && color != Py_None) {
+        PyErr_SetString(PyExc_ValueError, "give a color or ranks, not both");
+        return -1;
+    }
+    if (ranks != Py_None) {
+        return wish_among(comm, ranks, w);
+    }
+    if (color == Py_None) {
+        return 0;
+    }
+    w->color = PyLong_AsLongLong(color);
+    if (w->color < 0 && !PyErr_Occurred()) {
+        PyErr_Format(PyExc_ValueError, "color must be 0 or more, or None, got %lld",
+                     w->color);
+    }
+    return w->color < 0 ? -1 : 0;
+}
+
+PyObject *
+Communicator_split(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"color", "key", "ranks", NULL};
+    ctpy_state *state = ctpy_state_borrow(op);
+    PyObject *color = Py_None, *ranks = Py_None;
+    wish w = {.color = -1};
+    ct_comm *made = NULL;
+    ct_status status;
+    ct_error err;
+    ct_comm *comm = ctpy_comm_borrow(state, op);
+    if (comm == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "|OL$O:split", names, &color, &w.key,
+                                     &ranks) ||
+        wish_of(comm, color, ranks, &w) < 0) {
+        return NULL;
+    }
+    ((Communicator *)op)->busy++;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_comm_split(comm, w.color, w.key, &made, &err);
+    Py_END_ALLOW_THREADS((Communicator *)op)
+    ->busy--;
+    if (status != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    return made == NULL ? Py_NewRef(Py_None)
+                        : ctpy_communicator_steal(state->Communicator, made);
+}
+
+/* Communicator: parts of different lengths. */
+
+static int
+views_of(ctpy_state *state, PyObject *out, PyObject *in, ct_span spans[2])
+{
+    ctpy_view view;
+    if (ctpy_view_of(state, in, &(ctpy_place){.what = "in_", .group = -1}, &view) < 0) {
+        return -1;
+    }
+    spans[1] = view.span;
+    if (ctpy_view_of(state, out, &(ctpy_place){.what = "out", .group = -1}, &view) <
+        0) {
+        return -1;
+    }
+    if (view.readonly) {
+        PyErr_SetString(PyExc_ValueError,
+                        "out is read-only; a collective writes into it");
+        return -1;
+    }
+    spans[0] = view.span;
+    return 0;
+}
+
+static PyObject *
+list_of(const int64_t *lengths, int n)
+{
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t r = 0; list != NULL && r < n; r++) {
+        PyObject *length = PyLong_FromLongLong(lengths[r]);
+        if (length == NULL) {
+            Py_CLEAR(list);
+        }
+        else {
+            PyList_SET_ITEM(list, r, length);
+        }
+    }
+    return list;
+}
+
+static PyObject *
+gather(PyObject *op, ct_comm *comm, const ct_span spans[2])
+{
+    int64_t *lengths = ct_calloc((size_t)comm->world_size, sizeof *lengths);
+    ct_status status;
+    ct_error err;
+    if (lengths == NULL) {
+        return PyErr_NoMemory();
+    }
+    ((Communicator *)op)->busy++;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_comm_gather_padded(comm, &spans[0], &spans[1], lengths, &err);
+    Py_END_ALLOW_THREADS((Communicator *)op)
+    ->busy--;
+    PyObject *list =
+        status == CT_OK ? list_of(lengths, comm->world_size) : ctpy_raise(&err);
+    ct_free(lengths);
+    return list;
+}
+
+const char Communicator_all_gather_padded_doc[] =
+    "all_gather_padded($self, out, in_)\n--\n\n"
+    "Gather parts of different lengths; return the lengths, a list in rank order.\n"
+    "\n"
+    "in_: a tensor or array of this rank's length. out: of the same dtype, with a "
+    "part\n"
+    "for every rank that is as long as the longest in_, or longer; behind a shorter\n"
+    "in_, a part of out is filled with zeros. They do not overlap.\n"
+    "\n"
+    "Raises ValueError on every rank where the operands of one do not fit.";
+
+PyObject *
+Communicator_all_gather_padded(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"out", "in_", NULL};
+    ctpy_state *state = ctpy_state_borrow(op);
+    PyObject *out, *in;
+    ct_span spans[2];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:all_gather_padded", names, &out,
+                                     &in) ||
+        views_of(state, out, in, spans) < 0) {
+        return NULL;
+    }
+    ct_comm *comm = ctpy_comm_borrow(state, op);
+    return comm == NULL ? NULL : gather(op, comm, spans);
+}

@@ -1,8 +1,9 @@
 /* ctrainer._C.Communicator, for the binding's own files. */
-#ifndef CTPY_COMMUNICATOR_H
-#define CTPY_COMMUNICATOR_H
+#ifndef BINDING_COMM_COMMUNICATOR_H
+#define BINDING_COMM_COMMUNICATOR_H
 
 #include "binding/runtime/ctpy.h"
+
 #include "core/comm/comm.h"
 
 typedef struct Communicator {
@@ -18,6 +19,9 @@ PyObject *ctpy_communicator_steal(PyTypeObject *type, ct_comm *comm);
  * or for another object. */
 ct_comm *ctpy_comm_borrow(ctpy_state *state, PyObject *op);
 
+/* Leaves the group, without the GIL: closing may wait for others. */
+void ctpy_comm_free(ct_comm *comm);
+
 /* Runs a request without the GIL and raises what went wrong. 0 or -1. */
 int ctpy_comm_run(ctpy_state *state, PyObject *op, const ct_request *request);
 
@@ -26,26 +30,18 @@ int ctpy_comm_run(ctpy_state *state, PyObject *op, const ct_request *request);
 int ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *label,
                              double *numbers, size_t n, ct_reduce_op how);
 
-/* binding/comm/python.c: a group whose collectives are those of a Python object with rank,
- * world_size and begin(what, out, in_, dtype, op, root), which returns a handle with
- * wait(). NULL with an exception. */
+/* binding/comm/python.c: a group whose collectives are those of a Python object with
+ * rank, world_size and begin(what, out, in_, dtype, op, root), which returns a handle
+ * with wait(). NULL with an exception. */
 ct_comm *ctpy_comm_python_new(PyObject *backend);
 
 /* What CTRAINER_CHECK_COLLECTIVES asks for: 1, ranks are to compare what they are about
  * to do together; 0; or -1 with an exception for a word that says neither. */
 int ctpy_comm_wants_comparison(void);
 
-/* binding/comm/communicator_work.c: a collective that has begun, on tensors that stay alive until
- * it has ended. */
-PyObject *ctpy_work_new(ctpy_state *state, PyObject *communicator, PyObject *tensors,
-                        ct_work *work);
-
 #define CTPY_METHOD(name, flags)                                                       \
     extern const char Communicator_##name##_doc[];                                     \
     PyObject *Communicator_##name CTPY_SIGNATURE_##flags;
-#define CTPY_SIGNATURE_NOARGS (PyObject * op, PyObject * unused)
-#define CTPY_SIGNATURE_O (PyObject * op, PyObject * arg)
-#define CTPY_SIGNATURE_KEYWORDS (PyObject * op, PyObject * args, PyObject * kwargs)
 #include "binding/comm/communicator_methods.def"
 #undef CTPY_METHOD
 

@@ -1,5 +1,9 @@
 /* ctrainer._C.GroupMemory: core/base/pages.h as an exporter of the buffer protocol. */
+#include "binding/comm/memory.h"
+
+#include "binding/comm/backends.h"
 #include "binding/comm/communicator.h"
+#include "binding/runtime/dlpack_abi.h"
 
 #include "core/base/pages.h"
 
@@ -20,6 +24,12 @@ release(ct_pages *pages, unsigned char *theirs)
         ct_pages_drop(pages);
     }
 }
+
+PyDoc_STRVAR(
+    GroupMemory_doc,
+    "Memory of a rank for collectives, a writable buffer: Communicator.memory.\n"
+    "\n"
+    "Begins at a page. Dropping the last tensor or array over it frees it.");
 
 /* Takes one hold of the pages over. */
 static PyObject *
@@ -192,12 +202,6 @@ static PyGetSetDef GroupMemory_getset[] = {
     {NULL,        NULL,                  NULL, NULL,                  NULL},
 };
 
-PyDoc_STRVAR(
-    GroupMemory_doc,
-    "Memory of a rank for collectives, a writable buffer: Communicator.memory.\n"
-    "\n"
-    "Begins at a page. Dropping the last tensor or array over it frees it.");
-
 static PyType_Slot GroupMemory_slots[] = {
     {Py_tp_doc,       (void *)GroupMemory_doc},
     {Py_tp_traverse,  ctpy_leaf_traverse     },
@@ -215,3 +219,217 @@ PyType_Spec GroupMemory_spec = {
         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = GroupMemory_slots,
 };
+
+/* ctrainer._C.MappedMemory: memory at a fixed address, for torch.frombuffer() in the
+ * host's and torch.from_dlpack() in a device's. */
+
+PyDoc_STRVAR(
+    MappedMemory_doc,
+    "MappedMemory(nbytes, *, watched=False, plugin=None)\n--\n\n"
+    "nbytes of zeros at an address that never changes, as a writable buffer.\n\n"
+    "Its memory is taken page by page at the first touch and given back to the system\n"
+    "with the object. watched: what is used while its pages are given back ends the\n"
+    "process at that place, rather than reading zeros. plugin: a device's, as\n"
+    "ctrainer._cuda.plugin; then it is addresses of the current GPU, for\n"
+    "torch.from_dlpack(), where a unit puts memory and takes it away. Raises\n"
+    "MemoryError, ValueError for no such plugin, RuntimeError for what the driver "
+    "says.");
+
+static PyObject *
+MappedMemory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"nbytes", "watched", "plugin", NULL};
+    Py_ssize_t nbytes;
+    PyObject *plugin = Py_None;
+    int watched = 0;
+    ct_error err;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "n|$pO:MappedMemory", names, &nbytes,
+                                     &watched, &plugin)) {
+        return NULL;
+    }
+    const ct_device *device = ctpy_device_borrow(plugin);
+    if (device == NULL) {
+        return NULL;
+    }
+    if (nbytes < 0) {
+        PyErr_Format(PyExc_ValueError, "nbytes must be at least 0, got %zd", nbytes);
+        return NULL;
+    }
+    MappedMemory *self = (MappedMemory *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->device = device;
+    if (ct_mapping_open_on(device->mapping, &self->pages, (size_t)nbytes, watched != 0,
+                           &err) != CT_OK) {
+        Py_DECREF(self);
+        return ctpy_raise(&err);
+    }
+    return (PyObject *)self;
+}
+
+static void
+MappedMemory_dealloc(PyObject *op)
+{
+    ct_mapping_close(&((MappedMemory *)op)->pages);
+    ctpy_leaf_dealloc(op);
+}
+
+static int
+MappedMemory_getbuffer(PyObject *op, Py_buffer *view, int flags)
+{
+    const ct_mapping *pages = &((MappedMemory *)op)->pages;
+    if (pages->ops != NULL) {
+        PyErr_SetString(PyExc_BufferError,
+                        "this memory is a GPU's, which the host cannot read; take it "
+                        "with torch.from_dlpack()");
+        return -1;
+    }
+    return PyBuffer_FillInfo(view, op, pages->data, (Py_ssize_t)pages->bytes, 0, flags);
+}
+
+static PyObject *
+MappedMemory_nbytes(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((MappedMemory *)op)->pages.bytes);
+}
+
+static PyObject *
+MappedMemory_on_host(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(((MappedMemory *)op)->device->mapping == NULL);
+}
+
+const char MappedMemory_dlpack_doc[] =
+    "__dlpack__($self, *, stream=None, max_version=None, dl_device=None,\n"
+    "           copy=None)\n--\n\n"
+    "A capsule of one row of uint8 over the memory, which it keeps.\n\n"
+    "stream, max_version: nothing has to be waited for, and the capsule is one that\n"
+    "consumers of every version take. Raises BufferError for a copy or another device.";
+
+/* What is handed over; it keeps the memory. */
+typedef struct loan {
+    ctpy_dl_managed managed; /* first: the consumer has its address */
+    PyObject *memory;
+    int64_t n;
+} loan;
+
+/* Consumers let go of tensors from any thread, with the GIL or without. */
+static void
+give_back(ctpy_dl_managed *managed)
+{
+    loan *self = (loan *)managed;
+    const PyGILState_STATE held = PyGILState_Ensure();
+    Py_DECREF(self->memory);
+    PyMem_Free(self);
+    PyGILState_Release(held);
+}
+
+/* A capsule that nobody has taken over; one that was has another name. */
+static void
+drop_capsule(PyObject *capsule)
+{
+    if (PyCapsule_IsValid(capsule, CTPY_DLPACK_TENSOR)) {
+        ctpy_dl_managed *managed = PyCapsule_GetPointer(capsule, CTPY_DLPACK_TENSOR);
+        managed->deleter(managed);
+    }
+}
+
+static PyObject *
+lend(MappedMemory *self)
+{
+    loan *made = PyMem_Malloc(sizeof *made);
+    if (made == NULL) {
+        return PyErr_NoMemory();
+    }
+    *made = (loan){
+        .managed = {.tensor = {.data = self->pages.data,
+                               .device_type = self->device->dlpack,
+                               .device_id = self->pages.ordinal,
+                               .ndim = 1,
+                               .type_code = CTPY_DL_UINT,
+                               .type_bits = 8,
+                               .type_lanes = 1},
+                    .deleter = give_back},
+        .memory = Py_NewRef(self),
+        .n = (int64_t)self->pages.bytes,
+    };
+    made->managed.tensor.shape = &made->n;
+    PyObject *capsule = PyCapsule_New(made, CTPY_DLPACK_TENSOR, drop_capsule);
+    if (capsule == NULL) {
+        give_back(&made->managed);
+    }
+    return capsule;
+}
+
+static PyObject *
+MappedMemory_dlpack(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
+    MappedMemory *self = (MappedMemory *)op;
+    PyObject *stream, *version, *device = Py_None, *copy = Py_None;
+    int type = self->device->dlpack, id = self->pages.ordinal;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream,
+                                     &version, &device, &copy)) {
+        return NULL;
+    }
+    if (!Py_IsNone(device) && !PyArg_ParseTuple(device, "ii", &type, &id)) {
+        return NULL;
+    }
+    if (copy == Py_True || type != self->device->dlpack || id != self->pages.ordinal) {
+        PyErr_SetString(PyExc_BufferError,
+                        "this memory is lent where it is; copy the tensor");
+        return NULL;
+    }
+    return lend(self);
+}
+
+const char MappedMemory_dlpack_device_doc[] =
+    "__dlpack_device__($self, /)\n--\n\n"
+    "(device type, device number), by DLPack's enumeration.";
+
+static PyObject *
+MappedMemory_dlpack_device(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    const MappedMemory *self = (const MappedMemory *)op;
+    return Py_BuildValue("ii", self->device->dlpack, self->pages.ordinal);
+}
+
+static PyMethodDef MappedMemory_methods[] = {
+    {"__dlpack__",        (PyCFunction)(void (*)(void))MappedMemory_dlpack,
+     METH_VARARGS | METH_KEYWORDS,                                                       MappedMemory_dlpack_doc},
+    {"__dlpack_device__", MappedMemory_dlpack_device,                       METH_NOARGS,
+     MappedMemory_dlpack_device_doc                                                                             },
+    {NULL,                NULL,                                             0,           NULL                   },
+};
+
+static PyGetSetDef MappedMemory_getset[] = {
+    {"on_host", MappedMemory_on_host, NULL,
+     "Whether it is the host's memory, and a buffer.",                     NULL},
+    {"nbytes",  MappedMemory_nbytes,  NULL, "How many bytes may be used.", NULL},
+    {NULL,      NULL,                 NULL, NULL,                          NULL},
+};
+
+static PyType_Slot MappedMemory_slots[] = {
+    {Py_tp_doc,       (void *)MappedMemory_doc},
+    {Py_tp_new,       MappedMemory_new        },
+    {Py_tp_traverse,  ctpy_leaf_traverse      },
+    {Py_tp_dealloc,   MappedMemory_dealloc    },
+    {Py_tp_methods,   MappedMemory_methods    },
+    {Py_tp_getset,    MappedMemory_getset     },
+    {Py_bf_getbuffer, MappedMemory_getbuffer  },
+    {0,               NULL                    },
+};
+
+PyType_Spec MappedMemory_spec = {
+    .name = "ctrainer._C.MappedMemory",
+    .basicsize = sizeof(MappedMemory),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = MappedMemory_slots,
+};
+
+/* MappedMemory as a tensor of bytes that frameworks take over without a copy.
+ *
+ * The capsule is that of DLPack before version 1, which every consumer reads.
+ *
+ * Source: the Python array API standard, __dlpack__; DLPack, dlpack.h. */

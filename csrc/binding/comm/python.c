@@ -234,31 +234,7 @@ python_wait(ct_comm *comm, ct_work *work, ct_error *err)
     return status;
 }
 
-/* What backend.make_group(ranks) returns, as a communicator; a new reference is kept.
- */
-static ct_comm *
-group_held(PyObject *backend, const ct_members *members)
-{
-    PyObject *ranks = PyList_New(members->n), *made = NULL;
-    ct_comm *comm = NULL;
-    for (int i = 0; ranks != NULL && i < members->n; i++) {
-        PyObject *rank = PyLong_FromLong(members->ranks[i]);
-        if (rank == NULL) {
-            Py_CLEAR(ranks);
-            break;
-        }
-        PyList_SET_ITEM(ranks, i, rank);
-    }
-    if (ranks != NULL) {
-        made = PyObject_CallMethod(backend, "make_group", "O", ranks);
-    }
-    if (made != NULL) {
-        comm = ctpy_comm_python_new(made);
-    }
-    Py_XDECREF(made);
-    Py_XDECREF(ranks);
-    return comm;
-}
+static ct_comm *group_held(PyObject *backend, const ct_members *members);
 
 static ct_status
 python_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err)
@@ -376,4 +352,30 @@ ctpy_comm_python_new(PyObject *backend)
         .compares = compares > 0,
     };
     return &made->base;
+}
+
+/* What backend.make_group(ranks) returns, as a communicator; a new reference is kept.
+ */
+static ct_comm *
+group_held(PyObject *backend, const ct_members *members)
+{
+    PyObject *ranks = PyList_New(members->n), *made = NULL;
+    ct_comm *comm = NULL;
+    for (int i = 0; ranks != NULL && i < members->n; i++) {
+        PyObject *rank = PyLong_FromLong(members->ranks[i]);
+        if (rank == NULL) {
+            Py_CLEAR(ranks);
+            break;
+        }
+        PyList_SET_ITEM(ranks, i, rank);
+    }
+    if (ranks != NULL) {
+        made = PyObject_CallMethod(backend, "make_group", "O", ranks);
+    }
+    if (made != NULL) {
+        comm = ctpy_comm_python_new(made);
+    }
+    Py_XDECREF(made);
+    Py_XDECREF(ranks);
+    return comm;
 }

@@ -4,6 +4,14 @@
 /* Every Python field, once, so that init, traverse and clear cannot disagree. */
 #define ACCUMULATOR_FIELDS(V) V(name) V(padding_index) V(tree) V(leaves) V(folder)
 
+PyDoc_STRVAR(ArrayAccumulator_doc,
+             "ArrayAccumulator(n_rows_hint=None, padding_index=-100, *, name='batch',\n"
+             "                 spill_bytes=None, spill_folder='.')\n--\n\n"
+             "Collects batches row by row, in linear time and no more memory than the\n"
+             "result takes.\n\n"
+             "n_rows_hint is how many rows to make room for. An array that grows\n"
+             "beyond spill_bytes moves to an unnamed file in spill_folder.");
+
 static int
 ArrayAccumulator_traverse(PyObject *op, visitproc visit, void *arg)
 {
@@ -71,6 +79,14 @@ parse_count(PyObject *value, const char *name, Py_ssize_t least, size_t *count)
     return 0;
 }
 
+PyDoc_STRVAR(result_doc,
+             "result($self, /)\n--\n\n"
+             "Hand over the arrays, in the structure of the batches; None if there\n"
+             "were none.\n\n"
+             "Rows shorter than the longest are filled with padding_index on the\n"
+             "right, in the second dimension. Nothing is copied: the accumulator is\n"
+             "empty afterwards.");
+
 static int
 ArrayAccumulator_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -109,6 +125,29 @@ mebibytes(size_t bytes)
     return (double)bytes / (1024.0 * 1024.0);
 }
 
+static size_t
+width_of(const Py_buffer *view)
+{
+    return view->ndim < 2 ? 1 : (size_t)view->shape[1];
+}
+
+PyDoc_STRVAR(RowBuffer_doc,
+             "Memory of an array that ArrayAccumulator has filled; its arrays' base.");
+
+/* What `n_rows` rows like those of `array` take. */
+static size_t
+RowBuffer_projected_bytes(PyObject *op, PyObject *array, size_t n_rows)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
+        PyErr_Clear(); /* the append that follows raises it */
+        return 0;
+    }
+    const size_t row = width_of(&view) * ((RowBuffer *)op)->rows.position_bytes;
+    PyBuffer_Release(&view);
+    return row != 0 && n_rows > SIZE_MAX / row ? SIZE_MAX : row * n_rows;
+}
+
 /* Before the first copy: will all the rows fit into memory? */
 static int
 warn_if_too_large(const ArrayAccumulator *self, PyObject *leaves, PyObject *arrays)
@@ -132,6 +171,55 @@ warn_if_too_large(const ArrayAccumulator *self, PyObject *leaves, PyObject *arra
                             "(preprocess_logits_for_metrics, ignore_keys), or let it "
                             "go to a file (spill_bytes)",
                             self->name, text);
+}
+
+/* Makes room for the rows of that array too, so that appending it cannot fail. */
+static int
+RowBuffer_reserve(PyObject *op, PyObject *array)
+{
+    RowBuffer *self = (RowBuffer *)op;
+    Py_buffer view;
+    ct_error err;
+    if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
+        return -1;
+    }
+    const ct_status status =
+        ct_rows_reserve(&self->rows, (size_t)view.shape[0], width_of(&view), &err);
+    PyBuffer_Release(&view);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+/* From here on a copy takes longer than handing the GIL over. */
+static const Py_ssize_t release_from_bytes = 1 << 18;
+
+static ct_status
+append_view(RowBuffer *self, const Py_buffer *view, ct_error *err)
+{
+    ct_status status;
+    const size_t n = (size_t)view->shape[0];
+    if (view->len < release_from_bytes) {
+        return ct_rows_append(&self->rows, view->buf, n, width_of(view), err);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_rows_append(&self->rows, view->buf, n, width_of(view), err);
+    Py_END_ALLOW_THREADS
+    return status;
+}
+
+/* Copies the rows of an array that RowBuffer_check has passed. The GIL is released
+ * around large copies. Returns 0, or -1 with nothing added. */
+static int
+RowBuffer_append(PyObject *op, PyObject *array)
+{
+    RowBuffer *self = (RowBuffer *)op;
+    Py_buffer view;
+    ct_error err;
+    if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
+        return -1;
+    }
+    const ct_status status = append_view(self, &view, &err);
+    PyBuffer_Release(&view);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
 /* All or nothing: room is made in every array before the first is written. */
@@ -161,6 +249,322 @@ enter(ArrayAccumulator *self)
     }
     self->busy = true;
     return 0;
+}
+
+/* A new, empty buffer. spill_folder (bytes) is kept when spill_bytes > 0. */
+static PyObject *
+RowBuffer_make(ctpy_state *state, size_t expected_rows, size_t spill_bytes,
+               PyObject *spill_folder)
+{
+    PyTypeObject *type = state->RowBuffer;
+    PyObject *op = type->tp_alloc(type, 0);
+    if (op != NULL) {
+        RowBuffer *self = (RowBuffer *)op;
+        self->rows.expected_rows = expected_rows;
+        if (spill_bytes > 0) {
+            self->rows.spill_bytes = spill_bytes;
+            self->folder = Py_NewRef(spill_folder);
+            self->rows.spill_folder = PyBytes_AS_STRING(spill_folder);
+        }
+    }
+    return op;
+}
+
+/* The structure of the first batch, with an empty RowBuffer for each leaf, which is
+ * added to `leaves` too. */
+static PyObject *
+ctpy_tree_new(ArrayAccumulator *self, PyObject *value, PyObject *leaves)
+{
+    PyObject *result = NULL, *keys = NULL, *nodes = NULL, *children = NULL;
+    const int kind = ctpy_kind_of(value);
+    if (kind < 0 || kind == CTPY_NONE) {
+        return kind < 0 ? NULL : Py_NewRef(value);
+    }
+    if (kind == CTPY_LEAF) {
+        result = RowBuffer_make(ctpy_state_borrow((PyObject *)self),
+                                self->expected_rows, self->spill_bytes, self->folder);
+        if (result != NULL && PyList_Append(leaves, result) < 0) {
+            Py_CLEAR(result);
+        }
+        return result;
+    }
+    if (Py_EnterRecursiveCall(" in a nested batch")) {
+        return NULL;
+    }
+    if ((children = ctpy_children(value, (ctpy_kind)kind, &keys)) == NULL ||
+        (nodes = PyTuple_New(PyTuple_GET_SIZE(children))) == NULL) {
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(children); i++) {
+        PyObject *node = ctpy_tree_new(self, PyTuple_GET_ITEM(children, i), leaves);
+        if (node == NULL) {
+            goto done;
+        }
+        PyTuple_SET_ITEM(nodes, i, node);
+    }
+    result = PyTuple_Pack(3, Py_TYPE(value), keys, nodes);
+done:
+    Py_LeaveRecursiveCall();
+    Py_XDECREF(nodes);
+    Py_XDECREF(children);
+    Py_XDECREF(keys);
+    return result;
+}
+
+static PyObject *
+path_text(PyObject *name, const leaf_path *path)
+{
+    if (path == NULL) {
+        return Py_NewRef(name);
+    }
+    PyObject *before = path_text(name, path->up), *text = NULL;
+    if (before != NULL && path->key != NULL) {
+        text = PyUnicode_FromFormat("%U[%R]", before, path->key);
+    }
+    else if (before != NULL) {
+        text = PyUnicode_FromFormat("%U[%zd]", before, path->position);
+    }
+    Py_XDECREF(before);
+    return text;
+}
+
+/* Puts the leaf's name before the text of the TypeError or ValueError that is set. */
+static void
+ctpy_name_leaf_error(const ArrayAccumulator *self, const leaf_path *path)
+{
+    PyObject *type, *value, *traceback;
+    if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
+        !PyErr_ExceptionMatches(PyExc_ValueError)) {
+        return;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *text = path_text(self->name, path);
+    if (text != NULL) {
+        PyErr_Format(type, "%U: %S", text, value);
+        Py_DECREF(text);
+    }
+    Py_XDECREF(traceback);
+    Py_XDECREF(value);
+    Py_XDECREF(type);
+}
+
+int
+ctpy_is_numeric(PyObject *array, const ctpy_state *state)
+{
+    int result = -1;
+    PyObject *kind = NULL, *dtype = PyObject_GetAttr(array, state->str_dtype);
+    if (dtype != NULL && (kind = PyObject_GetAttrString(dtype, "kind")) != NULL) {
+        const Py_UCS4 code = PyUnicode_READ_CHAR(kind, 0);
+        result = code < 128 && strchr("biufc", (int)code) != NULL;
+    }
+    Py_XDECREF(kind);
+    Py_XDECREF(dtype);
+    return result;
+}
+
+static int
+check_numeric(PyObject *array, PyObject *value, const ctpy_state *state)
+{
+    const int numeric = ctpy_is_numeric(array, state);
+    if (numeric == 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "expected a tensor, an array or a number, got %s; name its key in "
+                     "ignore_keys, or drop it in preprocess_logits_for_metrics",
+                     Py_TYPE(value)->tp_name);
+    }
+    return numeric > 0 ? 0 : -1;
+}
+
+PyObject *
+ctpy_plain_array(PyObject *value, const ctpy_state *state)
+{
+    PyObject *array = NULL, *source = NULL, *numpy = PyImport_ImportModule("numpy");
+    const int tensor = numpy == NULL ? -1 : ctpy_is_tensor(value);
+    if (tensor >= 0) {
+        source = tensor ? ctpy_tensor_array(value, state) : Py_NewRef(value);
+    }
+    if (source != NULL) {
+        array = PyObject_CallMethod(numpy, "ascontiguousarray", "O", source);
+        Py_DECREF(source);
+    }
+    Py_XDECREF(numpy);
+    return array;
+}
+
+static void
+start(RowBuffer *self, PyObject *dtype, const Py_buffer *view)
+{
+    size_t position_bytes = (size_t)view->itemsize;
+    self->dtype = Py_NewRef(dtype);
+    self->ndim = view->ndim;
+    self->item_bytes = view->itemsize;
+    for (int i = 2; i < view->ndim; i++) {
+        self->shape[i] = view->shape[i];
+        position_bytes *= (size_t)view->shape[i];
+    }
+    self->rows.position_bytes = position_bytes;
+}
+
+static int
+check_shape(const RowBuffer *self, const Py_buffer *view)
+{
+    if (view->ndim != self->ndim) {
+        PyErr_Format(PyExc_ValueError,
+                     "this batch has %d dimensions, those before it %d", view->ndim,
+                     self->ndim);
+        return -1;
+    }
+    for (int i = 2; i < view->ndim; i++) {
+        if (view->shape[i] != self->shape[i]) {
+            PyErr_Format(PyExc_ValueError,
+                         "dimension %d is %zd in this batch and %zd in those before it;"
+                         " only dimension 1 may differ, it is padded",
+                         i, view->shape[i], self->shape[i]);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+check_dtype(const RowBuffer *self, PyObject *dtype)
+{
+    int equal = PyObject_RichCompareBool(dtype, self->dtype, Py_EQ);
+    if (equal == 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "this batch is %S, those before it %S; cast them alike in "
+                     "preprocess_logits_for_metrics or prediction_step",
+                     dtype, self->dtype);
+    }
+    return equal == 1 ? 0 : -1;
+}
+
+/* Checks that a contiguous ndarray may be appended; the first one decides dtype and
+ * shape. Returns 0, or -1 with TypeError or ValueError whose text fits after "name: ".
+ */
+static int
+RowBuffer_check(PyObject *op, PyObject *array)
+{
+    RowBuffer *self = (RowBuffer *)op;
+    int result = -1;
+    Py_buffer view;
+    PyObject *dtype = PyObject_GetAttr(array, ctpy_state_borrow(op)->str_dtype);
+    if (dtype == NULL || PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
+        Py_XDECREF(dtype);
+        return -1;
+    }
+    if (view.ndim > CTPY_ROW_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%d dimensions, at most %d can be kept",
+                     view.ndim, CTPY_ROW_MAX_DIMS);
+    }
+    else if (self->dtype == NULL) {
+        start(self, dtype, &view);
+        result = 0;
+    }
+    else if (check_dtype(self, dtype) == 0) {
+        result = check_shape(self, &view);
+    }
+    PyBuffer_Release(&view);
+    Py_DECREF(dtype);
+    return result;
+}
+
+/* A contiguous array of at least one dimension with the leaf's values, which fits
+ * the rows before it. */
+static PyObject *
+ctpy_leaf_array(RowBuffer *leaf, PyObject *value)
+{
+    const ctpy_state *state = ctpy_state_borrow((PyObject *)leaf);
+    PyObject *array = ctpy_plain_array(value, state);
+    if (array != NULL && (check_numeric(array, value, state) < 0 ||
+                          RowBuffer_check((PyObject *)leaf, array) < 0)) {
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+/* The values of a container in the order of the first batch; a container of another
+ * type, length or with other keys is an error. */
+static PyObject *
+matching_children(PyObject *node, PyObject *value)
+{
+    PyObject *type = PyTuple_GET_ITEM(node, 0), *keys = PyTuple_GET_ITEM(node, 1);
+    const Py_ssize_t n = PyTuple_GET_SIZE(PyTuple_GET_ITEM(node, 2));
+    if ((PyObject *)Py_TYPE(value) != type || PyObject_Length(value) != n) {
+        PyErr_Format(PyExc_TypeError,
+                     "this batch has a %s where those before it had a %s of %zd",
+                     Py_TYPE(value)->tp_name, ((PyTypeObject *)type)->tp_name, n);
+        return NULL;
+    }
+    if (keys == Py_None) {
+        return PySequence_Tuple(value);
+    }
+    PyObject *children = PyTuple_New(n);
+    for (Py_ssize_t i = 0; children != NULL && i < n; i++) {
+        PyObject *item = PyObject_GetItem(value, PyTuple_GET_ITEM(keys, i));
+        if (item == NULL) {
+            PyErr_Format(PyExc_ValueError,
+                         "this batch lacks the key %R that those before it had",
+                         PyTuple_GET_ITEM(keys, i));
+            Py_CLEAR(children);
+            break;
+        }
+        PyTuple_SET_ITEM(children, i, item);
+    }
+    return children;
+}
+
+static int ctpy_tree_flatten(ArrayAccumulator *self, PyObject *node, PyObject *value,
+                             const leaf_path *path, PyObject *arrays);
+
+static int
+flatten_children(ArrayAccumulator *self, PyObject *node, PyObject *value,
+                 const leaf_path *path, PyObject *arrays)
+{
+    PyObject *keys = PyTuple_GET_ITEM(node, 1), *nodes = PyTuple_GET_ITEM(node, 2);
+    PyObject *children = matching_children(node, value);
+    if (children == NULL) {
+        ctpy_name_leaf_error(self, path);
+        return -1;
+    }
+    int result = 0;
+    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(nodes); i++) {
+        PyObject *key = keys == Py_None ? NULL : PyTuple_GET_ITEM(keys, i);
+        const leaf_path below = {.up = path, .key = key, .position = i};
+        result = ctpy_tree_flatten(self, PyTuple_GET_ITEM(nodes, i),
+                                   PyTuple_GET_ITEM(children, i), &below, arrays);
+    }
+    Py_DECREF(children);
+    return result;
+}
+
+/* Appends to the list `arrays` what each leaf of the tree gets from this batch; path is
+ * NULL at the root. */
+static int
+ctpy_tree_flatten(ArrayAccumulator *self, PyObject *node, PyObject *value,
+                  const leaf_path *path, PyObject *arrays)
+{
+    if (PyTuple_Check(node)) {
+        return flatten_children(self, node, value, path, arrays);
+    }
+    if ((node == Py_None) != (value == Py_None)) {
+        PyErr_Format(PyExc_TypeError, "None in %s batch, not in %s",
+                     node == Py_None ? "an earlier" : "this",
+                     node == Py_None ? "this" : "those before it");
+        ctpy_name_leaf_error(self, path);
+        return -1;
+    }
+    if (node == Py_None) {
+        return 0;
+    }
+    PyObject *array = ctpy_leaf_array((RowBuffer *)node, value);
+    if (array == NULL) {
+        ctpy_name_leaf_error(self, path);
+        return -1;
+    }
+    const int result = PyList_Append(arrays, array);
+    Py_DECREF(array);
+    return result;
 }
 
 static PyObject *
@@ -213,13 +617,110 @@ ArrayAccumulator_append(PyObject *op, PyObject *batch)
     return result;
 }
 
-PyDoc_STRVAR(result_doc,
-             "result($self, /)\n--\n\n"
-             "Hand over the arrays, in the structure of the batches; None if there\n"
-             "were none.\n\n"
-             "Rows shorter than the longest are filled with padding_index on the\n"
-             "right, in the second dimension. Nothing is copied: the accumulator is\n"
-             "empty afterwards.");
+/* Copies the element that padding_index becomes in this dtype, by the rules of a C
+ * cast: -100 is 156 as uint8 and True as bool, as it is in torch. */
+static int
+fill_item(RowBuffer *self, PyObject *padding_index, char *item)
+{
+    int result = -1;
+    Py_buffer view;
+    PyObject *numpy = PyImport_ImportModule("numpy"), *one = NULL, *cast = NULL;
+    if (numpy == NULL ||
+        (one = PyObject_CallMethod(numpy, "asarray", "(O)", padding_index)) == NULL ||
+        (cast = PyObject_CallMethod(one, "astype", "(O)", self->dtype)) == NULL) {
+        goto done;
+    }
+    if (PyObject_GetBuffer(cast, &view, PyBUF_C_CONTIGUOUS) == 0) {
+        memcpy(item, view.buf, (size_t)self->item_bytes);
+        PyBuffer_Release(&view);
+        result = 0;
+    }
+done:
+    Py_XDECREF(cast);
+    Py_XDECREF(one);
+    Py_XDECREF(numpy);
+    return result;
+}
+
+static int
+spread(RowBuffer *self, PyObject *padding_index)
+{
+    char item[sizeof(double) * 4] = {0}; /* the largest dtype is complex long double */
+    ct_status status;
+    ct_error err;
+    if (self->rows.n_runs > 1 && fill_item(self, padding_index, item) < 0) {
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_rows_spread(&self->rows, item, (size_t)self->item_bytes, &err);
+    Py_END_ALLOW_THREADS
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+static PyObject *
+shape_tuple(const RowBuffer *self)
+{
+    PyObject *shape = PyTuple_New(self->ndim);
+    for (int i = 0; shape != NULL && i < self->ndim; i++) {
+        const Py_ssize_t n = i == 0   ? (Py_ssize_t)self->rows.n_rows
+                             : i == 1 ? (Py_ssize_t)self->rows.width
+                                      : self->shape[i];
+        PyObject *value = PyLong_FromSsize_t(n);
+        if (value == NULL) {
+            Py_CLEAR(shape);
+            break;
+        }
+        PyTuple_SET_ITEM(shape, i, value);
+    }
+    return shape;
+}
+
+/* All rows as one array over this buffer's memory, gaps filled with padding_index.
+ * Nothing may be appended afterwards. */
+static PyObject *
+RowBuffer_result(PyObject *op, PyObject *padding_index)
+{
+    RowBuffer *self = (RowBuffer *)op;
+    PyObject *numpy = NULL, *shape = NULL, *array = NULL;
+    if (spread(self, padding_index) < 0 ||
+        (numpy = PyImport_ImportModule("numpy")) == NULL ||
+        (shape = shape_tuple(self)) == NULL) {
+        goto done;
+    }
+    array = PyObject_CallMethod(numpy, "ndarray", "OOO", shape, self->dtype, op);
+done:
+    Py_XDECREF(shape);
+    Py_XDECREF(numpy);
+    return array;
+}
+
+/* The tree with its arrays in place of the buffers. */
+static PyObject *
+ctpy_tree_result(const ArrayAccumulator *self, PyObject *node)
+{
+    if (node == Py_None) {
+        return Py_NewRef(node);
+    }
+    if (!PyTuple_Check(node)) {
+        return RowBuffer_result(node, self->padding_index);
+    }
+    PyObject *nodes = PyTuple_GET_ITEM(node, 2), *result = NULL;
+    PyObject *items = PyTuple_New(PyTuple_GET_SIZE(nodes));
+    for (Py_ssize_t i = 0; items != NULL && i < PyTuple_GET_SIZE(nodes); i++) {
+        PyObject *item = ctpy_tree_result(self, PyTuple_GET_ITEM(nodes, i));
+        if (item == NULL) {
+            Py_CLEAR(items);
+            break;
+        }
+        PyTuple_SET_ITEM(items, i, item);
+    }
+    if (items != NULL) {
+        result =
+            ctpy_container(PyTuple_GET_ITEM(node, 0), PyTuple_GET_ITEM(node, 1), items);
+        Py_DECREF(items);
+    }
+    return result;
+}
 
 static PyObject *
 ArrayAccumulator_result(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -245,14 +746,6 @@ static PyMethodDef ArrayAccumulator_methods[] = {
     {NULL,     NULL,                    0,           NULL      },
 };
 
-PyDoc_STRVAR(ArrayAccumulator_doc,
-             "ArrayAccumulator(n_rows_hint=None, padding_index=-100, *, name='batch',\n"
-             "                 spill_bytes=None, spill_folder='.')\n--\n\n"
-             "Collects batches row by row, in linear time and no more memory than the\n"
-             "result takes.\n\n"
-             "n_rows_hint is how many rows to make room for. An array that grows\n"
-             "beyond spill_bytes moves to an unnamed file in spill_folder.");
-
 static PyType_Slot ArrayAccumulator_slots[] = {
     {Py_tp_doc,      (void *)ArrayAccumulator_doc},
     {Py_tp_new,      ArrayAccumulator_new        },
@@ -269,4 +762,70 @@ PyType_Spec ArrayAccumulator_spec = {
     .basicsize = sizeof(ArrayAccumulator),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = ArrayAccumulator_slots,
+};
+
+/* One leaf of a nested batch: its values as an array, and its name in errors. */
+
+/* The structure of an accumulator's batches.
+ *
+ * A node is a RowBuffer for a leaf, None, or a tuple (type, keys, nodes) for a
+ * container, keys being None for a sequence. */
+
+/* ctrainer._C.RowBuffer: core/data/rows.h as an exporter of the buffer protocol. */
+
+static int
+RowBuffer_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    RowBuffer *self = (RowBuffer *)op;
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->dtype);
+    Py_VISIT(self->folder);
+    return 0;
+}
+
+static int
+RowBuffer_clear(PyObject *op)
+{
+    RowBuffer *self = (RowBuffer *)op;
+    Py_CLEAR(self->dtype);
+    return 0;
+}
+
+static void
+RowBuffer_dealloc(PyObject *op)
+{
+    RowBuffer *self = (RowBuffer *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    (void)RowBuffer_clear(op);
+    ct_rows_fini(&self->rows);
+    Py_CLEAR(self->folder);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+static int
+RowBuffer_getbuffer(PyObject *op, Py_buffer *view, int flags)
+{
+    RowBuffer *self = (RowBuffer *)op;
+    void *data = self->rows.used_bytes > 0 ? self->rows.region.data : "";
+    return PyBuffer_FillInfo(view, op, data, (Py_ssize_t)self->rows.used_bytes, 0,
+                             flags);
+}
+
+static PyType_Slot RowBuffer_slots[] = {
+    {Py_tp_doc,       (void *)RowBuffer_doc},
+    {Py_tp_traverse,  RowBuffer_traverse   },
+    {Py_tp_clear,     RowBuffer_clear      },
+    {Py_tp_dealloc,   RowBuffer_dealloc    },
+    {Py_bf_getbuffer, RowBuffer_getbuffer  },
+    {0,               NULL                 },
+};
+
+PyType_Spec RowBuffer_spec = {
+    .name = "ctrainer._C.RowBuffer",
+    .basicsize = sizeof(RowBuffer),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = RowBuffer_slots,
 };

@@ -1,9 +1,27 @@
 /* ArrayAccumulator: what its files share. */
-#ifndef CTPY_ARRAYS_H
-#define CTPY_ARRAYS_H
+#ifndef BINDING_DATA_ACCUMULATOR_H
+#define BINDING_DATA_ACCUMULATOR_H
 
+#include "binding/runtime/ctpy.h"
 #include "binding/runtime/nested.h"
-#include "binding/data/row_buffer.h"
+
+#include "core/data/rows.h"
+
+/* RowBuffer: the rows of one array of an ArrayAccumulator, and the owner of the memory
+ * behind the NumPy array that they become. */
+
+#define CTPY_ROW_MAX_DIMS 32
+
+typedef struct RowBuffer {
+    PyObject_HEAD
+    ct_rows rows;
+    PyObject *dtype;  /* NumPy's, of every batch; NULL before the first */
+    PyObject *folder; /* bytes: where rows.spill_folder points, or NULL */
+    int ndim;         /* >= 1 once dtype is set */
+    Py_ssize_t
+        shape[CTPY_ROW_MAX_DIMS]; /* beyond the first two: equal in all batches */
+    Py_ssize_t item_bytes;
+} RowBuffer;
 
 typedef struct ArrayAccumulator {
     PyObject_HEAD
@@ -24,29 +42,10 @@ typedef struct leaf_path {
     Py_ssize_t position;
 } leaf_path;
 
-/* Puts the leaf's name before the text of the TypeError or ValueError that is set. */
-void ctpy_name_leaf_error(const ArrayAccumulator *self, const leaf_path *path);
-
-/* A contiguous array of at least one dimension with the leaf's values, which fits
- * the rows before it. */
-PyObject *ctpy_leaf_array(RowBuffer *leaf, PyObject *value);
-
 /* A tensor, array or number as a contiguous array of at least one dimension. */
 PyObject *ctpy_plain_array(PyObject *value, const ctpy_state *state);
 
 /* Has the array bools, integers, floats or complex numbers? 1, 0, or -1. */
 int ctpy_is_numeric(PyObject *array, const ctpy_state *state);
-
-/* The structure of the first batch, with an empty RowBuffer for each leaf, which is
- * added to `leaves` too. */
-PyObject *ctpy_tree_new(ArrayAccumulator *self, PyObject *value, PyObject *leaves);
-
-/* Appends to the list `arrays` what each leaf of the tree gets from this batch; path is
- * NULL at the root. */
-int ctpy_tree_flatten(ArrayAccumulator *self, PyObject *node, PyObject *value,
-                      const leaf_path *path, PyObject *arrays);
-
-/* The tree with its arrays in place of the buffers. */
-PyObject *ctpy_tree_result(const ArrayAccumulator *self, PyObject *node);
 
 #endif

@@ -1,7 +1,7 @@
-/* ctrainer._C.BatchShard: one rank's part of a stream of batches, as core/data/shard.h
- * deals them out. */
+/* ctrainer._C.BatchShard: one rank's part of a stream of batches, as
+ * core/data/batches.h deals them out. */
 #include "binding/runtime/ctpy.h"
-#include "core/data/shard.h"
+#include "core/data/batches.h"
 
 typedef struct BatchShard {
     PyObject_HEAD
@@ -36,6 +36,23 @@ parse(ct_shard *shard, PyObject *args, PyObject *kwargs, const char *format,
     shard->drop_last = drop_last;
     return ct_shard_check(shard, &err) == CT_OK ? 0 : ctpy_raise_int(&err);
 }
+
+PyDoc_STRVAR(
+    BatchShard_doc,
+    "BatchShard(batches, rank, world_size, batch_size=None, *, split=False,\n"
+    "           even=True, drop_last=False)\n--\n\n"
+    "Iterator over the batches of one rank, lists, out of those of all.\n"
+    "\n"
+    "batches: an iterable of sequences. Each world_size of them make a round, of "
+    "which\n"
+    "every rank gets one; with split one batch is a round, of which every rank gets\n"
+    "an equal part. batch_size: items of a whole batch, None for any length. even: "
+    "the\n"
+    "last round is filled up from the beginning of the stream, so that all ranks have\n"
+    "equally many batches of one length. drop_last: a round that is not whole is left\n"
+    "out. Source: accelerate 1.x, BatchSamplerShard.\n"
+    "\n"
+    "Raises ValueError for a rank out of range, and for batches that cannot be split.");
 
 static int
 BatchShard_init(PyObject *op, PyObject *args, PyObject *kwargs)
@@ -242,23 +259,6 @@ static PyMethodDef BatchShard_methods[] = {
      METH_VARARGS | METH_KEYWORDS | METH_STATIC,                count_doc},
     {NULL,    NULL,                                          0, NULL     },
 };
-
-PyDoc_STRVAR(
-    BatchShard_doc,
-    "BatchShard(batches, rank, world_size, batch_size=None, *, split=False,\n"
-    "           even=True, drop_last=False)\n--\n\n"
-    "Iterator over the batches of one rank, lists, out of those of all.\n"
-    "\n"
-    "batches: an iterable of sequences. Each world_size of them make a round, of "
-    "which\n"
-    "every rank gets one; with split one batch is a round, of which every rank gets\n"
-    "an equal part. batch_size: items of a whole batch, None for any length. even: "
-    "the\n"
-    "last round is filled up from the beginning of the stream, so that all ranks have\n"
-    "equally many batches of one length. drop_last: a round that is not whole is left\n"
-    "out. Source: accelerate 1.x, BatchSamplerShard.\n"
-    "\n"
-    "Raises ValueError for a rank out of range, and for batches that cannot be split.");
 
 static PyType_Slot BatchShard_slots[] = {
     {Py_tp_doc,      (void *)BatchShard_doc},

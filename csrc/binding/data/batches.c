@@ -2,9 +2,12 @@
  */
 #include "binding/runtime/buffer.h"
 #include "binding/runtime/ctpy.h"
+
 #include "core/base/alloc.h"
+#include "core/base/span.h"
 #include "core/data/batches.h"
 #include "core/data/index.h"
+#include "core/data/rows.h"
 
 #include <string.h>
 
@@ -216,4 +219,208 @@ ctpy_check_index(PyObject *Py_UNUSED(module), PyObject *args)
     PyBuffer_Release(&offsets);
     PyBuffer_Release(&sizes);
     return status == CT_OK ? Py_NewRef(Py_None) : NULL;
+}
+
+/* Module function of fairseq's language models: a stream of tokens in blocks. */
+
+#define CTPY_FUNCTION(name, flags)                                                     \
+    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
+    extern const char ctpy_##name##_doc[];
+#include "binding/runtime/functions.def"
+#undef CTPY_FUNCTION
+
+static int
+parse_mode(const char *name, ct_break_mode *mode)
+{
+    static const char *const names[] = {"none", "complete", "complete_doc", "eos"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (strcmp(name, names[i]) == 0) {
+            *mode = (ct_break_mode)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "Invalid break_mode: %s; expected none, complete, complete_doc or eos",
+                 name);
+    return -1;
+}
+
+/* The rows of all blocks, counted first, as a new bytearray. */
+static PyObject *
+blocks_cut(const ct_block_rule *rule, const int64_t *sizes, size_t n)
+{
+    size_t count;
+    Py_BEGIN_ALLOW_THREADS
+    count = ct_blocks_cut(rule, sizes, n, NULL, 0);
+    Py_END_ALLOW_THREADS
+    if (count > (size_t)PY_SSIZE_T_MAX / sizeof(ct_block)) {
+        return PyErr_NoMemory();
+    }
+    PyObject *rows =
+        PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(ct_block)));
+    if (rows != NULL) {
+        void *blocks = PyByteArray_AS_STRING(rows);
+        Py_BEGIN_ALLOW_THREADS(void)
+        ct_blocks_cut(rule, sizes, n, blocks, count);
+        Py_END_ALLOW_THREADS
+    }
+    return rows;
+}
+
+static PyObject *
+check_and_cut(const ct_block_rule *rule, const Py_buffer *sizes)
+{
+    const size_t n = (size_t)sizes->len / sizeof(int64_t);
+    ct_error err;
+    if (sizes->format == NULL || strchr("lq", *sizes->format) == NULL ||
+        sizes->itemsize != (Py_ssize_t)sizeof(int64_t)) {
+        return PyErr_Format(PyExc_ValueError,
+                            "sizes must be an array of int64, got the format %s",
+                            sizes->format == NULL ? "B" : sizes->format);
+    }
+    if (ct_blocks_check(rule, sizes->buf, n, &err) != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    return blocks_cut(rule, sizes->buf, n);
+}
+
+const char ctpy_token_blocks_doc[] =
+    "token_blocks($module, sizes, break_mode, block_size, document_sep_len, /)\n--\n\n"
+    "Return the blocks of a stream of items as a bytearray: rows of five int64.\n\n"
+    "sizes: the items' tokens, int64, of shape (n,). break_mode: none fills blocks of\n"
+    "block_size tokens, complete puts whole items into them, complete_doc too and "
+    "ends\n"
+    "one at an item of document_sep_len tokens, which is left out; eos makes a block "
+    "of\n"
+    "each item. A row is start and end in the stream, the first item and the position\n"
+    "in it, the last item.\n\n"
+    "Raises ValueError for another mode, for sizes below 0, and for a block_size "
+    "below\n"
+    "1 where the mode has one.";
+
+PyObject *
+ctpy_token_blocks(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *op;
+    Py_buffer sizes;
+    const char *name;
+    long long block, separator;
+    ct_block_rule rule = {.mode = CT_BREAK_NONE};
+    if (!PyArg_ParseTuple(args, "OsLL:token_blocks", &op, &name, &block, &separator) ||
+        parse_mode(name, &rule.mode) < 0 ||
+        PyObject_GetBuffer(op, &sizes, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+        return NULL;
+    }
+    rule.block_tokens = block;
+    rule.separator_tokens = separator;
+    PyObject *rows = check_and_cut(&rule, &sizes);
+    PyBuffer_Release(&sizes);
+    return rows;
+}
+
+/* Collation: tensors of one dimension into the rows of one of two. */
+
+#define CTPY_FUNCTION(name, flags)                                                     \
+    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
+    extern const char ctpy_##name##_doc[];
+#include "binding/runtime/functions.def"
+#undef CTPY_FUNCTION
+
+/* 1 and the view of plain memory in the host; 0 where op is something else; -1. */
+static int
+plain_view(ctpy_state *state, PyObject *op, int ndim, ctpy_view *view)
+{
+    const ctpy_place place = {.what = "a value", .group = -1};
+    if (ctpy_view_of(state, op, &place, view) < 0) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
+            !PyErr_ExceptionMatches(PyExc_ValueError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return 0;
+    }
+    return view->shape != NULL && view->strides == NULL && view->ndim == ndim;
+}
+
+/* 1 when all rows are written, 0 where a value is no plain memory of out's dtype. */
+static int
+pad_rows(ctpy_state *state, const ctpy_view *out, PyObject *const *values, size_t n,
+         const ct_pad_rule *rule)
+{
+    unsigned char *row = out->span.data;
+    for (size_t i = 0; i < n; i++, row += rule->width * rule->item_bytes) {
+        ctpy_view view;
+        const int plain = plain_view(state, values[i], 1, &view);
+        if (plain <= 0 || view.span.dtype != out->span.dtype) {
+            return plain < 0 ? -1 : 0;
+        }
+        if (view.span.n > rule->width) {
+            PyErr_Format(PyExc_ValueError, "value %zu has %zu items, a row has %zu", i,
+                         view.span.n, rule->width);
+            return -1;
+        }
+        ct_pad_row(rule, row, view.span.data, view.span.n);
+    }
+    return 1;
+}
+
+const char ctpy_pad_rows_doc[] =
+    "pad_rows($module, out, values, left, rotate, first, /)\n--\n\n"
+    "Copy each of values, of shape (n,), into a row of out, of shape (rows, width).\n\n"
+    "left: at its end. rotate: without its last item and with first before it, a "
+    "tensor\n"
+    "of one item or None, which is the last item itself. The rest of out stays.\n\n"
+    "Return False, for another way to be taken, where a tensor is not plain memory in\n"
+    "the host, without gaps and all of one dtype; rows may then be written already.\n"
+    "Raise ValueError for more values than rows and for one longer than a row.";
+
+static int
+parse_rule(ctpy_state *state, PyObject *out, PyObject *first, ctpy_view *view,
+           ct_pad_rule *rule)
+{
+    ctpy_view one;
+    int plain = plain_view(state, out, 2, view);
+    if (plain <= 0) {
+        return plain;
+    }
+    rule->width = (size_t)view->shape[1];
+    rule->item_bytes = ct_dtype_size(view->span.dtype);
+    if (first != Py_None) {
+        plain = plain_view(state, first, 1, &one);
+        if (plain <= 0 || one.span.n != 1 || one.span.dtype != view->span.dtype) {
+            return plain < 0 ? -1 : 0;
+        }
+        rule->first = one.span.data;
+    }
+    return 1;
+}
+
+PyObject *
+ctpy_pad_rows(PyObject *module, PyObject *args)
+{
+    ctpy_state *state = PyModule_GetState(module);
+    PyObject *out, *values, *first;
+    int left, rotate;
+    if (!PyArg_ParseTuple(args, "OOppO:pad_rows", &out, &values, &left, &rotate,
+                          &first)) {
+        return NULL;
+    }
+    ct_pad_rule rule = {.left = left, .rotate = rotate};
+    ctpy_view view;
+    int done = parse_rule(state, out, first, &view, &rule);
+    PyObject *rows = done == 1 ? PySequence_Tuple(values) : NULL;
+    if (done == 1 && rows == NULL) {
+        return NULL;
+    }
+    if (done == 1 && PyTuple_GET_SIZE(rows) > view.shape[0]) {
+        PyErr_Format(PyExc_ValueError, "there are %zd values for %zd rows",
+                     PyTuple_GET_SIZE(rows), (Py_ssize_t)view.shape[0]);
+        done = -1;
+    }
+    if (done == 1) {
+        done = pad_rows(state, &view, PySequence_Fast_ITEMS(rows),
+                        (size_t)PyTuple_GET_SIZE(rows), &rule);
+    }
+    Py_XDECREF(rows);
+    return done < 0 ? NULL : PyBool_FromLong(done);
 }

@@ -1,9 +1,10 @@
 /* Nested batches between ranks: every rank gets the rows of all. */
-#ifndef CTPY_GATHER_H
-#define CTPY_GATHER_H
+#ifndef BINDING_DATA_GATHER_H
+#define BINDING_DATA_GATHER_H
 
 #include "binding/runtime/nested.h"
-#include "core/comm/packet.h"
+
+#include "core/comm/bytes.h"
 
 #include <stdbool.h>
 

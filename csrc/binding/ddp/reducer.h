@@ -1,8 +1,9 @@
 /* The insides of GradReducer, for the files that implement it. */
-#ifndef CTPY_GRAD_REDUCER_H
-#define CTPY_GRAD_REDUCER_H
+#ifndef BINDING_DDP_REDUCER_H
+#define BINDING_DDP_REDUCER_H
 
 #include "binding/comm/communicator.h"
+
 #include "core/ddp/reducer.h"
 
 #include <stdbool.h>
@@ -61,50 +62,31 @@ enum {
  * with an exception. */
 PyObject *grad_hook_add(GradReducer *self, Py_ssize_t index);
 
-/* binding/ddp/grad_reducer_setup.c: plans, allocates and hooks, when the objects are there. */
-int grad_reducer_set_up(GradReducer *self, const ct_bucket_limits *limits);
-
 /* binding/ddp/pass.c: what happens in a backward pass. 0 or -1. */
-int grad_reducer_on_gradient(GradReducer *self, Py_ssize_t param);
-int grad_reducer_on_output(GradReducer *self);
-int grad_reducer_on_end(GradReducer *self);
 void grad_reducer_abandon(GradReducer *self);
 PyObject *GradReducer_reduce(PyObject *op, PyObject *unused);
 extern const char GradReducer_reduce_doc[];
 
-/* binding/ddp/grad_reducer_give.c: brings tensors to the core. `give` announces param's gradient;
+/* binding/ddp/pass.c: brings tensors to the core. `give` announces param's gradient;
  * `give_absent` what it has though autograd brought none, or zeros. */
-int grad_reducer_give(GradReducer *self, Py_ssize_t param, PyObject *grad);
-int grad_reducer_give_absent(GradReducer *self, Py_ssize_t param);
-int grad_reducer_give_zeros(GradReducer *self, Py_ssize_t param);
 const char *grad_reducer_name(const GradReducer *self, Py_ssize_t param);
 
-/* binding/ddp/grad_reducer_owners.c: with owners, given as a sequence of ranks, or None. The
+/* binding/ddp/pass.c: with owners, given as a sequence of ranks, or None. The
  * others' gradients are dropped as soon as they have been sent, and at the end of a
  * pass. Before a further pass adds to averages they are made what the ranks would have
  * given: times the number of ranks, for that pass's average to be of the sum. */
 int grad_reducer_read_owners(GradReducer *self, PyObject *given);
-bool grad_reducer_is_anothers(const GradReducer *self, Py_ssize_t param);
-int grad_reducer_drop_sent(GradReducer *self);
-int grad_reducer_keep_own(GradReducer *self);
-int grad_reducer_unaverage(GradReducer *self);
 
-/* What a pass consists of, for those that shadow one. */
-int grad_reducer_meet(GradReducer *self);
-int grad_reducer_release_given(GradReducer *self);
-
-/* binding/ddp/grad_reducer_codec.c */
-PyObject *GradReducer_compress(PyObject *op, PyObject *how);
+/* binding/ddp/reducer.c */
 extern const char GradReducer_compress_doc[];
 
-/* binding/ddp/grad_reducer_join.c: before a forward pass, what the ranks are about to do; 0 or -1.
+/* binding/ddp/pass.c: before a forward pass, what the ranks are about to do; 0 or -1.
  */
-int grad_reducer_tell(GradReducer *self, bool syncs, bool has_buffers);
 PyObject *GradReducer_join(PyObject *op, PyObject *args);
 PyObject *GradReducer_shadow(PyObject *op, PyObject *args);
 extern const char GradReducer_join_doc[], GradReducer_shadow_doc[];
 
-/* binding/ddp/grad_reducer_forward.c */
+/* binding/ddp/pass.c */
 PyObject *GradReducer_before_forward(PyObject *op, PyObject *args);
 PyObject *GradReducer_after_forward(PyObject *op, PyObject *output);
 extern const char GradReducer_before_forward_doc[], GradReducer_after_forward_doc[];

@@ -4,7 +4,8 @@
  * before must run unchanged. What a function accepts is asked of inspect.signature
  * once and remembered by the function object, so that `t.compute_loss = f` works too.
  */
-#include "binding/trainer/trainer.h"
+#include "binding/engine/run.h"
+#include "binding/engine/adapt.h"
 
 /* The object whose signature decides: a bound method's function, else the callable. */
 static PyObject *

@@ -1,9 +1,14 @@
 /* What the files of Trainer's evaluation share. */
-#ifndef CTPY_TRAINER_EVAL_H
-#define CTPY_TRAINER_EVAL_H
+#ifndef BINDING_EVALUATE_EVALUATE_H
+#define BINDING_EVALUATE_EVALUATE_H
 
+#include "binding/callbacks/handler.h"
+#include "binding/engine/targets.h"
+#include "binding/engine/ranks.h"
+#include "binding/engine/run.h"
+#include "binding/engine/mode.h"
 #include "binding/runtime/nested.h"
-#include "binding/trainer/trainer.h"
+#include "binding/engine/adapt.h"
 
 #include <stdbool.h>
 
@@ -67,7 +72,7 @@ int ctpy_eval_store_flush(ctpy_eval_store *store, ctpy_state *names);
  * store gives them up. */
 PyObject *ctpy_eval_store_take(ctpy_eval_store *store, int kind);
 
-/* binding/evaluate/trainer_eval_ranks.c, binding/evaluate/trainer_eval_lend.c */
+/* binding/evaluate/outputs.c, binding/evaluate/outputs.c */
 
 #define CTPY_EVALUATING "evaluation" /* what messages say that a rank was doing */
 
@@ -91,9 +96,6 @@ ctpy_eval_meet(ctpy_eval_ranks *ranks, ctpy_state *names, bool has_batch, int *f
 /* The batch of rank `root` on every rank, pickled on its way. */
 PyObject *
 ctpy_eval_lend(ctpy_eval_ranks *ranks, ctpy_state *names, PyObject *inputs, int root);
-
-/* A loss as a number: of a vector, which an override may return, its mean. */
-int ctpy_eval_loss_value(PyObject *loss, const ctpy_state *names, double *value);
 
 /* One run of the loop. Owned, but for op. */
 typedef struct ctpy_eval_loop {
@@ -129,10 +131,6 @@ ctpy_eval_ready_model(ctpy_eval_loop *loop, PyObject *adapter, const ctpy_state 
 int ctpy_eval_release_model(const ctpy_eval_loop *loop, PyObject *adapter,
                             const ctpy_state *names);
 
-/* Runs every batch of the loader through prediction_step and into the store. Returns 0,
- * or -1 with an exception; KeyboardInterrupt when a signal asked the run to end. */
-int ctpy_eval_run(ctpy_eval_loop *loop, ctpy_state *names);
-
 /* ctrainer.trainer_utils.<name>(*args, **kwargs) */
 PyObject *ctpy_eval_utility(const char *name, PyObject *args_steal, PyObject *kwargs);
 
@@ -141,9 +139,6 @@ PyObject *ctpy_eval_utility(const char *name, PyObject *args_steal, PyObject *kw
  * last batch's compute_metrics gave. */
 PyObject *
 ctpy_eval_metrics(PyObject *metrics, const ctpy_eval_store *store, PyObject *prefix);
-
-/* prefix + "_" + name */
-PyObject *ctpy_eval_key(PyObject *prefix, const char *name);
 
 /* args.past_index, of models such as XLNet: op._past is the output of that index (it
  * counts the loss, which is not among these outputs), or gone. */

@@ -1,12 +1,56 @@
-/* ctrainer._C.FairseqOptimizer: fairseq's interface of an optimizer over one of ours.
- *
- * Gradients are multiplied when they are used: multiply_grads() and the clipping of
- * clip_grad_norm() change a divisor, by which the update divides in its own pass. */
-#include "binding/fairseq/optimizer.h"
-#include "binding/trainer/trainer.h"
-
 /* ---- life --------------------------------------------------------------------------
  */
+#include "binding/optim/grads.h"
+#include "binding/engine/adapt.h"
+
+#include <math.h>
+#include <stdbool.h>
+
+/* The insides of FairseqOptimizer, for the files that implement it. */
+
+/* What is done about a norm that is not finite, and how the norm is clipped. */
+typedef enum fairseq_rules {
+    FAIRSEQ_PLAIN, /* nothing; max / (norm + 1e-6), at most 1 */
+    FAIRSEQ_FP16,  /* OverflowError from clip_grad_norm(); max / norm */
+    FAIRSEQ_AMP    /* the next step() is skipped; as plain */
+} fairseq_rules;
+
+typedef struct FairseqOptimizer {
+    PyObject_HEAD
+    PyObject *inner;  /* the torch-like optimizer; NULL before __init__ */
+    PyObject *scaler; /* LossScaler, or NULL: the loss is not scaled */
+    fairseq_rules rules;
+    bool on_host;          /* every parameter is in host memory */
+    bool in_backward;      /* a backward pass has begun and not come to its end */
+    bool measured;         /* clip_grad_norm() was called since the last zero_grad() */
+    double divisor;        /* what the gradients are to be divided by; > 0 */
+    ct_step_result result; /* of the last measurement */
+} FairseqOptimizer;
+
+const char FairseqOptimizer_clip_grad_norm_doc[] =
+    "clip_grad_norm($self, max_norm, aggregate_norm_fn=None)\n--\n\n"
+    "Clip the gradients to max_norm (0: do not) and return their norm before that,\n"
+    "a tensor of no dimension.\n\n"
+    "aggregate_norm_fn makes the norm of all processes of that of this one. With\n"
+    "fp16's rules an Inf or NaN lowers the loss scale and raises OverflowError, or\n"
+    "FloatingPointError where the scale cannot fall any more.";
+
+/* binding/fairseq/optimizer.c: the methods that touch gradients. */
+extern const char FairseqOptimizer_clip_grad_norm_doc[], FairseqOptimizer_step_doc[];
+
+/* What the loss is multiplied by before backward(); 1 without a scaler. */
+
+/* 0, or -1 with a RuntimeError where __init__ was not called. */
+
+PyDoc_STRVAR(
+    FairseqOptimizer_doc,
+    "FairseqOptimizer(optimizer, *, scaler=None, rules='plain', on_host=True)\n--\n\n"
+    "fairseq's interface of an optimizer over a torch.optim.Optimizer or the like.\n"
+    "\n"
+    "scaler: a LossScaler, whose scale backward() multiplies by, or None.\n"
+    "rules: what happens when the norm is Inf or NaN: 'plain', nothing; 'fp16',\n"
+    "OverflowError from clip_grad_norm(); 'amp', the next step() is skipped.\n"
+    "on_host: every parameter is in host memory.");
 
 static PyObject *
 FairseqOptimizer_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
@@ -92,7 +136,7 @@ FairseqOptimizer_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-int
+static int
 fairseq_optimizer_ready(const FairseqOptimizer *self)
 {
     if (self->inner != NULL) {
@@ -104,7 +148,7 @@ fairseq_optimizer_ready(const FairseqOptimizer *self)
     return -1;
 }
 
-int
+static int
 fairseq_loss_scale(FairseqOptimizer *self, double *scale)
 {
     *scale = 1.0;
@@ -290,6 +334,264 @@ static PyMemberDef FairseqOptimizer_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+/* All the same whether a gradient is finite: the rules decide, not the engine. */
+static const ct_step_config AS_TOLD = {.nonfinite = CT_NONFINITE_KEEP};
+
+static int
+measure_grads(FairseqOptimizer *self, ctpy_state *names)
+{
+    const ct_clip clip = {0};
+    ctpy_grads grads = {0};
+    int failed =
+        ctpy_grads_open(names, self->inner, true, &grads) < 0 ||
+        ctpy_grads_measure(&grads, &clip, self->divisor, &self->result.grad_norm) < 0;
+    ctpy_grads_close(&grads);
+    return failed ? -1 : 0;
+}
+
+/* The norm of gradients in a device's memory, by the hook _device_norm(). */
+static int
+measure_on_device(FairseqOptimizer *self, ctpy_state *names)
+{
+    PyObject *norm =
+        PyObject_CallMethodNoArgs((PyObject *)self, names->str__device_norm);
+    if (norm == NULL) {
+        return -1;
+    }
+    self->result.grad_norm = PyFloat_AsDouble(norm) / self->divisor;
+    Py_DECREF(norm);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* The norm of all gradients, divided by the divisor. */
+static int
+measure(FairseqOptimizer *self)
+{
+    ctpy_state *names = ctpy_state_borrow((PyObject *)self);
+    PyObject *engine = NULL;
+    int native = self->on_host ? ctpy_optimizer_engine(names, self->inner, &engine) : 0;
+    int failed = native < 0;
+    if (native == 1) {
+        failed = ctpy_engine_measure(engine, self->inner, &AS_TOLD, self->divisor,
+                                     &self->result) < 0;
+    }
+    else if (native == 0) {
+        failed = (self->on_host ? measure_grads(self, names)
+                                : measure_on_device(self, names)) < 0;
+    }
+    Py_XDECREF(engine);
+    if (failed) {
+        return -1;
+    }
+    self->result.clip_coef = 1.0;
+    self->result.finite = isfinite(self->result.grad_norm);
+    self->measured = true;
+    return 0;
+}
+
+/* norm = aggregate(norm), where the gradients are spread over processes. */
+static int
+aggregate_norm(FairseqOptimizer *self, PyObject *aggregate)
+{
+    ctpy_state *names = ctpy_state_borrow((PyObject *)self);
+    PyObject *norm = PyFloat_FromDouble(self->result.grad_norm);
+    PyObject *tensor =
+        norm == NULL
+            ? NULL
+            : PyObject_CallMethodOneArg((PyObject *)self, names->str__scalar, norm);
+    PyObject *answer = tensor == NULL ? NULL : PyObject_CallOneArg(aggregate, tensor);
+    Py_XDECREF(norm);
+    Py_XDECREF(tensor);
+    if (answer == NULL) {
+        return -1;
+    }
+    self->result.grad_norm = PyFloat_AsDouble(answer);
+    self->result.finite = isfinite(self->result.grad_norm);
+    Py_DECREF(answer);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Tells the scaler of an overflow; what it raises, if the scale is too low, stands. */
+static PyObject *
+scaler_update(FairseqOptimizer *self, bool overflow)
+{
+    return PyObject_CallMethodOneArg(self->scaler,
+                                     ctpy_state_borrow((PyObject *)self)->str_update,
+                                     overflow ? Py_True : Py_False);
+}
+
+static int
+raise_overflow(FairseqOptimizer *self)
+{
+    PyObject *scale = scaler_update(self, true);
+    if (scale != NULL) {
+        PyErr_Format(PyExc_OverflowError, "setting loss scale to: %S", scale);
+        Py_DECREF(scale);
+    }
+    return -1;
+}
+
+static int
+clip(FairseqOptimizer *self, double max_norm)
+{
+    const double norm = self->result.grad_norm;
+    if (self->rules == FAIRSEQ_FP16 && self->scaler != NULL) {
+        if (!self->result.finite) {
+            return raise_overflow(self);
+        }
+        self->divisor *= max_norm > 0.0 && norm > max_norm ? norm / max_norm : 1.0;
+        return 0;
+    }
+    if (self->result.finite) {
+        self->divisor /= ct_clip_coef(max_norm, norm);
+    }
+    return 0;
+}
+
+static PyObject *
+FairseqOptimizer_clip_grad_norm(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"max_norm", "aggregate_norm_fn", NULL};
+    FairseqOptimizer *self = (FairseqOptimizer *)op;
+    PyObject *aggregate = Py_None;
+    double max_norm;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:clip_grad_norm", names,
+                                     &max_norm, &aggregate) ||
+        fairseq_optimizer_ready(self) < 0) {
+        return NULL;
+    }
+    if (!(max_norm >= 0.0)) {
+        return PyErr_Format(PyExc_ValueError, "max_norm is %R; expected >= 0",
+                            PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0)
+                                                       : Py_None);
+    }
+    if (measure(self) < 0 ||
+        (aggregate != Py_None && aggregate_norm(self, aggregate) < 0)) {
+        return NULL;
+    }
+    PyObject *norm = PyFloat_FromDouble(self->result.grad_norm);
+    if (norm == NULL || clip(self, max_norm) < 0) {
+        Py_XDECREF(norm);
+        return NULL;
+    }
+    PyObject *tensor =
+        PyObject_CallMethodOneArg(op, ctpy_state_borrow(op)->str__scalar, norm);
+    Py_DECREF(norm);
+    return tensor;
+}
+
+/* Divides the gradients of another's optimizer in place. */
+static int
+divide_grads(FairseqOptimizer *self, ctpy_state *names)
+{
+    if (self->divisor == 1.0) {
+        return 0;
+    }
+    if (!self->on_host) {
+        PyObject *by = PyFloat_FromDouble(self->divisor);
+        PyObject *answer =
+            by == NULL ? NULL
+                       : PyObject_CallMethodOneArg((PyObject *)self,
+                                                   names->str__device_divide, by);
+        Py_XDECREF(by);
+        Py_XDECREF(answer);
+        return answer == NULL ? -1 : 0;
+    }
+    const ct_clip none = {0};
+    ctpy_grads grads = {0};
+    double norm;
+    int failed = ctpy_grads_open(names, self->inner, true, &grads) < 0 ||
+                 ctpy_grads_measure(&grads, &none, self->divisor, &norm) < 0 ||
+                 ctpy_grads_clip(&grads, &none, self->divisor) < 0;
+    ctpy_grads_close(&grads);
+    return failed ? -1 : 0;
+}
+
+static int
+step_foreign(FairseqOptimizer *self, ctpy_state *names)
+{
+    if (divide_grads(self, names) < 0) {
+        return -1;
+    }
+    self->divisor = 1.0;
+    PyObject *answer = PyObject_CallMethodNoArgs(self->inner, names->str_step);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static int
+update(FairseqOptimizer *self)
+{
+    ctpy_state *names = ctpy_state_borrow((PyObject *)self);
+    PyObject *engine = NULL;
+    ct_step_result result = {.clip_coef = 1.0, .finite = true};
+    int native = self->on_host ? ctpy_optimizer_engine(names, self->inner, &engine) : 0;
+    result.grad_norm = self->result.grad_norm;
+    int failed = native == 1 ? ctpy_engine_apply(engine, self->inner, &AS_TOLD,
+                                                 self->divisor, &result)
+                             : (native == 0 ? step_foreign(self, names) : -1);
+    Py_XDECREF(engine);
+    return failed;
+}
+
+/* Of amp: whether the gradients are finite, looked at if nobody has. */
+static int
+skips(FairseqOptimizer *self)
+{
+    if (self->rules != FAIRSEQ_AMP) {
+        return 0;
+    }
+    if (!self->measured && measure(self) < 0) {
+        return -1;
+    }
+    return !self->result.finite;
+}
+
+static int
+step(FairseqOptimizer *self)
+{
+    int skip = skips(self);
+    if (skip < 0 || (!skip && update(self) < 0)) {
+        return -1;
+    }
+    if (self->scaler == NULL) {
+        return 0;
+    }
+    PyObject *scale = scaler_update(self, skip);
+    Py_XDECREF(scale);
+    return scale == NULL ? -1 : 0;
+}
+
+static PyObject *
+FairseqOptimizer_step(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"closure", "scale", "groups", NULL};
+    FairseqOptimizer *self = (FairseqOptimizer *)op;
+    PyObject *closure = Py_None, *groups = Py_None, *loss;
+    double scale = 1.0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OdO:step", names, &closure, &scale,
+                                     &groups) ||
+        fairseq_optimizer_ready(self) < 0) {
+        return NULL;
+    }
+    if (groups != Py_None || !(scale > 0.0)) {
+        return PyErr_Format(PyExc_ValueError,
+                            groups != Py_None
+                                ? "groups is given; this optimizer updates all of its "
+                                  "groups or none: pass None"
+                                : "scale is not above 0");
+    }
+    loss = closure == Py_None ? Py_NewRef(Py_None) : PyObject_CallNoArgs(closure);
+    if (loss == NULL) {
+        return NULL;
+    }
+    self->divisor *= scale;
+    if (step(self) < 0) {
+        Py_CLEAR(loss);
+    }
+    return loss;
+}
+
 static PyMethodDef FairseqOptimizer_methods[] = {
     {"all_reduce_grads", FairseqOptimizer_all_reduce_grads,                            METH_O,
      all_reduce_grads_doc                                                                                                              },
@@ -304,16 +606,6 @@ static PyMethodDef FairseqOptimizer_methods[] = {
     {"zero_grad",        FairseqOptimizer_zero_grad,                                   METH_NOARGS, zero_grad_doc                      },
     {NULL,               NULL,                                                         0,           NULL                               },
 };
-
-PyDoc_STRVAR(
-    FairseqOptimizer_doc,
-    "FairseqOptimizer(optimizer, *, scaler=None, rules='plain', on_host=True)\n--\n\n"
-    "fairseq's interface of an optimizer over a torch.optim.Optimizer or the like.\n"
-    "\n"
-    "scaler: a LossScaler, whose scale backward() multiplies by, or None.\n"
-    "rules: what happens when the norm is Inf or NaN: 'plain', nothing; 'fp16',\n"
-    "OverflowError from clip_grad_norm(); 'amp', the next step() is skipped.\n"
-    "on_host: every parameter is in host memory.");
 
 static PyType_Slot FairseqOptimizer_slots[] = {
     {Py_tp_doc,      (void *)FairseqOptimizer_doc},
@@ -334,3 +626,23 @@ PyType_Spec FairseqOptimizer_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = FairseqOptimizer_slots,
 };
+
+/* FairseqOptimizer: the norm of the gradients, clipping, and the update.
+ *
+ * Source of the rules: fairseq, optim/fp16_optimizer.py, amp_optimizer.py and
+ * utils.clip_grad_norm_. */
+
+/* ---- the norm ----------------------------------------------------------------------
+ */
+
+/* ---- what the rules make of it -----------------------------------------------------
+ */
+
+/* ---- the update --------------------------------------------------------------------
+ */
+
+const char FairseqOptimizer_step_doc[] =
+    "step($self, closure=None, scale=1.0, groups=None)\n--\n\n"
+    "Update the parameters with the gradients divided by scale.\n\n"
+    "closure is called first and its result returned. groups has to be None: no\n"
+    "optimizer here updates some of its groups alone.";

@@ -3,11 +3,12 @@
  * Everything that Python sees lives in the instance's __dict__, under the names that
  * fairseq's Trainer has. The struct holds the settings that every update reads, taken
  * from cfg once by _read_config(). */
-#ifndef CTPY_FAIRSEQ_TRAINER_H
-#define CTPY_FAIRSEQ_TRAINER_H
+#ifndef BINDING_FAIRSEQ_TRAINER_H
+#define BINDING_FAIRSEQ_TRAINER_H
 
 #include "binding/runtime/ctpy.h"
-#include "binding/trainer/trainer.h"
+#include "binding/engine/adapt.h"
+
 #include "core/comm/comm.h"
 
 #include <stdbool.h>
@@ -50,7 +51,8 @@ typedef struct fairseq_update {
     bool synced; /* the sums are those of all ranks */
 } fairseq_update;
 
-/* ---- binding/fairseq/calls.c: what is called of Python ------------------------------------
+/* ---- binding/fairseq/calls.c: what is called of Python
+ * ------------------------------------
  */
 
 /* metrics.function(*args), with args as Py_BuildValue makes the tuple of `format`. 0
@@ -80,28 +82,15 @@ int fairseq_do(PyObject *op, PyObject *name);
 /* ---- the parts of train_step() ----------------------------------------------------
  */
 
-/* binding/fairseq/fairseq_micro.c: forward and backward of every sample. 1: go on; 0: nothing is left,
- * every sample ran out of memory; -1. */
-int fairseq_run_samples(PyObject *op, fairseq_update *u);
-
-/* binding/fairseq/update.c: from gradients to parameters. 1: done, u->overflow tells how; 0:
- * *again is what the repetition that amp asked for returned; -1. */
+/* binding/fairseq/update.c: from gradients to parameters. 1: done, u->overflow tells
+ * how; 0: *again is what the repetition that amp asked for returned; -1. */
 int fairseq_run_update(PyObject *op, fairseq_update *u, PyObject **again);
 
-/* binding/fairseq/fairseq_stats.c: counters, average, metrics. The logging output, or NULL. */
+/* binding/fairseq/update.c: counters, average, metrics. The logging output, or NULL. */
 PyObject *fairseq_finish_update(PyObject *op, fairseq_update *u);
 
-/* task.train_step(...) of one sample, whose result is (loss, sample_size, output). */
-PyObject *fairseq_task_step(PyObject *op, fairseq_update *u, PyObject *sample,
-                            PyObject *ignore_grad);
-
-/* model for the keyword ema_model, NULL where the task takes none. 0 or -1. */
-int fairseq_ema_model(PyObject *op, PyObject **model);
-
-/* op._prepare_sample(sample) as its two parts; 0 or -1. */
-int fairseq_prepare(PyObject *op, PyObject *sample, PyObject **prepared, int *dummy);
-
-/* ---- several ranks: binding/fairseq/ranks.c ----------------------------------------------
+/* ---- several ranks: binding/fairseq/ranks.c
+ * ----------------------------------------------
  */
 
 /* Replaces sums and logs of the update by those of all ranks. 0 or -1. */
@@ -117,9 +106,6 @@ int fairseq_no_sync(PyObject *op, PyObject **context);
 /* 1: other ranks wait for this one's gradients during the backward pass of the last
  * sample; 0: not; -1. */
 int fairseq_exchanges_early(PyObject *op);
-
-/* {0} is fine. */
-void fairseq_update_release(fairseq_update *u);
 
 #define CTPY_METHOD(name, flags)                                                       \
     extern const char FairseqTrainer_##name##_doc[];                                   \

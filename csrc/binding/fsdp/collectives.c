@@ -1,13 +1,52 @@
 /* A unit's collectives: its parameters together, its gradients to their owners. */
+#include "binding/comm/memory.h"
 #include "binding/fsdp/unit.h"
-
-#include "binding/runtime/buffer.h"
 #include "binding/optim/grads.h"
-#include "core/base/malloc.h"
+#include "binding/runtime/buffer.h"
+#include "binding/runtime/dlpack_abi.h"
+
+#include "core/base/mapping.h"
 #include "core/base/region.h"
 
 /* ---- gathering ---------------------------------------------------------------------
  */
+
+static bool
+is_on_cuda(const FSDPUnit *self)
+{
+    return self->core.device->dlpack == CTPY_DL_CUDA;
+}
+
+ctpy_state *
+fsdp_state_borrow(FSDPUnit *self)
+{
+    return ctpy_state_borrow((PyObject *)self);
+}
+
+int
+fsdp_shard_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
+                ct_span *span)
+{
+    return ctpy_span_on(fsdp_state_borrow(self), op, what, writable,
+                        is_on_cuda(self) && !self->core.config.offload, span);
+}
+
+int
+fsdp_use_stream(FSDPUnit *self)
+{
+    const ctpy_dlpack_api *api = fsdp_state_borrow(self)->dlpack;
+    if (!is_on_cuda(self)) {
+        return 0;
+    }
+    if (api == NULL || api->current_work_stream == NULL) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "this torch does not tell its current stream: sharding on a "
+                        "GPU needs torch 2.10 or newer");
+        return -1;
+    }
+    const int ordinal = ((MappedMemory *)self->full)->pages.ordinal;
+    return api->current_work_stream(CTPY_DL_CUDA, ordinal, &self->core.stream);
+}
 
 static int
 read_shards(FSDPUnit *self, ct_span *spans)
@@ -44,23 +83,6 @@ gather_from(FSDPUnit *self, const ct_span *spans, gather_fn *gather)
     return comm == NULL ? -1 : status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-static int
-gather_by(FSDPUnit *self, gather_fn *gather)
-{
-    if (fsdp_check_unused(self) < 0 || fsdp_check_order(self, "gathers") < 0) {
-        return -1;
-    }
-    ct_span *spans = PyMem_New(ct_span, self->core.n_groups);
-    if (spans == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    const int result =
-        read_shards(self, spans) < 0 ? -1 : gather_from(self, spans, gather);
-    PyMem_Free(spans);
-    return result;
-}
-
 /* Nobody can tell who it was, or what came of it, so the error is for the next to use
  * the unit; it is told once. */
 int
@@ -94,6 +116,46 @@ fsdp_check_unused(FSDPUnit *self)
     return -1;
 }
 
+/* binding/fsdp/collectives.c: compares with the other ranks which unit does what, if
+ * that is wished for. Collective then; 0, or -1 with the ValueError of _check_order. */
+static int
+fsdp_check_order(FSDPUnit *self, const char *what)
+{
+    const ct_comm *comm = ((const Communicator *)self->communicator)->comm;
+    const int compares = comm != NULL && comm->ops->takes_device_memory
+                             ? ctpy_comm_wants_comparison()
+                             : 0;
+    if (compares < 1) {
+        return compares;
+    }
+    PyObject *text = PyUnicode_FromString(what);
+    PyObject *answer =
+        text == NULL
+            ? NULL
+            : ctpy_call_hook((PyObject *)self,
+                             fsdp_state_borrow(self)->str__check_order, &text, 1);
+    Py_XDECREF(answer);
+    Py_XDECREF(text);
+    return answer == NULL ? -1 : 0;
+}
+
+static int
+gather_by(FSDPUnit *self, gather_fn *gather)
+{
+    if (fsdp_check_unused(self) < 0 || fsdp_check_order(self, "gathers") < 0) {
+        return -1;
+    }
+    ct_span *spans = PyMem_New(ct_span, self->core.n_groups);
+    if (spans == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const int result =
+        read_shards(self, spans) < 0 ? -1 : gather_from(self, spans, gather);
+    PyMem_Free(spans);
+    return result;
+}
+
 int
 fsdp_check_all_unused(FSDPUnit *root)
 {
@@ -107,10 +169,23 @@ fsdp_check_all_unused(FSDPUnit *root)
     return result;
 }
 
-int
+static int
 fsdp_begin_gather(FSDPUnit *self)
 {
     return gather_by(self, ct_fsdp_begin_gather);
+}
+
+static int
+fsdp_end_prefetch(FSDPUnit *self)
+{
+    Communicator *communicator = (Communicator *)self->communicator;
+    ct_status status;
+    ct_error err;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_fsdp_gather(&self->core, communicator->comm, NULL, &err);
+    Py_END_ALLOW_THREADS
+    communicator->busy--;
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
 int
@@ -130,10 +205,34 @@ fsdp_gather(FSDPUnit *self)
 }
 
 void
+fsdp_drop_prefetch(FSDPUnit *self)
+{
+    Communicator *communicator = (Communicator *)self->communicator;
+    PyObject *type, *value, *trace;
+    if (!self->core.begun) {
+        return;
+    }
+    PyErr_Fetch(&type, &value, &trace);
+    Py_BEGIN_ALLOW_THREADS
+    ct_fsdp_cancel_gather(&self->core, communicator->comm);
+    Py_END_ALLOW_THREADS
+    communicator->busy--;
+    PyErr_Restore(type, value, trace);
+}
+
+void
 fsdp_release(FSDPUnit *self)
 {
     fsdp_drop_prefetch(self);
     ct_fsdp_release(&self->core);
+}
+
+void
+fsdp_discard_spares(FSDPUnit *root)
+{
+    Py_BEGIN_ALLOW_THREADS
+    ct_spares_discard(&root->ledger.spares);
+    Py_END_ALLOW_THREADS
 }
 
 void
@@ -229,6 +328,32 @@ shard_grad(FSDPUnit *self, PyObject *owner, size_t group, int *add)
                : ctpy_call_hook((PyObject *)self, state->str__new_gradient, &index, 1);
     Py_XDECREF(index);
     return grad;
+}
+
+/* binding/fsdp/collectives.c: the group of replicas is the core's until it is returned,
+ * and stays open. 0, or -1 with an exception and nothing lent. */
+static int
+fsdp_lend_replicas(FSDPUnit *self)
+{
+    if (self->replicas == NULL) {
+        return 0;
+    }
+    ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), self->replicas);
+    if (comm == NULL) {
+        return -1;
+    }
+    ((Communicator *)self->replicas)->busy++;
+    self->core.replicas = comm;
+    return 0;
+}
+
+static void
+fsdp_return_replicas(FSDPUnit *self)
+{
+    if (self->core.replicas != NULL) {
+        ((Communicator *)self->replicas)->busy--;
+        self->core.replicas = NULL;
+    }
 }
 
 static int
@@ -365,4 +490,186 @@ fsdp_reduce(FSDPUnit *self)
     }
     fsdp_drop_grads(self);
     return result;
+}
+
+/* What a unit does on its device: memory there, tensors of it, and torch's stream. */
+
+int
+fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
+               ct_span *span)
+{
+    return ctpy_span_on(fsdp_state_borrow(self), op, what, writable, is_on_cuda(self),
+                        span);
+}
+
+PyObject *
+fsdp_new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int watched)
+{
+    const ctpy_state *state = fsdp_state_borrow(self);
+    PyObject *args = Py_BuildValue("(n)", (Py_ssize_t)bytes);
+    PyObject *kwargs = Py_BuildValue("{s:i,s:O}", "watched", watched, "plugin", plugin);
+    PyObject *memory =
+        args == NULL || kwargs == NULL
+            ? NULL
+            : PyObject_Call((PyObject *)state->MappedMemory, args, kwargs);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(args);
+    return memory;
+}
+
+/* New memory of the host is zeros; a device's is what it was. */
+static ct_status
+clear(FSDPUnit *self, ct_mapping *pages, ct_error *err)
+{
+    const ct_span all = {pages->data, pages->bytes, CT_U8};
+    pages->stream = self->core.stream;
+    const ct_status status = ct_mapping_obtain(pages, pages->bytes, NULL, err);
+    return status != CT_OK || pages->ops == NULL
+               ? status
+               : self->core.device->zero(self->core.stream, &all, 1, err);
+}
+
+PyObject *
+fsdp_new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes)
+{
+    ct_error err;
+    PyObject *memory = fsdp_new_memory(self, plugin, bytes, 0);
+    if (memory == NULL || fsdp_use_stream(self) < 0) {
+        Py_XDECREF(memory);
+        return NULL;
+    }
+    if (clear(self, &((MappedMemory *)memory)->pages, &err) != CT_OK) {
+        Py_DECREF(memory);
+        return ctpy_raise(&err);
+    }
+    return memory;
+}
+
+/* Units whose shards other groups of ranks have too: hybrid sharding. */
+
+/* ---- the order ---------------------------------------------------------------------
+ */
+
+void
+fsdp_order_begin(fsdp_order *order)
+{
+    Py_XSETREF(order->before, order->now);
+    order->now = NULL;
+}
+
+void
+fsdp_order_forget(fsdp_order *order)
+{
+    Py_CLEAR(order->before);
+    Py_CLEAR(order->now);
+}
+
+static PyObject *
+last_borrow(PyObject *list)
+{
+    const Py_ssize_t n = list == NULL ? 0 : PyList_GET_SIZE(list);
+    return n == 0 ? NULL : PyList_GET_ITEM(list, n - 1);
+}
+
+void
+fsdp_drop_prefetches(FSDPUnit *root)
+{
+    PyObject *units = root->ledger.begun == 0 ? NULL : Py_XNewRef(root->units);
+    const Py_ssize_t n = units == NULL ? 0 : PyList_GET_SIZE(units);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        fsdp_drop_prefetch((FSDPUnit *)PyList_GET_ITEM(units, i));
+    }
+    Py_XDECREF(units);
+}
+
+FSDPUnit *
+fsdp_root_borrow(FSDPUnit *self)
+{
+    return self->root == NULL ? self : (FSDPUnit *)self->root;
+}
+
+int
+fsdp_order_reach(FSDPUnit *self, fsdp_order *order)
+{
+    if (last_borrow(order->now) == (PyObject *)self) {
+        return 0;
+    }
+    if (!self->core.begun) {
+        fsdp_drop_prefetches(fsdp_root_borrow(self));
+    }
+    if (order->now == NULL) {
+        order->now = PyList_New(0);
+    }
+    return order->now == NULL ? -1 : PyList_Append(order->now, (PyObject *)self);
+}
+
+/* NULL where the pass before ended here, or was at another unit. */
+static FSDPUnit *
+next_borrow(const fsdp_order *order)
+{
+    const Py_ssize_t n = order->now == NULL ? 0 : PyList_GET_SIZE(order->now);
+    const bool goes_on =
+        n != 0 && order->before != NULL && n < PyList_GET_SIZE(order->before) &&
+        PyList_GET_ITEM(order->before, n - 1) == PyList_GET_ITEM(order->now, n - 1);
+    return goes_on ? (FSDPUnit *)PyList_GET_ITEM(order->before, n) : NULL;
+}
+
+/* ---- gathers that have begun -------------------------------------------------------
+ */
+
+/* Codes are no collective that could be begun; without the other ranks there is nothing
+ * to wait for. A unit that has gone to another root, or has no shards, is gathered when
+ * it is needed, or says then what is wrong. */
+static bool
+can_begin(FSDPUnit *self, FSDPUnit *root)
+{
+    const ct_fsdp_config *config = &self->core.config;
+    return !self->core.gathered && config->gather_bits == 0 && !config->lone_gather &&
+           self->core.n_groups != 0 && self->shards != NULL &&
+           fsdp_root_borrow(self) == root;
+}
+
+int
+fsdp_prefetch(FSDPUnit *self, const fsdp_order *order)
+{
+    FSDPUnit *root = fsdp_root_borrow(self);
+    FSDPUnit *next = next_borrow(order);
+    if (next == NULL || root->ledger.begun != 0 || !can_begin(next, root)) {
+        return 0;
+    }
+    Py_INCREF((PyObject *)next);
+    const int result = fsdp_begin_gather(next);
+    Py_DECREF((PyObject *)next);
+    return result;
+}
+
+/* Whether all ranks come to the same unit: asked where collectives are compared, and
+ * the backend, NCCL, does not do so itself. */
+
+int
+fsdp_expect(FSDPUnit *self, unsigned states)
+{
+    const bool known = self->state >= FSDP_IDLE && self->state <= FSDP_BACKWARD_POST;
+    if (known && (states >> self->state & 1) != 0) {
+        return 0;
+    }
+    PyObject *wanted = PyList_New(0);
+    for (int s = FSDP_IDLE; wanted != NULL && s <= FSDP_BACKWARD_POST; s++) {
+        PyObject *number = (states >> s & 1) != 0 ? PyLong_FromLong(s) : NULL;
+        if (number != NULL && PyList_Append(wanted, number) < 0) {
+            Py_CLEAR(wanted);
+        }
+        Py_XDECREF(number);
+    }
+    PyObject *answer =
+        wanted == NULL
+            ? NULL
+            : ctpy_call_hook((PyObject *)self,
+                             fsdp_state_borrow(self)->str_assert_state, &wanted, 1);
+    if (answer != NULL) {
+        PyErr_Format(PyExc_ValueError, "the unit is in state %d", self->state);
+    }
+    Py_XDECREF(answer);
+    Py_XDECREF(wanted);
+    return -1;
 }

@@ -3,19 +3,43 @@
 
 #include "binding/comm/backends.h"
 #include "binding/comm/memory.h"
+#include "binding/optim/grads.h"
+#include "binding/runtime/buffer.h"
+
 #include "core/base/alloc.h"
-#include "core/fsdp/fsdp_codes.h"
+#include "core/comm/history.h"
+#include "core/fsdp/unit.h"
 
+#include <math.h>
 #include <string.h>
-
-ctpy_state *
-fsdp_state_borrow(FSDPUnit *self)
-{
-    return ctpy_state_borrow((PyObject *)self);
-}
 
 /* ---- lifetime ----------------------------------------------------------------------
  */
+
+PyDoc_STRVAR(
+    FSDPUnit_doc,
+    "FSDPUnit(communicator, groups, *, compute_dtype='float32',\n"
+    "         reduce_dtype='float32', watched=False, lone_gather=False,\n"
+    "         lone_reduce=False, replicas=None, gather_bits=0,\n"
+    "         reduce_bits=0, error_feedback=True, plugin=None,\n"
+    "         offload=False, poisoned=False)\n--\n\n"
+    "Parameters that are sharded over the ranks of a group, gathered and reduced\n"
+    "together; ctrainer.fsdp.FullyShardedDataParallel has one for a module.\n\n"
+    "groups: a tuple of (elements with padding, trainable). watched: parameters that\n"
+    "are used while they are not there end the process; poisoned: or are NaN, rather\n"
+    "than reading zeros, which RuntimeError tells afterwards.\n"
+    "lone_gather, lone_reduce: leave the other ranks out, to measure without.\n"
+    "replicas: a group of ranks that have the same shards in other groups, over which\n"
+    "gradients are averaged. gather_bits, reduce_bits: parameters and gradients "
+    "travel\n"
+    "as codes of so many bits. error_feedback: what these miss of a gradient is added\n"
+    "to the next, which takes a float32 for each of all ranks' elements. plugin: of a\n"
+    "device, in whose memory all of it is, which the communicators have to take.\n"
+    "offload: shards and their gradients are in the host's all the same.\n\n"
+    "Its hooks: _grad_enabled(), _graph_task(), _current_node(), _next_sequence_nr(),\n"
+    "_new_gradient(group), _check_order(what), _settle_trained(),\n"
+    "assert_state(states), and _queue(), which returns a weak reference to what ends\n"
+    "the backward: dead when that has ended.");
 
 static PyObject *
 FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
@@ -291,36 +315,95 @@ FSDPUnit_add_parameter(PyObject *op, PyObject *args)
 /* ---- states ------------------------------------------------------------------------
  */
 
-int
-fsdp_expect(FSDPUnit *self, unsigned states)
-{
-    const bool known = self->state >= FSDP_IDLE && self->state <= FSDP_BACKWARD_POST;
-    if (known && (states >> self->state & 1) != 0) {
-        return 0;
-    }
-    PyObject *wanted = PyList_New(0);
-    for (int s = FSDP_IDLE; wanted != NULL && s <= FSDP_BACKWARD_POST; s++) {
-        PyObject *number = (states >> s & 1) != 0 ? PyLong_FromLong(s) : NULL;
-        if (number != NULL && PyList_Append(wanted, number) < 0) {
-            Py_CLEAR(wanted);
-        }
-        Py_XDECREF(number);
-    }
-    PyObject *answer =
-        wanted == NULL
-            ? NULL
-            : ctpy_call_hook((PyObject *)self,
-                             fsdp_state_borrow(self)->str_assert_state, &wanted, 1);
-    if (answer != NULL) {
-        PyErr_Format(PyExc_ValueError, "the unit is in state %d", self->state);
-    }
-    Py_XDECREF(answer);
-    Py_XDECREF(wanted);
-    return -1;
-}
-
 #define METHOD(name, flags)                                                            \
     {#name, (PyCFunction)(void (*)(void))FSDPUnit_##name, flags, FSDPUnit_##name##_doc}
+
+typedef struct clip_job {
+    ct_span *spans;
+    size_t n;
+    double p, max_norm, total;
+    int alone;  /* of this rank's shards */
+    bool ready; /* else an exception is kept, and the others are only told */
+    const ct_device *device;
+    void *stream;
+} clip_job;
+
+/* The sum of this rank's powers. */
+static ct_status
+own_sum(const clip_job *job, double *sum, ct_error *err)
+{
+    const ct_device *device = job->device;
+    ct_scratch scratch = {NULL, 0}, made = {NULL, 0};
+    *sum = 0.0;
+    if (job->n == 0) {
+        return CT_OK;
+    }
+    ct_status status = device->scratch_grow(&made, sizeof *sum, err);
+    if (status == CT_OK) {
+        status = device->norm(job->stream, &scratch, job->p, job->spans, job->n,
+                              made.data, err);
+    }
+    if (status == CT_OK) {
+        status = device->read(job->stream, made.data, sum, err);
+    }
+    device->scratch_release(&made);
+    device->scratch_release(&scratch);
+    return status;
+}
+
+/* A rank that fails joins the others all the same: they would wait for it. */
+static ct_status
+norm_over_ranks(clip_job *job, ct_comm *comm, ct_error *err)
+{
+    enum {
+        SUM,
+        FAILED,
+        WHO,
+        N
+    };
+    double told[N] = {0.0};
+    ct_error others;
+    const ct_status own = job->ready
+                              ? own_sum(job, &told[SUM], err)
+                              : ct_fail(err, CT_EHOST, "no gradients to measure");
+    if (own != CT_OK) {
+        told[FAILED] = 1.0;
+        told[WHO] = comm->rank;
+    }
+    const ct_status status =
+        job->alone
+            ? CT_OK
+            : ct_comm_reduce_numbers(comm, told, N,
+                                     isinf(job->p) ? CT_REDUCE_MAX : CT_REDUCE_SUM,
+                                     own == CT_OK ? err : &others);
+    job->total = isinf(job->p) ? told[SUM] : pow(told[SUM], 1.0 / job->p);
+    if (own != CT_OK || status != CT_OK) {
+        return own != CT_OK ? own : status;
+    }
+    return told[FAILED] == 0.0 ? CT_OK
+           : told[FAILED] == 1.0
+               ? ct_fail(err, CT_ECOMM,
+                         "rank %d of %d failed to measure its gradients, so that there "
+                         "is no norm; its own error says why",
+                         ct_rank_called(&comm->names, (int)told[WHO]), comm->names.of)
+               : ct_fail(err, CT_ECOMM,
+                         "%.0f of %d ranks failed to measure their gradients, so that "
+                         "there is no norm; their own errors say why",
+                         told[FAILED], comm->names.of);
+}
+
+/* NaN in any gradient makes all of them NaN, as a multiplication does. */
+static ct_status
+clip(clip_job *job, ct_comm *comm, ct_error *err)
+{
+    ct_status status = norm_over_ranks(job, comm, err);
+    const double factor = job->max_norm / (job->total + 1e-6);
+    if (status != CT_OK || job->n == 0 || factor >= 1.0) {
+        return status;
+    }
+    return job->device->scale(job->stream, factor, (double)INFINITY, job->spans, job->n,
+                              err);
+}
 
 static PyMethodDef FSDPUnit_methods[] = {
     {"add_parameter", FSDPUnit_add_parameter, METH_VARARGS, add_parameter_doc},
@@ -336,31 +419,6 @@ static PyMethodDef FSDPUnit_methods[] = {
     METHOD(take_grad, METH_FASTCALL),
     {NULL,            NULL,                   0,            NULL             },
 };
-
-PyDoc_STRVAR(
-    FSDPUnit_doc,
-    "FSDPUnit(communicator, groups, *, compute_dtype='float32',\n"
-    "         reduce_dtype='float32', watched=False, lone_gather=False,\n"
-    "         lone_reduce=False, replicas=None, gather_bits=0,\n"
-    "         reduce_bits=0, error_feedback=True, plugin=None,\n"
-    "         offload=False, poisoned=False)\n--\n\n"
-    "Parameters that are sharded over the ranks of a group, gathered and reduced\n"
-    "together; ctrainer.fsdp.FullyShardedDataParallel has one for a module.\n\n"
-    "groups: a tuple of (elements with padding, trainable). watched: parameters that\n"
-    "are used while they are not there end the process; poisoned: or are NaN, rather\n"
-    "than reading zeros, which RuntimeError tells afterwards.\n"
-    "lone_gather, lone_reduce: leave the other ranks out, to measure without.\n"
-    "replicas: a group of ranks that have the same shards in other groups, over which\n"
-    "gradients are averaged. gather_bits, reduce_bits: parameters and gradients "
-    "travel\n"
-    "as codes of so many bits. error_feedback: what these miss of a gradient is added\n"
-    "to the next, which takes a float32 for each of all ranks' elements. plugin: of a\n"
-    "device, in whose memory all of it is, which the communicators have to take.\n"
-    "offload: shards and their gradients are in the host's all the same.\n\n"
-    "Its hooks: _grad_enabled(), _graph_task(), _current_node(), _next_sequence_nr(),\n"
-    "_new_gradient(group), _check_order(what), _settle_trained(),\n"
-    "assert_state(states), and _queue(), which returns a weak reference to what ends\n"
-    "the backward: dead when that has ended.");
 
 static PyType_Slot FSDPUnit_slots[] = {
     {Py_tp_doc,      (void *)FSDPUnit_doc},
@@ -381,3 +439,304 @@ PyType_Spec FSDPUnit_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = FSDPUnit_slots,
 };
+
+/* What can be read and set of an FSDPUnit. */
+
+static PyObject *
+FSDPUnit_get_shards(PyObject *op, void *Py_UNUSED(closure))
+{
+    PyObject *shards = ((FSDPUnit *)op)->shards;
+    return shards == NULL ? PyTuple_New(0) : Py_NewRef(shards);
+}
+
+/* A tuple of something for each group; NULL with an exception. */
+static PyObject *
+one_a_group(FSDPUnit *self, PyObject *value, const char *what)
+{
+    PyObject *each = value == NULL ? NULL : PySequence_Tuple(value);
+    if (value == NULL) {
+        PyErr_Format(PyExc_TypeError, "%s cannot be deleted", what);
+    }
+    if (each != NULL && (size_t)PyTuple_GET_SIZE(each) != self->core.n_groups) {
+        PyErr_Format(PyExc_ValueError, "expected %zu %s, one a group, got %zd",
+                     self->core.n_groups, what, PyTuple_GET_SIZE(each));
+        Py_CLEAR(each);
+    }
+    return each;
+}
+
+static int
+FSDPUnit_set_shards(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    PyObject *shards = one_a_group((FSDPUnit *)op, value, "shards");
+    if (shards == NULL) {
+        return -1;
+    }
+    Py_XSETREF(((FSDPUnit *)op)->shards, shards);
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_grad_owners(PyObject *op, void *closure)
+{
+    PyObject *owners = ((FSDPUnit *)op)->grad_owners;
+    return owners == NULL ? FSDPUnit_get_shards(op, closure) : Py_NewRef(owners);
+}
+
+static int
+FSDPUnit_set_grad_owners(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    PyObject *owners = one_a_group((FSDPUnit *)op, value, "grad_owners");
+    if (owners == NULL) {
+        return -1;
+    }
+    Py_XSETREF(((FSDPUnit *)op)->grad_owners, owners);
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_label(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyUnicode_DecodeUTF8(((FSDPUnit *)op)->core.label.name,
+                                (Py_ssize_t)strlen(((FSDPUnit *)op)->core.label.name),
+                                "replace");
+}
+
+/* The unit's lengths are part of it: another model may have a module of this name. */
+static int
+FSDPUnit_set_label(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    ct_fsdp *core = &((FSDPUnit *)op)->core;
+    const char *name = value == NULL ? NULL : PyUnicode_AsUTF8(value);
+    const uint64_t calls = core->label.call;
+    uint64_t shape = core->n_groups;
+    if (name == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "label cannot be deleted");
+        }
+        return -1;
+    }
+    for (size_t i = 0; i < core->n_groups; i++) {
+        shape = shape * 0x100000001b3u ^ core->groups[i].n;
+    }
+    ct_label_set(&core->label, name, shape);
+    core->label.call = calls;
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_gathered(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(((FSDPUnit *)op)->core.gathered);
+}
+
+static PyObject *
+FSDPUnit_get_offsets(PyObject *op, void *Py_UNUSED(closure))
+{
+    const ct_fsdp *core = &((FSDPUnit *)op)->core;
+    PyObject *offsets = PyTuple_New((Py_ssize_t)core->n_groups);
+    for (size_t i = 0; offsets != NULL && i < core->n_groups; i++) {
+        PyObject *at = PyLong_FromSize_t(core->groups[i].at);
+        if (at == NULL) {
+            Py_CLEAR(offsets);
+        }
+        else {
+            PyTuple_SET_ITEM(offsets, (Py_ssize_t)i, at);
+        }
+    }
+    return offsets;
+}
+
+static PyObject *
+FSDPUnit_get_factors(PyObject *op, void *Py_UNUSED(closure))
+{
+    const ct_fsdp_config *config = &((FSDPUnit *)op)->core.config;
+    return Py_BuildValue("dd", config->predivide, config->postdivide);
+}
+
+static int
+FSDPUnit_set_factors(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    ct_fsdp_config *config = &((FSDPUnit *)op)->core.config;
+    double pre, post;
+    if (value == NULL || !PyTuple_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "divide_factors is a tuple of two numbers");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(value, "dd", &pre, &post)) {
+        return -1;
+    }
+    if (!(pre > 0.0 && post > 0.0 && isfinite(pre) && isfinite(post))) {
+        PyErr_Format(PyExc_ValueError,
+                     "gradients are divided by numbers above 0, got %R", value);
+        return -1;
+    }
+    config->predivide = pre;
+    config->postdivide = post;
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_peak(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((FSDPUnit *)op)->ledger.peak);
+}
+
+static int
+FSDPUnit_set_peak(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
+{
+    ct_fsdp_ledger *ledger = &((FSDPUnit *)op)->ledger;
+    const size_t peak = value == NULL ? 0 : PyLong_AsSize_t(value);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    ledger->peak = peak < ledger->live ? ledger->live : peak;
+    return 0;
+}
+
+static PyObject *
+FSDPUnit_get_live(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((FSDPUnit *)op)->ledger.live);
+}
+
+PyGetSetDef fsdp_getset[] = {
+    {"divide_factors", FSDPUnit_get_factors,     FSDPUnit_set_factors,
+     "What gradients are divided by, before and after their sum; both above 0.",                                NULL},
+    {"gathered",       FSDPUnit_get_gathered,    NULL,                     "Whether the parameters are there.",
+     NULL                                                                                                           },
+    {"grad_owners",    FSDPUnit_get_grad_owners, FSDPUnit_set_grad_owners,
+     "An object for each group whose grad is that of the shard; by default the shards.",                        NULL},
+    {"label",          FSDPUnit_get_label,       FSDPUnit_set_label,
+     "The unit's name in the model, by which ranks compare whose collective it is.",                            NULL},
+    {"live_bytes",     FSDPUnit_get_live,        NULL,
+     "Of a root: bytes of gathered parameters and of gradients not yet reduced.",                               NULL},
+    {"offsets",        FSDPUnit_get_offsets,     NULL,
+     "Where each group begins in full, in elements.",                                                           NULL},
+    {"peak_bytes",     FSDPUnit_get_peak,        FSDPUnit_set_peak,
+     "Of a root: the most that live_bytes has been; set it to 0 to count anew.",                                NULL},
+    {"shards",         FSDPUnit_get_shards,      FSDPUnit_set_shards,
+     "A parameter for each group: this rank's part of it.",                                                     NULL},
+    {NULL,             NULL,                     NULL,                     NULL,                                NULL},
+};
+
+PyMemberDef fsdp_members[] = {
+    {"communicator", T_OBJECT, offsetof(FSDPUnit, communicator), READONLY,
+     "The group of ranks that share."},
+    {"residual", T_OBJECT, offsetof(FSDPUnit, residual), READONLY,
+     "What codes have missed of the gradients, float32 in a MappedMemory, or None."},
+    {"replicas", T_OBJECT, offsetof(FSDPUnit, replicas), READONLY,
+     "The group of ranks that have the same shards, or None."},
+    {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
+     "The memory of the gathered parameters."},
+    {"require_sync", T_BOOL, offsetof(FSDPUnit, require_sync), 0,
+     "Whether gradients are reduced, or kept for a later backward."},
+    {"reshard_after_forward", T_BOOL, offsetof(FSDPUnit, reshard_after_forward), 0,
+     "Whether the parameters are released after the forward."},
+    {"forward_prefetch", T_BOOL, offsetof(FSDPUnit, forward_prefetch), 0,
+     "Whether the gather of the next unit begins before this one's forward."},
+    {"backward_pre", T_BOOL, offsetof(FSDPUnit, backward_pre), 0,
+     "Whether the gather of the next unit begins before this one's backward."},
+    {"backward_post", T_BOOL, offsetof(FSDPUnit, backward_post), 0,
+     "Whether the gather of the next unit begins after this one's backward."},
+    {"return_memory", T_BOOL, offsetof(FSDPUnit, return_memory), 0,
+     "Of a root: whether memory that is free goes back to the system before most of it "
+     "is needed: when the last inner unit has run, and when the backward begins."},
+    {"state", T_INT, offsetof(FSDPUnit, state), 0,
+     "Where it is: a value of TrainingState."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+/* The norm of gradients that are spread over ranks, and clipping by it. */
+
+/* The gradients that are there; *owners keeps them. */
+static int
+read_grads(FSDPUnit *self, PyObject *params, clip_job *job, PyObject *owners)
+{
+    PyObject *name = fsdp_state_borrow(self)->str_grad;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
+        PyObject *grad = PyObject_GetAttr(PyList_GET_ITEM(params, i), name);
+        int result = grad == NULL ? -1 : 0;
+        if (result == 0 && !Py_IsNone(grad)) {
+            result = fsdp_shard_from(self, grad, "a gradient", 1, &job->spans[job->n]);
+            job->n += result == 0;
+            result = result < 0 ? -1 : PyList_Append(owners, grad);
+        }
+        Py_XDECREF(grad);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* What is to be measured; -1 with an exception. */
+static int
+prepare(FSDPUnit *self, PyObject *params, clip_job *job, PyObject *owners)
+{
+    job->spans = PyMem_New(ct_span, (size_t)PyList_GET_SIZE(params) + 1);
+    if (job->spans == NULL) {
+        PyErr_NoMemory();
+    }
+    job->ready = job->spans != NULL && owners != NULL &&
+                 read_grads(self, params, job, owners) == 0 &&
+                 fsdp_use_stream(self) == 0;
+    job->device = self->core.config.offload ? &ct_device_cpu : self->core.device;
+    job->stream = self->core.stream;
+    return job->ready ? 0 : -1;
+}
+
+static int
+run(PyObject *op, PyObject *params, clip_job *job)
+{
+    FSDPUnit *self = (FSDPUnit *)op;
+    Communicator *group = (Communicator *)self->communicator;
+    ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), (PyObject *)group);
+    PyObject *owners, *type = NULL, *value = NULL, *trace = NULL;
+    ct_status status;
+    ct_error err;
+    if (comm == NULL) {
+        return -1;
+    }
+    owners = PyList_New(0);
+    if (prepare(self, params, job, owners) < 0) {
+        PyErr_Fetch(&type, &value, &trace);
+    }
+    Py_INCREF(group);
+    group->busy++;
+    Py_BEGIN_ALLOW_THREADS
+    status = clip(job, comm, &err);
+    Py_END_ALLOW_THREADS
+    group->busy--;
+    Py_DECREF(group);
+    Py_XDECREF(owners);
+    PyMem_Free(job->spans);
+    if (type != NULL) {
+        PyErr_Restore(type, value, trace);
+        return -1;
+    }
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+const char FSDPUnit_clip_doc[] =
+    "clip($self, params, max_norm, norm_type, alone=False, /)\n--\n\n"
+    "Scale the gradients of a list of parameters, whose shards lie on all ranks, so\n"
+    "that their norm together is at most max_norm; return what it was. Collective.\n\n"
+    "norm_type: p > 0, or inf. Powers are added in double. alone: the norm is that of\n"
+    "this rank's shards, and nobody else is asked. Where one rank fails all raise,\n"
+    "the others a RuntimeError that names it, and no gradient has changed.";
+
+PyObject *
+FSDPUnit_clip(PyObject *op, PyObject *args)
+{
+    PyObject *params;
+    clip_job job = {.n = 0};
+    if (!PyArg_ParseTuple(args, "O!dd|p:clip", &PyList_Type, &params, &job.max_norm,
+                          &job.p, &job.alone)) {
+        return NULL;
+    }
+    if (!(job.p > 0.0)) {
+        return PyErr_Format(PyExc_ValueError, "norm_type must be above 0 or inf");
+    }
+    return run(op, params, &job) < 0 ? NULL : PyFloat_FromDouble(job.total);
+}

@@ -1,8 +1,9 @@
 /* The insides of FSDPUnit, for the files that implement it. */
-#ifndef CTPY_FSDP_H
-#define CTPY_FSDP_H
+#ifndef BINDING_FSDP_UNIT_H
+#define BINDING_FSDP_UNIT_H
 
 #include "binding/comm/communicator.h"
+
 #include "core/fsdp/unit.h"
 
 typedef enum fsdp_state {
@@ -75,8 +76,9 @@ int fsdp_expect(FSDPUnit *self, unsigned states);
 ctpy_state *fsdp_state_borrow(FSDPUnit *self);
 FSDPUnit *fsdp_root_borrow(FSDPUnit *self); /* itself where that is not known */
 
-/* binding/fsdp/fsdp_device.c: a tensor in the memory of the unit's device; -1 with an exception that
- * names `what`. And where torch works now, for what the unit does there. */
+/* binding/fsdp/collectives.c: a tensor in the memory of the unit's device; -1 with an
+ * exception that names `what`. And where torch works now, for what the unit does there.
+ */
 int fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
                    ct_span *span);
 int fsdp_use_stream(FSDPUnit *self);
@@ -88,12 +90,11 @@ PyObject *fsdp_new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int wa
 PyObject *fsdp_new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes);
 void fsdp_discard_spares(FSDPUnit *root); /* without the GIL: it waits for a device */
 
-/* binding/fsdp/fsdp_attributes.c */
+/* binding/fsdp/unit.c */
 extern PyMemberDef fsdp_members[];
 extern PyGetSetDef fsdp_getset[];
 
 /* binding/fsdp/collectives.c */
-int fsdp_begin_gather(FSDPUnit *self);
 int fsdp_gather(FSDPUnit *self);
 int fsdp_reduce(FSDPUnit *self);
 void fsdp_release(FSDPUnit *self);
@@ -112,16 +113,7 @@ PyObject *FSDPUnit_gather(PyObject *op, PyObject *unused);
 PyObject *FSDPUnit_release(PyObject *op, PyObject *unused);
 extern const char FSDPUnit_gather_doc[], FSDPUnit_release_doc[];
 
-/* binding/fsdp/fsdp_replicas.c: the group of replicas is the core's until it is returned, and stays
- * open. 0, or -1 with an exception and nothing lent. */
-int fsdp_lend_replicas(FSDPUnit *self);
-void fsdp_return_replicas(FSDPUnit *self);
-
-/* binding/fsdp/fsdp_order.c: compares with the other ranks which unit does what, if that is wished
- * for. Collective then; 0, or -1 with the ValueError of _check_order. */
-int fsdp_check_order(FSDPUnit *self, const char *what);
-
-/* binding/fsdp/fsdp_prefetch.c */
+/* binding/fsdp/collectives.c */
 void fsdp_order_begin(fsdp_order *order); /* of a pass */
 void fsdp_order_forget(fsdp_order *order);
 /* Notes that this unit's turn has come. What was begun for another one is dropped. */
@@ -130,7 +122,7 @@ int fsdp_order_reach(FSDPUnit *self, fsdp_order *order);
  * gone the same way and nothing else is begun: one unit more than are needed. A
  * collective, to be called where all ranks do. 0, or -1 with nothing begun. */
 int fsdp_prefetch(FSDPUnit *self, const fsdp_order *order);
-int fsdp_end_prefetch(FSDPUnit *self);   /* gathered, or -1 with an exception */
+/* gathered, or -1 with an exception */
 void fsdp_drop_prefetch(FSDPUnit *self); /* keeps the exception */
 void fsdp_drop_prefetches(FSDPUnit *root);
 
@@ -142,34 +134,6 @@ PyObject *FSDPUnit_recover(PyObject *op, PyObject *unused);
 extern const char FSDPUnit_forward_doc[], FSDPUnit_set_units_doc[],
     FSDPUnit_forget_root_doc[], FSDPUnit_recover_doc[];
 
-/* Everything below a root as if no backward had begun; keeps the exception. */
-void fsdp_abandon(FSDPUnit *root);
-
-/* 1 while a backward of this root is under way, 0, or -1. One that has ended with an
- * exception is abandoned. */
-int fsdp_in_backward(FSDPUnit *root);
-
-/* binding/fsdp/fsdp_backward.c: releases the units of which autograd asks nothing more, where the
- * node that runs was made by this thread. 1 where one was that has the next unit
- * gathered then, 0, or -1 with an exception. */
-int fsdp_release_done(FSDPUnit *root, uint64_t thread);
-
-/* The thread that runs, by a number that no thread before it had; and that of the
- * root's forward, or FSDP_NO_THREAD. */
-uint64_t fsdp_thread(void);
-uint64_t fsdp_forward_thread(const FSDPUnit *root);
-
-/* The number of autograd's task that is running: later ones have higher numbers.
- * FSDP_NO_TASK outside of a backward. 0, or -1 with an exception. */
-int fsdp_current_task(FSDPUnit *self, long *task);
-
-/* The number of the node that autograd will make next on this thread. 0 or -1. */
-int fsdp_next_node(FSDPUnit *self, uint64_t *number);
-
-/* A hook of the outputs of a forward that began at that number: gathers the parameters
- * for the backward. */
-PyObject *fsdp_output_hook(FSDPUnit *self, uint64_t first_node);
-
 /* What torch's other hooks call. */
 PyObject *FSDPUnit_take_grad(PyObject *op, PyObject *const *args, Py_ssize_t n);
 PyObject *FSDPUnit_input_done(PyObject *op, PyObject *grad);
@@ -177,12 +141,8 @@ PyObject *FSDPUnit_finish(PyObject *op, PyObject *unused);
 extern const char FSDPUnit_take_grad_doc[], FSDPUnit_input_done_doc[],
     FSDPUnit_finish_doc[];
 
-/* binding/fsdp/fsdp_clip.c */
+/* binding/fsdp/unit.c */
 PyObject *FSDPUnit_clip(PyObject *op, PyObject *args);
 extern const char FSDPUnit_clip_doc[];
-
-/* binding/fsdp/fsdp_tensors.c: calls tensor.register_hook(hook) for every tensor in op that requires
- * a gradient, each once, and counts them. -1 with an exception. */
-Py_ssize_t fsdp_hook_tensors(ctpy_state *state, PyObject *op, PyObject *hook);
 
 #endif

@@ -5,6 +5,8 @@
  * dicts do not hold, but for what saves time. */
 #include "binding/optim/engine.h"
 
+#include "binding/optim/weight_average.h"
+
 #include "core/base/alloc.h"
 
 #include <string.h>
@@ -28,6 +30,11 @@ refuse_kind(const char *name)
     Py_XDECREF(kinds);
     return NULL;
 }
+
+PyDoc_STRVAR(OptimEngine_doc,
+             "OptimEngine(kind)\n--\n\n"
+             "Updates the parameters of an optimizer face. kind is that of the groups\n"
+             "that have no 'kind' of their own: 'adamw', 'sgd', ...");
 
 static PyObject *
 OptimEngine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -76,6 +83,32 @@ OptimEngine_traverse(PyObject *op, visitproc visit, void *arg)
     return 0;
 }
 
+static void
+slot_clear(optim_slot *slot)
+{
+    Py_CLEAR(slot->param);
+    Py_CLEAR(slot->data);
+    Py_CLEAR(slot->grad);
+    Py_CLEAR(slot->state);
+    Py_CLEAR(slot->master);
+    Py_CLEAR(slot->part.communicator);
+    for (int i = 0; i < OPTIM_MAX_VALUES; i++) {
+        Py_CLEAR(slot->values[i]);
+    }
+    slot->fresh = false;
+    slot->average_known = false;
+}
+
+/* Drops slots from the n-th on. */
+static void
+optim_drop_slots(OptimEngine *self, size_t n)
+{
+    while (self->n_slots > n) {
+        self->n_slots--;
+        slot_clear(&self->slots[self->n_slots]);
+    }
+}
+
 static int
 OptimEngine_clear(PyObject *op)
 {
@@ -101,7 +134,8 @@ OptimEngine_dealloc(PyObject *op)
 /* ---- one update --------------------------------------------------------------------
  */
 
-int
+/* "what is under way" as a RuntimeError, or 0. */
+static int
 optim_check_idle(const OptimEngine *self, const char *what)
 {
     if (self->busy == 0) {
@@ -162,6 +196,208 @@ note_step(OptimEngine *self, PyObject *face)
     return PyObject_SetAttr(face, self->state->str__opt_called, Py_True);
 }
 
+static int
+resize(OptimEngine *self, size_t n_groups, size_t n_params)
+{
+    ct_error err;
+    void *block = self->slots;
+    if (ct_grow(&block, &self->slots_capacity, n_params, sizeof *self->slots, &err) !=
+        CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    self->slots = block;
+    optim_drop_slots(self, n_params);
+    if (ct_optim_resize(self->core, n_groups, n_params, &err) != CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    while (self->n_slots < n_params) {
+        self->slots[self->n_slots++] = (optim_slot){.param = NULL};
+    }
+    return 0;
+}
+
+/* A parameter listed twice would be updated twice at once, by two threads. */
+static int
+refuse_duplicates(OptimEngine *self)
+{
+    int result = 0;
+    PyObject *seen = PySet_New(NULL);
+    for (size_t k = 0; seen != NULL && result == 0 && k < self->n_slots; k++) {
+        const optim_slot *slot = &self->slots[k];
+        PyObject *id = PyLong_FromVoidPtr(slot->param);
+        result = id == NULL ? -1 : PySet_Contains(seen, id);
+        if (result == 1) {
+            PyErr_Format(PyExc_ValueError,
+                         "param_groups[%u]['params'][%zd] is listed a second time: a "
+                         "parameter belongs to one place in one group",
+                         slot->group, slot->index);
+            result = -1;
+        }
+        else if (result == 0) {
+            result = PySet_Add(seen, id);
+        }
+        Py_XDECREF(id);
+    }
+    Py_XDECREF(seen);
+    return seen == NULL ? -1 : result;
+}
+
+/* group["params"] as a new list or tuple. */
+static PyObject *
+group_params(OptimEngine *self, PyObject *group, size_t g)
+{
+    ctpy_state *state = self->state;
+    PyObject *params =
+        PyDict_Check(group) ? PyDict_GetItemWithError(group, state->str_params) : NULL;
+    if (params == NULL || !(PyList_Check(params) || PyTuple_Check(params))) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError,
+                         "param_groups[%zu] is not a dict whose 'params' is a list", g);
+        }
+        return NULL;
+    }
+    return Py_NewRef(params);
+}
+
+/* Runs no Python code. Returns the number of slots that changed. */
+static size_t
+fill_group(OptimEngine *self, size_t first, PyObject *params, uint32_t g)
+{
+    size_t changed = 0;
+    PyObject **items = PySequence_Fast_ITEMS(params);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); i++) {
+        optim_slot *slot = &self->slots[first + (size_t)i];
+        slot->group = g;
+        slot->index = i;
+        if (slot->param != items[i]) {
+            slot_clear(slot);
+            slot->param = Py_NewRef(items[i]);
+            changed++;
+        }
+    }
+    return changed;
+}
+
+static int
+count_params(OptimEngine *self, PyObject *groups, size_t *n)
+{
+    *n = 0;
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++) {
+        PyObject *params = group_params(self, PyList_GET_ITEM(groups, g), (size_t)g);
+        if (params == NULL) {
+            return -1;
+        }
+        *n += (size_t)PySequence_Fast_GET_SIZE(params);
+        Py_DECREF(params);
+    }
+    return 0;
+}
+
+static int
+plan_slots(OptimEngine *self, PyObject *groups)
+{
+    size_t n, changed = 0, k = 0;
+    if (count_params(self, groups, &n) < 0 ||
+        resize(self, (size_t)PyList_GET_SIZE(groups), n) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++) {
+        PyObject *params = group_params(self, PyList_GET_ITEM(groups, g), (size_t)g);
+        if (params == NULL) {
+            return -1;
+        }
+        Py_ssize_t size = PySequence_Fast_GET_SIZE(params);
+        if (k + (size_t)size > n) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "param_groups changed while being read");
+            Py_DECREF(params);
+            return -1;
+        }
+        changed += fill_group(self, k, params, (uint32_t)g);
+        k += (size_t)size;
+        Py_DECREF(params);
+    }
+    if (changed == 0) {
+        return 0;
+    }
+    self->n_known = 0; /* the slots' state has to be looked up anew */
+    self->parts_asked = false;
+    return refuse_duplicates(self);
+}
+
+/* Makes slots agree with the face's live param_groups. */
+static int
+optim_plan_params(OptimEngine *self, PyObject *face)
+{
+    ctpy_state *state = self->state;
+    PyObject *groups = PyObject_GetAttr(face, state->str_param_groups);
+    int result = -1;
+    if (groups != NULL && !PyList_Check(groups)) {
+        PyErr_Format(PyExc_TypeError, "param_groups is a %.200s; expected a list",
+                     Py_TYPE(groups)->tp_name);
+    }
+    else if (groups != NULL) {
+        result = plan_slots(self, groups) < 0 ? -1 : optim_read_groups(self, groups);
+    }
+    Py_XDECREF(groups);
+    if (result == 0 && !self->parts_asked) {
+        result = optim_read_parts(self);
+        self->parts_asked = result == 0;
+    }
+    if (result < 0) {
+        optim_drop_slots(self, 0);
+    }
+    return result;
+}
+
+/* Views slot->grad and copies its place in memory into the core's parameter. */
+static int
+view_grad(OptimEngine *self, optim_slot *slot, ct_optim_param *param)
+{
+    const ctpy_place place = {".grad", slot->group, slot->index};
+    const ct_span *span = &slot->grad_view.span;
+    if (ctpy_view_of(self->state, slot->grad, &place, &slot->grad_view) < 0) {
+        return -1;
+    }
+    if (!ct_dtype_is_float(span->dtype)) {
+        PyErr_Format(PyExc_TypeError,
+                     "param_groups[%u]['params'][%zd].grad has dtype %s; expected "
+                     "float32, float64, bfloat16 or float16",
+                     slot->group, slot->index, ct_dtype_name(span->dtype));
+        return -1;
+    }
+    /* What is empty lies nowhere, and is a gradient all the same where it is a part. */
+    param->grad = slot->part.whole != 0 && span->n == 0 ? (void *)slot : span->data;
+    param->n = span->n;
+    param->grad_dtype = span->dtype;
+    return 0;
+}
+
+/* Reads every parameter's .grad into its slot and the core. */
+static int
+optim_plan_grads(OptimEngine *self)
+{
+    ct_optim_param *params = ct_optim_params_borrow(self->core);
+    if (optim_share_presence(self) < 0) {
+        return -1;
+    }
+    for (size_t k = 0; k < self->n_slots; k++) {
+        optim_slot *slot = &self->slots[k];
+        params[k] = (ct_optim_param){.group = slot->group};
+        Py_XSETREF(slot->grad, PyObject_GetAttr(slot->param, self->state->str_grad));
+        if (slot->grad == NULL) {
+            return -1;
+        }
+        if (Py_IsNone(slot->grad)) {
+            Py_CLEAR(slot->grad);
+        }
+        else if (view_grad(self, slot, &params[k]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* Reads what both phases need and marks the engine busy; -1 leaves it idle. */
 static int
 begin(OptimEngine *self, PyObject *face)
@@ -175,6 +411,100 @@ begin(OptimEngine *self, PyObject *face)
         return -1;
     }
     return 0;
+}
+
+/* Has the update of slots[k] write its average too, where it has one. */
+static int
+optim_plan_average(OptimEngine *self, size_t k, ct_optim_param *param,
+                   const ctpy_view *view)
+{
+    optim_slot *slot = &self->slots[k];
+    ctpy_view average;
+    if (!slot->average_known) {
+        const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average + 1;
+        slot->average = ctpy_average_find(self->average, slot->data, hint);
+        slot->average_known = true;
+    }
+    if (slot->average < 0) {
+        return 0;
+    }
+    if (ctpy_average_view(self->average, slot->average, view, &average) < 0) {
+        return -1;
+    }
+    param->ema = average.span.data;
+    param->ema_dtype = average.span.dtype;
+    ctpy_average_mark(self->average, slot->average);
+    return 0;
+}
+
+/* A torch parameter is its own data; a NumPy parameter has an array in .data. */
+static int
+find_data(ctpy_state *state, optim_slot *slot)
+{
+    PyTypeObject *type = Py_TYPE(slot->param);
+    PyObject *data;
+    if ((PyObject *)type == state->torch_parameter ||
+        (PyObject *)type == state->torch_tensor ||
+        (state->torch_tensor != NULL &&
+         PyType_IsSubtype(type, (PyTypeObject *)state->torch_tensor))) {
+        data = Py_NewRef(slot->param);
+    }
+    else {
+        data = PyObject_GetAttr(slot->param, state->str_data);
+    }
+    Py_XSETREF(slot->data, data);
+    return data == NULL ? -1 : 0;
+}
+
+static int
+view_param(OptimEngine *self, optim_slot *slot, ctpy_view *view)
+{
+    const ctpy_place place = {"", slot->group, slot->index};
+    if (find_data(self->state, slot) < 0 ||
+        ctpy_view_of(self->state, slot->data, &place, view) < 0 ||
+        optim_check_like(slot, view, &slot->grad_view, ".grad") < 0) {
+        return -1;
+    }
+    if (view->readonly) {
+        PyErr_Format(PyExc_ValueError,
+                     "param_groups[%u]['params'][%zd] is a read-only array; expected "
+                     "one that can be written",
+                     slot->group, slot->index);
+        return -1;
+    }
+    return 0;
+}
+
+/* Reads parameters, gradients and state of every slot with a gradient, making state
+ * by face._new_state(param, group) where there is none. */
+static int
+optim_plan_operands(OptimEngine *self, PyObject *face)
+{
+    ct_optim_param *params = ct_optim_params_borrow(self->core);
+    if (optim_sync_state(self, face) < 0) {
+        return -1;
+    }
+    for (size_t k = 0; k < self->n_slots; k++) {
+        optim_slot *slot = &self->slots[k];
+        ctpy_view view;
+        if (slot->grad == NULL) {
+            continue;
+        }
+        if (view_param(self, slot, &view) < 0) {
+            return -1;
+        }
+        params[k].param = view.span.data;
+        params[k].dtype = view.span.dtype;
+        if (optim_plan_shape(self, slot, &params[k], &view) < 0 ||
+            optim_plan_part(self, slot, &params[k]) < 0) {
+            return -1;
+        }
+        if (optim_plan_state(self, face, slot, &params[k], &view) < 0 ||
+            (self->averages && optim_plan_average(self, k, &params[k], &view) < 0)) {
+            return -1;
+        }
+    }
+    return optim_remember_state(self, face);
 }
 
 /* The second phase, with the gradients in their slots. */
@@ -263,6 +593,71 @@ PyDoc_STRVAR(
     "FloatingPointError for 'stop', nothing changed; ValueError and\n"
     "TypeError name the parameter at fault.");
 
+static int
+parse_policy(PyObject *arg, ct_nonfinite *policy)
+{
+    static const char *const names[] = {
+        [CT_NONFINITE_SKIP] = "skip",
+        [CT_NONFINITE_STOP] = "stop",
+        [CT_NONFINITE_KEEP] = "keep",
+    };
+    for (size_t i = 0; PyUnicode_Check(arg) && i < sizeof names / sizeof *names; i++) {
+        if (PyUnicode_CompareWithASCIIString(arg, names[i]) == 0) {
+            *policy = (ct_nonfinite)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "nonfinite is %R; expected 'skip', 'stop' or 'keep'",
+                 arg);
+    return -1;
+}
+
+static int
+parse_positive(PyObject *arg, const char *name, double *value)
+{
+    *value = PyFloat_AsDouble(arg);
+    if (*value == -1.0 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (!(*value > 0.0)) {
+        PyErr_Format(PyExc_ValueError, "%s is %R; expected a number > 0", name, arg);
+        return -1;
+    }
+    return 0;
+}
+
+/* None leaves *value as it is. */
+static int
+parse_limit(PyObject *arg, const char *name, double *value)
+{
+    return Py_IsNone(arg) ? 0 : parse_positive(arg, name, value);
+}
+
+static int
+parse_flag(PyObject *arg, bool *value)
+{
+    const int truth = PyObject_IsTrue(arg);
+    *value = truth > 0;
+    return truth < 0 ? -1 : 0;
+}
+
+/* What step() is told, from max_norm on, seven arguments. 0, or -1 with an exception
+ * that names the one at fault. */
+static int
+optim_parse_options(PyObject *const *args, ct_step_config *config, double *loss_scale)
+{
+    *config = (ct_step_config){.zero_grads = false};
+    return parse_limit(args[0], "max_norm", &config->clip.max_norm) < 0 ||
+                   parse_positive(args[1], "loss_scale", loss_scale) < 0 ||
+                   parse_policy(args[2], &config->nonfinite) < 0 ||
+                   parse_flag(args[3], &config->zero_grads) < 0 ||
+                   parse_positive(args[4], "norm_type", &config->clip.norm_type) < 0 ||
+                   parse_limit(args[5], "clip_value", &config->clip.value) < 0 ||
+                   parse_flag(args[6], &config->clip.by_group) < 0
+               ? -1
+               : 0;
+}
+
 static PyObject *
 OptimEngine_step(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -330,11 +725,6 @@ static PyMethodDef OptimEngine_methods[] = {
     {NULL,         NULL,                                          0,             NULL          },
 };
 
-PyDoc_STRVAR(OptimEngine_doc,
-             "OptimEngine(kind)\n--\n\n"
-             "Updates the parameters of an optimizer face. kind is that of the groups\n"
-             "that have no 'kind' of their own: 'adamw', 'sgd', ...");
-
 static PyType_Slot OptimEngine_slots[] = {
     {Py_tp_doc,      (void *)OptimEngine_doc},
     {Py_tp_new,      OptimEngine_new        },
@@ -353,3 +743,40 @@ PyType_Spec OptimEngine_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = OptimEngine_slots,
 };
+
+/* What OptimEngine.step is told, as the core takes it. */
+
+/* Whether the slots' places among the averaged are known is kept by place: -1 they are
+ * not averaged; UNKNOWN, as a new slot has it. */
+
+int
+ctpy_engine_attach(PyObject *engine, PyObject *average)
+{
+    OptimEngine *self = (OptimEngine *)engine;
+    if (optim_check_idle(self, "an average was attached") < 0) {
+        return -1;
+    }
+    self->averages = average != NULL;
+    if (average == NULL || average == self->average) {
+        return 0;
+    }
+    Py_XSETREF(self->average, Py_NewRef(average));
+    for (size_t k = 0; k < self->n_slots; k++) {
+        self->slots[k].average_known = false;
+    }
+    return 0;
+}
+
+/* Which memory an update works on: parameters, gradients and state of a face.
+ *
+ * Identities are cached and addresses are not. The lists of param_groups and the
+ * entries of `state` are compared by pointer with what they were, a few nanoseconds
+ * each; every tensor is asked for its address each time, since x.data = y and .to()
+ * move memory without a trace. */
+
+/* ---- parameters ------------------------------------------------------------------ */
+
+/* ---- gradients ------------------------------------------------------------------- */
+
+/* ---- operands: parameters and state of every slot with a gradient -----------------
+ */

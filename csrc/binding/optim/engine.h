@@ -1,10 +1,10 @@
 /* The insides of OptimEngine, for the files that implement it. */
-#ifndef CTPY_OPTIMIZER_H
-#define CTPY_OPTIMIZER_H
+#ifndef BINDING_OPTIM_ENGINE_H
+#define BINDING_OPTIM_ENGINE_H
 
-#include "binding/runtime/buffer.h"
 #include "binding/optim/grads.h"
 #include "binding/optim/groups.h"
+#include "binding/runtime/buffer.h"
 
 #include <stdbool.h>
 
@@ -63,9 +63,7 @@ int optim_read_groups(OptimEngine *self, PyObject *groups);
 /* Writes what an update has changed in the groups into the face's. */
 int optim_write_groups(OptimEngine *self, PyObject *face);
 
-/* Makes slots agree with the face's live param_groups. */
-int optim_plan_params(OptimEngine *self, PyObject *face);
-/* binding/optim/optimizer_parts.c: finds out which parameters are parts of one, where their group
+/* binding/optim/state.c: finds out which parameters are parts of one, where their group
  * looks at whole ones; a ValueError where it cannot be told of what. */
 int optim_read_parts(OptimEngine *self);
 /* Parts without elements here get an empty gradient where any rank has one of the
@@ -75,40 +73,19 @@ int optim_share_presence(OptimEngine *self);
 int optim_plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param);
 /* Keeps the groups of all parts from being closed, or no longer. */
 void optim_hold_groups(OptimEngine *self, bool held);
-/* Reads every parameter's .grad into its slot and the core. */
-int optim_plan_grads(OptimEngine *self);
-/* Reads parameters, gradients and state of every slot with a gradient, making state
- * by face._new_state(param, group) where there is none. */
-int optim_plan_operands(OptimEngine *self, PyObject *face);
-/* The parts of it in binding/optim/optimizer_state.c: find the entries of the face's state; make and
- * read that of one slot, whose parameter is seen as `view`; note what is known. */
+/* The parts of it in binding/optim/state.c: find the entries of the face's state; make
+ * and read that of one slot, whose parameter is seen as `view`; note what is known. */
 int optim_sync_state(OptimEngine *self, PyObject *face);
 int optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
                      ct_optim_param *param, const ctpy_view *view);
-/* Sets the dimensions; an empty side counts as 1: nobody looks at an empty parameter,
- * and some divide. */
-void optim_set_shape(ct_optim_param *param, const int64_t *shape, int ndim);
 /* The dimensions of a parameter, for the kinds that ask for them. */
 int optim_plan_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param,
                      const ctpy_view *view);
 int optim_remember_state(OptimEngine *self, PyObject *face);
-/* Has the update of slots[k] write its average too, where it has one. */
-int optim_plan_average(OptimEngine *self, size_t k, ct_optim_param *param,
-                       const ctpy_view *view);
 /* Checks that `what` of the slot, seen as view, is like its parameter. */
 int optim_check_like(const optim_slot *slot, const ctpy_view *param,
                      const ctpy_view *view, const char *what);
 /* Writes the new step counts after an update. */
 int optim_count_steps(OptimEngine *self);
-/* Drops slots from the n-th on. */
-void optim_drop_slots(OptimEngine *self, size_t n);
-
-/* What step() is told, from max_norm on, seven arguments. 0, or -1 with an exception
- * that names the one at fault. */
-int
-optim_parse_options(PyObject *const *args, ct_step_config *config, double *loss_scale);
-
-/* "what is under way" as a RuntimeError, or 0. */
-int optim_check_idle(const OptimEngine *self, const char *what);
 
 #endif

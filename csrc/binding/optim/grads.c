@@ -243,6 +243,15 @@ read_groups(ctpy_state *state, PyObject *groups, ct_grads *list)
     return 0;
 }
 
+void
+ctpy_grads_close(ctpy_grads *grads)
+{
+    if (grads->list.device != NULL) {
+        ct_grads_fini(&grads->list);
+    }
+    Py_CLEAR(grads->owners);
+}
+
 int
 ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host, ctpy_grads *grads)
 {
@@ -259,15 +268,6 @@ ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host, ctpy_grads
         ctpy_grads_close(grads);
     }
     return failed ? -1 : 0;
-}
-
-void
-ctpy_grads_close(ctpy_grads *grads)
-{
-    if (grads->list.device != NULL) {
-        ct_grads_fini(&grads->list);
-    }
-    Py_CLEAR(grads->owners);
 }
 
 int

@@ -63,13 +63,6 @@ int ctpy_group_max_norm(const ctpy_state *state, PyObject *group, Py_ssize_t g,
 /* Sets .grad of every parameter of op's param_groups to None. */
 int ctpy_grads_drop(ctpy_state *state, PyObject *optimizer);
 
-/* Tensors and arrays to spans. `op` is an exact torch.Tensor or Parameter, or a NumPy
- * array; contiguous and on the CPU. TypeError or ValueError name `what`, what was
- * given, what was expected and what to do. The span borrows op's memory: own op while
- * it is in use. `writable` refuses read-only arrays. */
-int ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
-                   ct_span *span);
-
 /* The same in a GPU's memory if on_cuda, of torch 2.10 and newer. */
 int ctpy_span_on(ctpy_state *state, PyObject *op, const char *what, int writable,
                  int on_cuda, ct_span *span);

@@ -1,9 +1,10 @@
 /* How each kind of optimizer appears in Python: the keys of its param_groups and of
- * state[param]. A new kind is an entry in binding/optim/optimizer_kinds.c. */
-#ifndef CTPY_OPTIMIZER_KINDS_H
-#define CTPY_OPTIMIZER_KINDS_H
+ * state[param]. A new kind is an entry in binding/optim/groups.c. */
+#ifndef BINDING_OPTIM_GROUPS_H
+#define BINDING_OPTIM_GROUPS_H
 
 #include "binding/runtime/ctpy.h"
+
 #include "core/optim/optim.h"
 
 typedef enum optim_field_type {

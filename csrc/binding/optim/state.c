@@ -1,9 +1,46 @@
 /* The values of state[param]: the count of steps, and arrays of several shapes. */
-#include "binding/optim/state.h"
+#include "binding/comm/communicator.h"
+#include "binding/optim/engine.h"
+
+#include "core/base/alloc.h"
 
 #include <math.h>
 
-int
+/* Which values of state[param] a parameter has, and their memory. */
+
+/* What the slot's kind keeps in state[param], and which of it: bit i says values[i]. */
+typedef struct optim_value_list {
+    const optim_spec *spec;
+    unsigned kept;
+    bool counts; /* values[0] is the count of steps */
+} optim_value_list;
+
+static inline bool
+optim_keeps(const optim_value_list *list, size_t i)
+{
+    return i < list->spec->n_values && (list->kept >> i & 1) != 0;
+}
+
+static inline bool
+optim_is_half(ct_dtype dtype)
+{
+    return dtype == CT_BF16 || dtype == CT_F16;
+}
+
+/* state[param][name of values[i]] as slot->values[i]. */
+
+/* The count of steps in slot->values[0]: a tensor or array of one number, or an int. */
+
+/* Views one array that belongs to a parameter: of its shape and order, and of its dtype
+ * or, beside a 16-bit one, of fp32. */
+
+/* Views state that may be codes. */
+
+/* The maps and the scales of state that is codes. */
+
+/* Every array of slot->values that the list keeps, as the core's state. */
+
+static int
 optim_read_step(OptimEngine *self, optim_slot *slot, uint64_t *count)
 {
     const ctpy_place place = {" state 'step'", slot->group, slot->index};
@@ -36,7 +73,61 @@ optim_read_step(OptimEngine *self, optim_slot *slot, uint64_t *count)
     return 0;
 }
 
+/* n integers as a tuple; () where there are none to show. */
+static PyObject *
+tuple_of(const int64_t *values, int n)
+{
+    PyObject *tuple = PyTuple_New(values == NULL ? 0 : n);
+    for (int i = 0; tuple != NULL && values != NULL && i < n; i++) {
+        PyObject *value = PyLong_FromLongLong(values[i]);
+        if (value == NULL) {
+            Py_CLEAR(tuple);
+        }
+        else {
+            PyTuple_SET_ITEM(tuple, i, value);
+        }
+    }
+    return tuple;
+}
+
+static PyObject *
+describe(const ctpy_view *view)
+{
+    const char *dtype = ct_dtype_name(view->span.dtype);
+    PyObject *text = NULL, *shape = tuple_of(view->shape, view->ndim);
+    PyObject *strides = shape == NULL ? NULL : tuple_of(view->strides, view->ndim);
+    if (strides != NULL) {
+        text = view->strides == NULL ? PyUnicode_FromFormat("%s %R", dtype, shape)
+                                     : PyUnicode_FromFormat("%s %R with strides %R",
+                                                            dtype, shape, strides);
+    }
+    Py_XDECREF(strides);
+    Py_XDECREF(shape);
+    return text;
+}
+
+/* Checks that `what` of the slot, seen as view, is like its parameter. */
 int
+optim_check_like(const optim_slot *slot, const ctpy_view *param, const ctpy_view *view,
+                 const char *what)
+{
+    if (ctpy_view_matches(param, view)) {
+        return 0;
+    }
+    PyObject *got = describe(view);
+    PyObject *expected = got == NULL ? NULL : describe(param);
+    if (expected != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "param_groups[%u]['params'][%zd]%s is %U; expected %U, as its "
+                     "parameter is",
+                     slot->group, slot->index, what, got, expected);
+    }
+    Py_XDECREF(expected);
+    Py_XDECREF(got);
+    return -1;
+}
+
+static int
 optim_view_like(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
                 PyObject *op, const char *what, bool fp32, ctpy_view *view)
 {
@@ -116,6 +207,42 @@ check_dtype(const optim_slot *slot, const optim_value *value, ct_dtype dtype,
     return -1;
 }
 
+/* Arrays one behind the other, as a tensor with one more dimension in front. */
+static int
+check_stacked(const optim_slot *slot, const optim_value *value, const ctpy_view *param,
+              const ctpy_view *view)
+{
+    const size_t n = param->span.n * (size_t)value->n_arrays;
+    if (view->span.n == n && view->strides == NULL && param->strides == NULL) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "param_groups[%u]['params'][%zd]%s has %zu elements for a parameter "
+                 "of %zu; expected %zu, both in C order: make the parameter contiguous",
+                 slot->group, slot->index, value->place, view->span.n, param->span.n,
+                 n);
+    return -1;
+}
+
+static int
+optim_view_coded(OptimEngine *self, const optim_slot *slot, const optim_value *value,
+                 const ctpy_view *param, PyObject *op, ctpy_view *view)
+{
+    const ctpy_place place = {value->place, slot->group, slot->index};
+    ctpy_view like = *param;
+    if (ctpy_view_of(self->state, op, &place, view) < 0) {
+        return -1;
+    }
+    if (value->n_arrays > 1) {
+        return check_stacked(slot, value, param, view);
+    }
+    const ct_dtype dtype = view->span.dtype;
+    if (dtype == CT_U8 || (dtype == CT_F32 && optim_is_half(param->span.dtype))) {
+        like.span.dtype = dtype;
+    }
+    return optim_check_like(slot, &like, view, value->place);
+}
+
 /* Views slot->values[i], of whatever shape. */
 static int
 view_value(OptimEngine *self, const optim_slot *slot, const optim_value *value,
@@ -132,7 +259,94 @@ view_value(OptimEngine *self, const optim_slot *slot, const optim_value *value,
     }
 }
 
-int
+static int
+optim_read_value(const ctpy_state *state, optim_slot *slot,
+                 const optim_value_list *list, size_t i)
+{
+    PyObject *name = optim_name_borrow(state, list->spec->values[i].name);
+    PyObject *value = PyDict_GetItemWithError(slot->state, name);
+    if (value == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_ValueError,
+                         "state of param_groups[%u]['params'][%zd] has no %R: "
+                         "delete the entry to start it anew, or load a whole one",
+                         slot->group, slot->index, name);
+        }
+        return -1;
+    }
+    Py_XSETREF(slot->values[i], Py_NewRef(value));
+    return 0;
+}
+
+/* A list of n numbers of float32. */
+static int
+view_numbers(OptimEngine *self, const optim_slot *slot, size_t i,
+             const optim_value *value, size_t n, ctpy_view *view)
+{
+    const ctpy_place place = {value->place, slot->group, slot->index};
+    if (ctpy_view_of(self->state, slot->values[i], &place, view) < 0) {
+        return -1;
+    }
+    if (view->span.n == n && view->span.dtype == CT_F32 && view->strides == NULL) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "param_groups[%u]['params'][%zd]%s has %zu elements of %s; expected "
+                 "%zu of float32",
+                 slot->group, slot->index, value->place, view->span.n,
+                 ct_dtype_name(view->span.dtype), n);
+    return -1;
+}
+
+/* The search for the nearest number needs them in order. */
+static int
+check_map(const optim_slot *slot, const optim_value *value, const float *map)
+{
+    for (size_t i = 1; i < CT_QUANT_CODES; i++) {
+        if (!(map[i - 1] <= map[i])) {
+            PyErr_Format(PyExc_ValueError,
+                         "param_groups[%u]['params'][%zd]%s is not in ascending order "
+                         "at element %zu",
+                         slot->group, slot->index, value->place, i);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+optim_view_scales(OptimEngine *self, optim_slot *slot, const optim_value_list *list,
+                  ct_optim_param *to)
+{
+    const size_t n_blocks = (to->n + CT_QUANT_BLOCK - 1) / CT_QUANT_BLOCK;
+    for (size_t i = 0; i < list->spec->n_values; i++) {
+        const optim_value *value = &list->spec->values[i];
+        const bool is_map = value->shape == OPTIM_MAP;
+        const size_t n_arrays = (size_t)value->n_arrays;
+        ctpy_view view;
+        if (!is_map && value->shape != OPTIM_SCALES) {
+            continue;
+        }
+        if (optim_read_value(self->state, slot, list, i) < 0 ||
+            view_numbers(self, slot, i, value,
+                         is_map ? CT_QUANT_CODES : n_blocks * n_arrays, &view) < 0 ||
+            (is_map && check_map(slot, value, view.span.data) < 0)) {
+            return -1;
+        }
+        for (size_t k = 0; k < n_arrays; k++) {
+            ct_quant *quant = &to->quant[(size_t)value->array + k];
+            if (is_map) {
+                quant->map = view.span.data;
+            }
+            else {
+                quant->absmax = (float *)view.span.data + k * n_blocks;
+            }
+        }
+    }
+    return 0;
+}
+
+static int
 optim_view_values(OptimEngine *self, optim_slot *slot, const ctpy_view *param,
                   const optim_value_list *list, ct_optim_param *to)
 {
@@ -211,4 +425,634 @@ optim_count_steps(OptimEngine *self)
         }
     }
     return 0;
+}
+
+/* The state of each parameter: the dict state[param] in torch's own layout, so that
+ * state_dict() of either side loads into the other. */
+
+/* ---- state[param], found by walking the dict --------------------------------------
+ */
+
+/* Has the face's state other keys or values than when slots[].state was set? Walking
+ * costs 3 ns an entry; looking one up costs a call of Tensor.__hash__. */
+static bool
+state_changed(const OptimEngine *self, PyObject *state)
+{
+    Py_ssize_t position = 0;
+    PyObject *key, *value;
+    size_t i = 0;
+    if ((size_t)PyDict_GET_SIZE(state) != self->n_known) {
+        return true;
+    }
+    while (PyDict_Next(state, &position, &key, &value)) {
+        if (self->known[i].key != key || self->known[i].value != value) {
+            return true;
+        }
+        i++;
+    }
+    return false;
+}
+
+static int
+remember_state(OptimEngine *self, PyObject *state)
+{
+    ct_error err;
+    size_t n = (size_t)PyDict_GET_SIZE(state);
+    void *block = self->known;
+    if (ct_grow(&block, &self->known_capacity, n, sizeof *self->known, &err) != CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    self->known = block;
+    self->n_known = 0;
+    Py_ssize_t position = 0;
+    PyObject *key, *value;
+    while (PyDict_Next(state, &position, &key, &value)) {
+        self->known[self->n_known++] = (optim_entry){key, value};
+    }
+    return 0;
+}
+
+static int
+find_states(OptimEngine *self, PyObject *state)
+{
+    for (size_t k = 0; k < self->n_slots; k++) {
+        optim_slot *slot = &self->slots[k];
+        PyObject *entry = PyDict_GetItemWithError(state, slot->param);
+        if (entry == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        if (entry != NULL && !PyDict_Check(entry)) {
+            PyErr_Format(PyExc_TypeError,
+                         "state of param_groups[%u]['params'][%zd] is a %.200s; "
+                         "expected a dict",
+                         slot->group, slot->index, Py_TYPE(entry)->tp_name);
+            return -1;
+        }
+        Py_XSETREF(slot->state, Py_XNewRef(entry));
+    }
+    return remember_state(self, state);
+}
+
+static PyObject *
+face_state(OptimEngine *self, PyObject *face)
+{
+    PyObject *state = PyObject_GetAttr(face, self->state->str_state);
+    if (state != NULL && !PyDict_Check(state)) {
+        PyErr_Format(PyExc_TypeError, "state is a %.200s; expected a dict",
+                     Py_TYPE(state)->tp_name);
+        Py_CLEAR(state);
+    }
+    return state;
+}
+
+int
+optim_sync_state(OptimEngine *self, PyObject *face)
+{
+    PyObject *state = face_state(self, face);
+    int result = state == NULL                ? -1
+                 : state_changed(self, state) ? find_states(self, state)
+                                              : 0;
+    if (result < 0) {
+        self->n_known = 0;
+    }
+    Py_XDECREF(state);
+    return result;
+}
+
+/* ---- making it ---------------------------------------------------------------------
+ */
+
+/* Adds the entries of `made` to state[param], and keeps that as slot->state. */
+static int
+add_state(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *made)
+{
+    PyObject *state = face_state(self, face), *entry = NULL;
+    int result = -1;
+    if (state != NULL) {
+        entry = PyObject_GetItem(state, slot->param); /* a defaultdict makes it */
+    }
+    if (entry != NULL && !PyDict_Check(entry)) {
+        PyErr_Format(PyExc_TypeError, "state[param] is a %.200s; expected a dict",
+                     Py_TYPE(entry)->tp_name);
+    }
+    else if (entry != NULL && PyDict_Update(entry, made) == 0) {
+        Py_XSETREF(slot->state, Py_NewRef(entry));
+        self->n_known = 0;
+        result = 0;
+    }
+    Py_XDECREF(entry);
+    Py_XDECREF(state);
+    return result;
+}
+
+/* face.param_groups[g], owned. */
+static PyObject *
+face_group(OptimEngine *self, PyObject *face, uint32_t g)
+{
+    PyObject *groups = PyObject_GetAttr(face, self->state->str_param_groups);
+    PyObject *group = NULL;
+    if (groups != NULL && PyList_Check(groups) && g < (size_t)PyList_GET_SIZE(groups)) {
+        group = Py_NewRef(PyList_GET_ITEM(groups, (Py_ssize_t)g));
+    }
+    else if (groups != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "param_groups changed while being read");
+    }
+    Py_XDECREF(groups);
+    return group;
+}
+
+/* state[param].update(face._new_state(like, group)): like is the parameter or, where
+ * its state is to be of higher precision, an fp32 copy of it. */
+static int
+make_state(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *like)
+{
+    PyObject *args[] = {like, face_group(self, face, slot->group)};
+    PyObject *made = args[1] == NULL
+                         ? NULL
+                         : ctpy_call_hook(face, self->state->str__new_state, args, 2);
+    Py_XDECREF(args[1]);
+    if (made != NULL && !PyDict_Check(made)) {
+        PyErr_Format(PyExc_TypeError, "_new_state() returned a %.200s; expected a dict",
+                     Py_TYPE(made)->tp_name);
+        Py_CLEAR(made);
+    }
+    int result = made == NULL ? -1 : add_state(self, face, slot, made);
+    slot->fresh = result == 0;
+    Py_XDECREF(made);
+    return result;
+}
+
+static int
+keep_master(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *master)
+{
+    PyObject *made = PyDict_New();
+    int result =
+        made == NULL ? -1 : PyDict_SetItem(made, self->state->str_master_param, master);
+    if (result == 0) {
+        result = add_state(self, face, slot, made);
+    }
+    Py_XDECREF(made);
+    return result;
+}
+
+/* state[param]["master_param"] as slot->master; NULL where there is none yet. */
+static int
+find_master(OptimEngine *self, optim_slot *slot)
+{
+    PyObject *found =
+        slot->state == NULL
+            ? NULL
+            : PyDict_GetItemWithError(slot->state, self->state->str_master_param);
+    Py_XSETREF(slot->master, Py_XNewRef(found));
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Makes what is missing: the state if `lacks`, the master copy if `master`. */
+static int
+make_missing(OptimEngine *self, PyObject *face, optim_slot *slot, int lacks,
+             bool master, bool wide)
+{
+    PyObject *copy = NULL;
+    int result = 0;
+    if (master && find_master(self, slot) < 0) {
+        return -1;
+    }
+    const bool new_master = master && slot->master == NULL;
+    if (new_master || (lacks && wide)) {
+        copy = slot->master != NULL ? Py_NewRef(slot->master)
+                                    : ctpy_call_hook(face, self->state->str__new_master,
+                                                     &slot->param, 1);
+        result = copy == NULL ? -1 : 0;
+    }
+    if (result == 0 && lacks) {
+        result = make_state(self, face, slot, wide ? copy : slot->param);
+    }
+    if (result == 0 && new_master) {
+        result = keep_master(self, face, slot, copy);
+        Py_XSETREF(slot->master, Py_NewRef(copy));
+    }
+    Py_XDECREF(copy);
+    return result;
+}
+
+/* ---- reading it --------------------------------------------------------------------
+ */
+
+static optim_value_list
+kept_values(OptimEngine *self, uint32_t g, const ct_optim_param *param)
+{
+    const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[g];
+    const unsigned states = ct_optim_arrays(group, param);
+    optim_value_list list = {.spec = &optim_specs[group->kind]};
+    for (size_t i = 0; i < list.spec->n_values; i++) {
+        const int array = list.spec->values[i].array;
+        const optim_shape shape = list.spec->values[i].shape;
+        if (shape == OPTIM_SCALES || shape == OPTIM_MAP) {
+            continue; /* where the state is codes */
+        }
+        if (array < 0 || (states >> array & 1) != 0) {
+            list.kept |= 1u << i;
+        }
+    }
+    list.counts = list.spec->n_values > 0 && list.spec->values[0].array < 0;
+    return list;
+}
+
+/* Has state to be made? torch.optim.AdamW starts from an empty entry, torch.optim.SGD
+ * from one without a buffer, or with None for it, as its old state_dicts have. */
+static int
+lacks_state(const ctpy_state *state, const optim_slot *slot,
+            const optim_value_list *list)
+{
+    if (slot->state == NULL || PyDict_GET_SIZE(slot->state) == 0) {
+        return 1;
+    }
+    if (list->counts) {
+        return 0;
+    }
+    PyObject *name = optim_name_borrow(state, list->spec->values[0].name);
+    PyObject *value = PyDict_GetItemWithError(slot->state, name);
+    return PyErr_Occurred() ? -1 : value == NULL || Py_IsNone(value);
+}
+
+static int
+read_values(const ctpy_state *state, optim_slot *slot, const optim_value_list *list)
+{
+    int result = 0;
+    for (size_t i = 0; result == 0 && i < list->spec->n_values; i++) {
+        result = optim_keeps(list, i) ? optim_read_value(state, slot, list, i) : 0;
+    }
+    return result;
+}
+
+/* The master copy is what is updated, and the parameter gets it rounded. */
+static int
+use_master(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
+           ct_optim_param *to)
+{
+    ctpy_view view;
+    if (optim_view_like(self, slot, param, slot->master, " state 'master_param'", true,
+                        &view) < 0) {
+        return -1;
+    }
+    to->copy = to->param;
+    to->copy_dtype = to->dtype;
+    to->param = view.span.data;
+    to->dtype = CT_F32;
+    return 0;
+}
+
+static int
+check_rounding(const ct_optim_group *group, const optim_slot *slot, ct_dtype dtype)
+{
+    if (!group->stochastic || dtype != CT_F16) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "param_groups[%u]['params'][%zd] is float16 and its group has "
+                 "stochastic_rounding, which is for bfloat16: use bfloat16, or "
+                 "master_weights=True",
+                 slot->group, slot->index);
+    return -1;
+}
+
+int
+optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
+                 ct_optim_param *param, const ctpy_view *view)
+{
+    const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[slot->group];
+    const bool half = optim_is_half(view->span.dtype);
+    const bool master = half && group->master_weights;
+    const optim_value_list list = kept_values(self, slot->group, param);
+    uint64_t count = 0;
+    slot->step = NULL;
+    if (check_rounding(group, slot, view->span.dtype) < 0) {
+        return -1;
+    }
+    int lacks = list.kept == 0 ? 0 : lacks_state(self->state, slot, &list);
+    if (lacks < 0 ||
+        ((lacks || master) &&
+         make_missing(self, face, slot, lacks, master,
+                      half && (master || group->fp32_state)) < 0) ||
+        (master && use_master(self, slot, view, param) < 0)) {
+        return -1;
+    }
+    if (list.kept == 0) {
+        return 0;
+    }
+    if (read_values(self->state, slot, &list) < 0 ||
+        (list.counts && optim_read_step(self, slot, &count) < 0) ||
+        optim_view_values(self, slot, view, &list, param) < 0) {
+        return -1;
+    }
+    /* A kind without a count of its own asks only whether this is the first time. */
+    param->step = list.counts ? count : !slot->fresh;
+    return 0;
+}
+
+int
+optim_remember_state(OptimEngine *self, PyObject *face)
+{
+    PyObject *state = self->n_known > 0 ? NULL : face_state(self, face);
+    int result = state != NULL      ? remember_state(self, state)
+                 : PyErr_Occurred() ? -1
+                                    : 0;
+    Py_XDECREF(state);
+    return result;
+}
+
+/* State of 8 bits in state[param]: codes, the map that says what they mean, and the
+ * scales of their blocks. See math/quant.h. */
+
+/* The shape of a parameter, where its optimizer looks at rows and columns. */
+
+static size_t
+side(int64_t length)
+{
+    return length > 0 ? (size_t)length : 1;
+}
+
+/* Sets the dimensions; an empty side counts as 1: nobody looks at an empty parameter,
+ * and some divide. */
+static void
+optim_set_shape(ct_optim_param *param, const int64_t *shape, int ndim)
+{
+    param->ndim = (size_t)ndim;
+    param->cols = ndim > 0 ? side(shape[ndim - 1]) : 1;
+    param->rows = ndim > 1 ? side(shape[ndim - 2]) : 1;
+}
+
+/* From the attribute, where the view knows no shape. */
+static int
+ask_for_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)
+{
+    PyObject *attribute = PyObject_GetAttr(slot->data, self->state->str_shape);
+    PyObject *shape = attribute == NULL ? NULL : PySequence_Tuple(attribute);
+    int64_t last[2] = {1, 1};
+    int result = shape == NULL ? -1 : 0;
+    const Py_ssize_t ndim = shape == NULL ? 0 : PyTuple_GET_SIZE(shape);
+    for (Py_ssize_t i = ndim > 2 ? ndim - 2 : 0; result == 0 && i < ndim; i++) {
+        last[i - (ndim > 2 ? ndim - 2 : 0)] =
+            PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+        result = PyErr_Occurred() ? -1 : 0;
+    }
+    if (result == 0) {
+        optim_set_shape(param, last, ndim > 2 ? 2 : (int)ndim);
+        param->ndim = (size_t)ndim;
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(attribute);
+    return result;
+}
+
+int
+optim_plan_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param,
+                 const ctpy_view *view)
+{
+    const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[slot->group];
+    param->ndim = param->rows = param->cols = 1;
+    if (!optim_specs[group->kind].shaped) {
+        return 0;
+    }
+    if (view->strides != NULL) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "param_groups[%u]['params'][%zd] is transposed or channels-last in "
+            "memory, and %s looks at rows and columns: make it contiguous, or "
+            "use another optimizer",
+            slot->group, slot->index, ct_optim_kind_name(group->kind));
+        return -1;
+    }
+    if (view->shape == NULL) {
+        return ask_for_shape(self, slot, param);
+    }
+    optim_set_shape(param, view->shape, view->ndim);
+    return 0;
+}
+
+/* Parameters of which a rank has a part, as optimizers see them: the attribute `_part`
+ * says of what (ctrainer/fsdp/layout.py, Part), and `_is_part` that they are not one
+ * whole parameter. */
+
+/* An attribute of the slot's parameter, None where it has none; a new reference. */
+static PyObject *
+attribute(const optim_slot *slot, PyObject *name)
+{
+    PyObject *found = PyObject_GetAttr(slot->param, name);
+    if (found == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        found = Py_NewRef(Py_None);
+    }
+    return found;
+}
+
+static int
+refuse_row(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *answer = attribute(slot, self->state->str__is_part);
+    const int several = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    if (several > 0) {
+        const ct_optim_group *groups = ct_optim_groups_borrow(self->core);
+        PyErr_Format(
+            PyExc_ValueError,
+            "param_groups[%u]['params'][%zd] is a row of several parameters "
+            "that are sharded as one, and %s looks at each by itself, its norm "
+            "or its rows and columns: shard with use_orig_params=True, or use "
+            "an optimizer that works element by element, such as AdamW",
+            slot->group, slot->index, ct_optim_kind_name(groups[slot->group].kind));
+    }
+    return several == 0 ? 0 : -1;
+}
+
+/* The sides of a shape, at most 64, and how many elements they make. */
+static int
+read_shape(PyObject *shape, optim_part *part)
+{
+    int64_t sides[64];
+    const Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
+    size_t whole = 1;
+    if (ndim > (Py_ssize_t)(sizeof sides / sizeof *sides)) {
+        PyErr_Format(PyExc_ValueError, "_part has a shape of %zd dimensions", ndim);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < ndim; i++) {
+        sides[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+        if (sides[i] < 0) {
+            return PyErr_Occurred() ? -1
+                                    : (PyErr_Format(PyExc_ValueError,
+                                                    "_part has a shape of %R", shape),
+                                       -1);
+        }
+        whole *= (size_t)sides[i];
+    }
+    ct_optim_param param;
+    optim_set_shape(&param, sides, (int)ndim);
+    part->whole = whole;
+    part->ndim = param.ndim;
+    part->rows = param.rows;
+    part->cols = param.cols;
+    return 0;
+}
+
+static int
+read_part(OptimEngine *self, optim_slot *slot, PyObject *described)
+{
+    PyObject *communicator, *shape;
+    Py_ssize_t begin;
+    optim_part part = {.communicator = NULL};
+    if (!PyTuple_Check(described) ||
+        !PyArg_ParseTuple(described, "OnO!:_part", &communicator, &begin, &PyTuple_Type,
+                          &shape)) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError,
+                         "_part of param_groups[%u]['params'][%zd] is a %.200s; "
+                         "expected a tuple of a Communicator, an int and a shape",
+                         slot->group, slot->index, Py_TYPE(described)->tp_name);
+        }
+        return -1;
+    }
+    const ct_comm *comm = ctpy_comm_borrow(self->state, communicator);
+    if (comm == NULL || read_shape(shape, &part) < 0) {
+        return -1;
+    }
+    if (begin < 0 || (size_t)begin > part.whole) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "_part of param_groups[%u]['params'][%zd] begins at element %zd of "
+            "%zu",
+            slot->group, slot->index, begin, part.whole);
+        return -1;
+    }
+    part.begin = (size_t)begin;
+    part.communicator = comm->world_size > 1 ? Py_NewRef(communicator) : NULL;
+    slot->part = part;
+    return 0;
+}
+
+int
+optim_read_parts(OptimEngine *self)
+{
+    const ct_optim_group *groups = ct_optim_groups_borrow(self->core);
+    int result = 0;
+    for (size_t k = 0; result == 0 && k < self->n_slots; k++) {
+        optim_slot *slot = &self->slots[k];
+        Py_CLEAR(slot->part.communicator);
+        slot->part = (optim_part){.communicator = NULL};
+        if (ct_optim_group_is_whole(&groups[slot->group])) {
+            PyObject *described = attribute(slot, self->state->str__part);
+            result = described == NULL      ? -1
+                     : Py_IsNone(described) ? refuse_row(self, slot)
+                                            : read_part(self, slot, described);
+            Py_XDECREF(described);
+        }
+    }
+    return result;
+}
+
+/* ---- which parameters have a gradient on any rank ----------------------------------
+ */
+
+/* 1 where the slot's parameter has a gradient, 0, or -1 with an exception. */
+static int
+has_grad(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *grad = PyObject_GetAttr(slot->param, self->state->str_grad);
+    const int has = grad == NULL ? -1 : !Py_IsNone(grad);
+    Py_XDECREF(grad);
+    return has;
+}
+
+/* An empty gradient, where the parameter has no elements here either. */
+static int
+give_empty_grad(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *count = PyObject_CallMethod(slot->param, "numel", NULL);
+    const long n = count == NULL ? -1 : PyLong_AsLong(count);
+    PyObject *empty = n != 0 ? NULL : PyObject_CallMethod(slot->param, "detach", NULL);
+    const int result =
+        empty == NULL ? (n > 0 ? 0 : -1)
+                      : PyObject_SetAttr(slot->param, self->state->str_grad, empty);
+    Py_XDECREF(empty);
+    Py_XDECREF(count);
+    return result;
+}
+
+/* Of the n slots of one group, which are those behind `first` and itself. */
+static int
+share_presence(OptimEngine *self, size_t first, double *has)
+{
+    PyObject *communicator = self->slots[first].part.communicator;
+    size_t n = 0, at = 0;
+    int found = 0;
+    for (size_t k = first; found >= 0 && k < self->n_slots; k++) {
+        if (self->slots[k].part.communicator == communicator) {
+            found = has_grad(self, &self->slots[k]);
+            has[n++] = found;
+        }
+    }
+    if (found < 0 || ctpy_comm_reduce_numbers(self->state, communicator, NULL, has, n,
+                                              CT_REDUCE_MAX) < 0) {
+        return -1;
+    }
+    for (size_t k = first; found >= 0 && k < self->n_slots; k++) {
+        if (self->slots[k].part.communicator == communicator && has[at++] > 0.0) {
+            found = has_grad(self, &self->slots[k]);
+            found = found == 0 ? give_empty_grad(self, &self->slots[k]) : found;
+        }
+    }
+    return found < 0 ? -1 : 0;
+}
+
+int
+optim_share_presence(OptimEngine *self)
+{
+    double *has = NULL;
+    int result = 0;
+    for (size_t k = 0; result == 0 && k < self->n_slots; k++) {
+        const PyObject *communicator = self->slots[k].part.communicator;
+        bool seen = communicator == NULL;
+        for (size_t i = 0; !seen && i < k; i++) {
+            seen = self->slots[i].part.communicator == communicator;
+        }
+        if (!seen && has == NULL && (has = PyMem_New(double, self->n_slots)) == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        result = seen ? 0 : share_presence(self, k, has);
+    }
+    PyMem_Free(has);
+    return result;
+}
+
+/* What lies behind the parameter's end is padding. */
+int
+optim_plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)
+{
+    const optim_part *part = &slot->part;
+    if (part->whole == 0) {
+        return 0;
+    }
+    const size_t left = part->whole - part->begin;
+    param->n = param->n < left ? param->n : left;
+    param->ndim = part->ndim;
+    param->rows = part->rows;
+    param->cols = part->cols;
+    if (part->communicator == NULL) {
+        return 0;
+    }
+    ct_comm *comm = ctpy_comm_borrow(self->state, part->communicator);
+    param->part = (ct_part){comm, part->begin, part->whole};
+    return comm == NULL ? -1 : 0;
+}
+
+void
+optim_hold_groups(OptimEngine *self, bool held)
+{
+    for (size_t k = 0; k < self->n_slots; k++) {
+        PyObject *communicator = self->slots[k].part.communicator;
+        if (communicator != NULL) {
+            ((Communicator *)communicator)->busy += held ? 1 : -1;
+        }
+    }
 }

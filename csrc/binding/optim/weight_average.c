@@ -19,6 +19,16 @@ typedef struct WeightAverage {
 /* ---- life --------------------------------------------------------------------------
  */
 
+PyDoc_STRVAR(
+    WeightAverage_doc,
+    "WeightAverage(values, averages, *, kind='ema', decay=0.999, start=0, "
+    "every=1)\n--\n\n"
+    "Keeps averages[i] an average of values[i], tensors or arrays of one shape.\n\n"
+    "kind 'ema': averages * decay + values * (1 - decay), and a copy of the\n"
+    "values before update number start; 'swa': all states since start count\n"
+    "alike. One update in `every` is averaged. A Trainer whose\n"
+    "_weight_average it is does so in the optimizer's own pass.");
+
 static int
 check_pairs(const WeightAverage *self)
 {
@@ -293,16 +303,6 @@ static PyMethodDef WeightAverage_methods[] = {
     {"update", WeightAverage_update, METH_NOARGS, update_doc},
     {NULL,     NULL,                 0,           NULL      },
 };
-
-PyDoc_STRVAR(
-    WeightAverage_doc,
-    "WeightAverage(values, averages, *, kind='ema', decay=0.999, start=0, "
-    "every=1)\n--\n\n"
-    "Keeps averages[i] an average of values[i], tensors or arrays of one shape.\n\n"
-    "kind 'ema': averages * decay + values * (1 - decay), and a copy of the\n"
-    "values before update number start; 'swa': all states since start count\n"
-    "alike. One update in `every` is averaged. A Trainer whose\n"
-    "_weight_average it is does so in the optimizer's own pass.");
 
 static PyType_Slot WeightAverage_slots[] = {
     {Py_tp_doc,      (void *)WeightAverage_doc},

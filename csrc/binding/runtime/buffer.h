@@ -1,8 +1,9 @@
 /* A tensor or an array as the engine sees it, for the binding's own files. */
-#ifndef CTPY_BUFFER_H
-#define CTPY_BUFFER_H
+#ifndef BINDING_RUNTIME_BUFFER_H
+#define BINDING_RUNTIME_BUFFER_H
 
 #include "binding/runtime/ctpy.h"
+
 #include "core/base/span.h"
 
 struct ctpy_dlpack_api;
@@ -42,9 +43,6 @@ int ctpy_view_anywhere(ctpy_state *state, PyObject *op, const ctpy_place *place,
 /* 1 when both have the same dtype, shape and order, as far as the shapes are known. */
 int ctpy_view_matches(const ctpy_view *a, const ctpy_view *b);
 
-/* "param_groups[0]['params'][3].grad" as a new string. */
-PyObject *ctpy_place_text(const ctpy_place *place);
-
 /* ---- the sources of views -------------------------------------------------------- */
 
 /* What is wrong with an object. */
@@ -58,16 +56,11 @@ typedef enum ctpy_problem {
     CTPY_PROBLEM_STORAGE
 } ctpy_problem;
 
-/* The table of torch.Tensor, or NULL where torch has none that we can read. */
-const struct ctpy_dlpack_api *ctpy_exchange_table(PyObject *tensor_type);
-
-/* Each fills *view from an object of exactly its type. */
-ctpy_problem
-ctpy_view_exchange(const struct ctpy_dlpack_api *api, PyObject *op, ctpy_view *view);
-ctpy_problem ctpy_view_methods(PyObject *op, ctpy_view *view);
-ctpy_problem ctpy_view_array(PyObject *op, ctpy_view *view);
-
-/* What is common to all: a dtype that we have, memory, order and alignment. */
-ctpy_problem ctpy_span_check(const ct_span *span, int contiguous);
+/* Tensors and arrays to spans. `op` is an exact torch.Tensor or Parameter, or a NumPy
+ * array; contiguous and on the CPU. TypeError or ValueError name `what`, what was
+ * given, what was expected and what to do. The span borrows op's memory: own op while
+ * it is in use. `writable` refuses read-only arrays. */
+int ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
+                   ct_span *span);
 
 #endif

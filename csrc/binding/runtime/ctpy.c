@@ -61,3 +61,400 @@ ctpy_raise_int(const ct_error *err)
     (void)ctpy_raise(err);
     return -1;
 }
+
+/* Lifetime of extension types that hold no Python object of their own. */
+
+int
+ctpy_leaf_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(op));
+    return 0;
+}
+
+void
+ctpy_leaf_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    type->tp_free(op);
+    Py_DECREF(type); /* an instance of a heap type owns a reference to its type */
+}
+
+/* Attributes of Python objects as C values, and back. */
+
+int
+ctpy_lookup(PyObject *op, PyObject *name, PyObject **value)
+{
+#if PY_VERSION_HEX >= 0x030d0000
+    return PyObject_GetOptionalAttr(op, name, value);
+#else
+    return _PyObject_LookupAttr(op, name, value); /* the same under its old name */
+#endif
+}
+
+int
+ctpy_item(PyObject *mapping, const char *name, PyObject **value)
+{
+    *value = PyMapping_GetItemString(mapping, name);
+    if (*value == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
+        PyErr_Clear();
+        return 0;
+    }
+    return *value == NULL ? -1 : 1;
+}
+
+bool
+ctpy_forgive(void)
+{
+    if (PyErr_Occurred() && (!PyErr_ExceptionMatches(PyExc_Exception) ||
+                             PyErr_ExceptionMatches(PyExc_MemoryError))) {
+        return false;
+    }
+    PyErr_Clear();
+    return true;
+}
+
+static int
+bool_steal(PyObject *found, int *value)
+{
+    if (found == NULL) {
+        return -1;
+    }
+    *value = PyObject_IsTrue(found);
+    Py_DECREF(found);
+    return *value < 0 ? -1 : 0;
+}
+
+static int
+double_steal(PyObject *found, double *value)
+{
+    if (found == NULL) {
+        return -1;
+    }
+    *value = PyFloat_AsDouble(found);
+    Py_DECREF(found);
+    return *value == -1.0 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+int64_steal(PyObject *found, int64_t *value)
+{
+    if (found == NULL) {
+        return -1;
+    }
+    PyObject *index = PyNumber_Long(found); /* a step count may come as a float */
+    Py_DECREF(found);
+    if (index == NULL) {
+        return -1;
+    }
+    *value = PyLong_AsLongLong(index);
+    Py_DECREF(index);
+    return *value == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+int
+ctpy_get_bool(PyObject *op, PyObject *name, int *value)
+{
+    return bool_steal(PyObject_GetAttr(op, name), value);
+}
+
+int
+ctpy_get_double(PyObject *op, PyObject *name, double *value)
+{
+    return double_steal(PyObject_GetAttr(op, name), value);
+}
+
+int
+ctpy_get_int64(PyObject *op, PyObject *name, int64_t *value)
+{
+    return int64_steal(PyObject_GetAttr(op, name), value);
+}
+
+static PyObject *
+field(PyObject *op, PyObject *outer, PyObject *name)
+{
+    PyObject *holder = PyObject_GetAttr(op, outer);
+    if (holder == NULL) {
+        return NULL;
+    }
+    PyObject *found = PyObject_GetAttr(holder, name);
+    Py_DECREF(holder);
+    return found;
+}
+
+int
+ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value)
+{
+    return bool_steal(field(op, outer, name), value);
+}
+
+int
+ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *value)
+{
+    return int64_steal(field(op, outer, name), value);
+}
+
+static int
+set_steal(PyObject *op, PyObject *name, PyObject *value)
+{
+    if (value == NULL) {
+        return -1;
+    }
+    int result = PyObject_SetAttr(op, name, value);
+    Py_DECREF(value);
+    return result;
+}
+
+int
+ctpy_set_int64(PyObject *op, PyObject *name, int64_t value)
+{
+    return set_steal(op, name, PyLong_FromLongLong(value));
+}
+
+int
+ctpy_set_double(PyObject *op, PyObject *name, double value)
+{
+    return set_steal(op, name, PyFloat_FromDouble(value));
+}
+
+PyObject *
+ctpy_get_optional(PyObject *op, PyObject *name, int *failed)
+{
+    PyObject *found;
+    *failed = ctpy_lookup(op, name, &found) < 0;
+    return found;
+}
+
+int
+ctpy_call_if_there(PyObject *op, PyObject *name)
+{
+    int failed;
+    PyObject *method = ctpy_get_optional(op, name, &failed), *answer = NULL;
+    if (method == NULL || !PyCallable_Check(method)) {
+        Py_XDECREF(method);
+        return failed ? -1 : 0;
+    }
+    answer = PyObject_CallNoArgs(method);
+    Py_DECREF(method);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+int
+ctpy_get_flag(PyObject *op, PyObject *name, bool *value)
+{
+    int failed;
+    PyObject *found = ctpy_get_optional(op, name, &failed);
+    const int truth = found == NULL ? (failed ? -1 : 0) : PyObject_IsTrue(found);
+    Py_XDECREF(found);
+    *value = truth > 0;
+    return truth < 0 ? -1 : 0;
+}
+
+int
+ctpy_is_default(PyObject *op, PyObject *name)
+{
+    PyObject *found = PyObject_GetAttr(op, name);
+    if (found == NULL) {
+        return -1;
+    }
+    int native = PyCFunction_Check(found) && PyCFunction_GET_SELF(found) == op;
+    Py_DECREF(found);
+    return native;
+}
+
+/* Python context managers from C. */
+
+/* Calls exit with the exception that is set; 1 when it was suppressed. */
+static int
+leave_with_exception(PyObject *context, PyObject *exit_name)
+{
+    PyObject *type, *value, *trace, *answer;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != NULL) {
+        (void)PyException_SetTraceback(value, trace);
+    }
+    PyObject *stack[] = {context, type, value, trace == NULL ? Py_None : trace};
+    answer = PyObject_VectorcallMethod(exit_name, stack, 4, NULL);
+    int suppressed = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    if (suppressed == 0) {
+        PyErr_Restore(type, value, trace);
+        return 0;
+    }
+    Py_XDECREF(trace);
+    Py_XDECREF(value);
+    Py_XDECREF(type);
+    return suppressed;
+}
+
+static int
+leave(PyObject *context, PyObject *exit_name)
+{
+    if (PyErr_Occurred()) {
+        if (leave_with_exception(context, exit_name) > 0) {
+            PyErr_Format(PyExc_RuntimeError,
+                         "%.100s swallowed an exception that training cannot go on "
+                         "from; let it pass",
+                         Py_TYPE(context)->tp_name);
+        }
+        return -1;
+    }
+    PyObject *stack[] = {context, Py_None, Py_None, Py_None};
+    PyObject *answer = PyObject_VectorcallMethod(exit_name, stack, 4, NULL);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+PyObject *
+ctpy_enter_context_steal(PyObject *context, PyObject *enter_name)
+{
+    PyObject *entered =
+        context == NULL ? NULL : PyObject_CallMethodNoArgs(context, enter_name);
+    if (entered == NULL) {
+        Py_CLEAR(context);
+    }
+    Py_XDECREF(entered);
+    return context;
+}
+
+PyObject *
+ctpy_leave_context_steal(PyObject *context, PyObject *exit_name, PyObject *result)
+{
+    if (context != NULL && leave(context, exit_name) < 0) {
+        Py_CLEAR(result);
+    }
+    Py_XDECREF(context);
+    return result;
+}
+
+/* What copying and pickling of our types share: the attributes that users and
+ * subclasses have added go along with what a type keeps in its struct. */
+
+PyObject *
+ctpy_copy_state_steal(PyObject *op, PyObject *fields)
+{
+    PyObject *own = NULL, *state = NULL;
+    if (fields != NULL) {
+        own = PyObject_GenericGetDict(op, NULL);
+        if (own == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            own = Py_NewRef(Py_None); /* a type without attributes of its own */
+        }
+    }
+    if (own != NULL && own != Py_None) {
+        Py_SETREF(own, PyDict_Copy(own));
+    }
+    if (own != NULL) {
+        state = PyTuple_Pack(2, own, fields);
+    }
+    Py_XDECREF(own);
+    Py_XDECREF(fields);
+    return state;
+}
+
+PyObject *
+ctpy_take_copy_state_borrow(PyObject *op, PyObject *state)
+{
+    if (!PyTuple_Check(state) || PyTuple_GET_SIZE(state) != 2 ||
+        !PyDict_Check(PyTuple_GET_ITEM(state, 1)) ||
+        !(PyDict_Check(PyTuple_GET_ITEM(state, 0)) ||
+          PyTuple_GET_ITEM(state, 0) == Py_None)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%.100s.__setstate__ takes what __getstate__ returned",
+                     Py_TYPE(op)->tp_name);
+        return NULL;
+    }
+    PyObject *name, *value, *own = PyTuple_GET_ITEM(state, 0);
+    Py_ssize_t at = 0;
+    while (own != Py_None && PyDict_Next(own, &at, &name, &value)) {
+        PyObject *mine = PyObject_GenericGetDict(op, NULL);
+        const int failed = mine == NULL || PyDict_SetItem(mine, name, value) < 0;
+        Py_XDECREF(mine);
+        if (failed) {
+            return NULL;
+        }
+    }
+    return PyTuple_GET_ITEM(state, 1);
+}
+
+typedef struct refusal {
+    PyTypeObject *type; /* borrowed from the module's state */
+    const char *why;
+} refusal;
+
+static const char of_group[] = "it belongs to the ranks of an open group";
+static const char of_run[] = "it is a part of a run that is under way";
+
+/* Whether a subclass says what its copies are made of; -1 with an exception. */
+static int
+has_own_reduce(PyObject *op)
+{
+    PyObject *own = PyObject_GetAttrString((PyObject *)Py_TYPE(op), "__reduce__");
+    PyObject *usual =
+        PyObject_GetAttrString((PyObject *)&PyBaseObject_Type, "__reduce__");
+    const int result = own == NULL || usual == NULL ? -1 : own != usual;
+    Py_XDECREF(own);
+    Py_XDECREF(usual);
+    return result;
+}
+
+static PyObject *
+refuse(PyObject *op, PyObject *Py_UNUSED(protocol))
+{
+    ctpy_state *state = ctpy_state_borrow(op);
+    const int own = has_own_reduce(op);
+    if (own != 0) {
+        return own < 0 ? NULL : PyObject_CallMethod(op, "__reduce__", NULL);
+    }
+    const refusal known[] = {
+        {state->BatchShard,       of_run                                           },
+        {state->CheckpointWriter, "it writes files from a thread of this process"  },
+        {state->FairseqTrainer,   "it holds a run that is under way"               },
+        {state->FSDPUnit,         "its memory is a shard of the group's parameters"},
+        {state->GradHook,         of_run                                           },
+        {state->MappedMemory,     "it maps memory of this process"                 },
+        {state->ObjectWatch,      of_run                                           },
+        {state->RowBuffer,        "it may map a file that this process has opened" },
+    };
+    const char *why = of_group;
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+        if (PyObject_TypeCheck(op, known[i].type)) {
+            why = known[i].why;
+        }
+    }
+    PyErr_Format(PyExc_TypeError,
+                 "a %.100s cannot be copied or pickled: %s. Copy what holds it before "
+                 "training begins, or save a checkpoint and load that",
+                 Py_TYPE(op)->tp_name, why);
+    return NULL;
+}
+
+static PyMethodDef refusing = {"__reduce_ex__", refuse, METH_O,
+                               "__reduce_ex__($self, protocol, /)\n--\n\nRaise "
+                               "TypeError: there are no copies, but those of a "
+                               "subclass's own __reduce__()."};
+
+int
+ctpy_refuse_copies(const ctpy_state *state)
+{
+    PyTypeObject *const types[] = {
+        state->BMUF,           state->BatchShard,   state->CheckpointWriter,
+        state->CollectiveWork, state->Communicator, state->FSDPUnit,
+        state->FairseqTrainer, state->GradHook,     state->GradReducer,
+        state->GroupMemory,    state->MappedMemory, state->ObjectWatch,
+        state->RowBuffer,
+    };
+    for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
+        PyObject *method = PyDescr_NewMethod(types[i], &refusing);
+        const int failed =
+            method == NULL ||
+            PyObject_SetAttrString((PyObject *)types[i], refusing.ml_name, method) < 0;
+        Py_XDECREF(method);
+        if (failed) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -2,16 +2,16 @@
  *
  * The prefix ctpy_ marks helpers that need Python.h; ct_ marks the core, which
  * must not. */
-#ifndef CTPY_H
-#define CTPY_H
+#ifndef BINDING_RUNTIME_CTPY_H
+#define BINDING_RUNTIME_CTPY_H
+
+#include "core/base/status.h"
+
+#include <stdbool.h>
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
-
-#include <stdbool.h>
-
-#include "core/base/status.h"
 
 struct ctpy_dlpack_api;
 
@@ -106,5 +106,47 @@ ctpy_call_hook(PyObject *op, PyObject *name, PyObject *const *args, size_t nargs
     return PyObject_VectorcallMethod(
         name, &stack[1], (1 + nargs) | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
 }
+
+/* Copies of our objects, by copy.copy(), copy.deepcopy() and pickle. */
+
+/* What __getstate__ returns: (the instance's own attributes or None, fields). Takes
+ * `fields`, a dict or NULL, over. */
+PyObject *ctpy_copy_state_steal(PyObject *op, PyObject *fields);
+
+/* The fields of such a state, borrowed, once the instance has its own attributes again;
+ * NULL with TypeError for anything else. */
+PyObject *ctpy_take_copy_state_borrow(PyObject *op, PyObject *state);
+
+/* Makes types of which no copy can be right say so, and what to do. 0, or -1. */
+int ctpy_refuse_copies(const ctpy_state *state);
+
+/* Is op.name the method that this extension defines, not an override? 1, 0 or -1. */
+int ctpy_is_default(PyObject *op, PyObject *name);
+
+/* Attribute of op as a C value. Return 0, or -1 with an exception that names it. */
+int ctpy_get_bool(PyObject *op, PyObject *name, int *value);
+int ctpy_get_double(PyObject *op, PyObject *name, double *value);
+int ctpy_get_int64(PyObject *op, PyObject *name, int64_t *value);
+int ctpy_set_int64(PyObject *op, PyObject *name, int64_t value);
+int ctpy_set_double(PyObject *op, PyObject *name, double value);
+
+/* The attribute, a new reference; NULL without an exception where there is none. */
+PyObject *ctpy_get_optional(PyObject *op, PyObject *name, int *failed);
+
+/* op.name() where op has such a method: modules have modes, and so have some
+ * optimizers. Returns 0, or -1 with an exception. */
+int ctpy_call_if_there(PyObject *op, PyObject *name);
+
+/* The truth of the attribute; false where there is none. */
+int ctpy_get_flag(PyObject *op, PyObject *name, bool *value);
+
+/* op.outer.name as a C value: a field of args, state or control. */
+int ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value);
+int ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *value);
+
+/* The functions of methods, by the flags of their line in a list of methods. */
+#define CTPY_SIGNATURE_NOARGS (PyObject * op, PyObject * unused)
+#define CTPY_SIGNATURE_O (PyObject * op, PyObject * arg)
+#define CTPY_SIGNATURE_KEYWORDS (PyObject * op, PyObject * args, PyObject * kwargs)
 
 #endif

@@ -120,6 +120,30 @@ ctpy_container(PyObject *type, PyObject *keys, PyObject *items)
 }
 
 static PyObject *
+map_children(PyObject *op, ctpy_kind kind, ctpy_map_fn *fn, const ctpy_state *state);
+
+static PyObject *
+ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, const ctpy_state *state)
+{
+    PyObject *result = NULL;
+    const int kind = ctpy_kind_of(op);
+    if (kind < 0 || Py_EnterRecursiveCall(" in a nested batch")) {
+        return NULL;
+    }
+    if (kind == CTPY_LEAF) {
+        result = fn(op, state);
+    }
+    else if (kind == CTPY_NONE) {
+        result = Py_NewRef(op);
+    }
+    else {
+        result = map_children(op, (ctpy_kind)kind, fn, state);
+    }
+    Py_LeaveRecursiveCall();
+    return result;
+}
+
+static PyObject *
 map_children(PyObject *op, ctpy_kind kind, ctpy_map_fn *fn, const ctpy_state *state)
 {
     PyObject *result = NULL, *keys = NULL, *mapped = NULL;
@@ -140,27 +164,6 @@ done:
     Py_XDECREF(mapped);
     Py_XDECREF(children);
     Py_XDECREF(keys);
-    return result;
-}
-
-PyObject *
-ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, const ctpy_state *state)
-{
-    PyObject *result = NULL;
-    const int kind = ctpy_kind_of(op);
-    if (kind < 0 || Py_EnterRecursiveCall(" in a nested batch")) {
-        return NULL;
-    }
-    if (kind == CTPY_LEAF) {
-        result = fn(op, state);
-    }
-    else if (kind == CTPY_NONE) {
-        result = Py_NewRef(op);
-    }
-    else {
-        result = map_children(op, (ctpy_kind)kind, fn, state);
-    }
-    Py_LeaveRecursiveCall();
     return result;
 }
 
@@ -307,4 +310,42 @@ PyObject *
 ctpy_numpify_all(PyObject *op, const ctpy_state *state)
 {
     return ctpy_nested_map(op, numpify_leaf, state);
+}
+
+/* Module functions on nested batches, by the names that transformers gives them. */
+
+const char ctpy_nested_detach_doc[] =
+    "nested_detach($module, tensors, /)\n--\n\n"
+    "Return tensors, nested in tuples, lists and mappings, with each one detached.";
+
+PyObject *
+ctpy_nested_detach(PyObject *module, PyObject *tensors)
+{
+    return ctpy_detach_all(tensors, PyModule_GetState(module));
+}
+
+const char ctpy_nested_numpify_doc[] =
+    "nested_numpify($module, tensors, /)\n--\n\n"
+    "Return tensors, nested in tuples, lists and mappings, as NumPy arrays.\n\n"
+    "bfloat16, which NumPy lacks, becomes float32; arrays stay what they are.";
+
+PyObject *
+ctpy_nested_numpify(PyObject *module, PyObject *tensors)
+{
+    return ctpy_numpify_all(tensors, PyModule_GetState(module));
+}
+
+const char ctpy_find_batch_size_doc[] =
+    "find_batch_size($module, tensors, /)\n--\n\n"
+    "Return the first dimension of the first tensor or array in a nested batch.\n\n"
+    "None where there is none.";
+
+PyObject *
+ctpy_find_batch_size(PyObject *module, PyObject *tensors)
+{
+    const Py_ssize_t n = ctpy_batch_size(tensors, PyModule_GetState(module));
+    if (n == -1) {
+        Py_RETURN_NONE;
+    }
+    return n < 0 ? NULL : PyLong_FromSsize_t(n);
 }

@@ -1,6 +1,6 @@
 /* Nested batches: tensors, arrays and numbers in tuples, lists and mappings. */
-#ifndef CTPY_NESTED_H
-#define CTPY_NESTED_H
+#ifndef BINDING_RUNTIME_NESTED_H
+#define BINDING_RUNTIME_NESTED_H
 
 #include "binding/runtime/ctpy.h"
 
@@ -27,7 +27,6 @@ PyObject *ctpy_container(PyObject *type, PyObject *keys, PyObject *items);
 
 /* Maps fn over the leaves, keeping the structure. None stays None. */
 typedef PyObject *ctpy_map_fn(PyObject *leaf, const ctpy_state *state);
-PyObject *ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, const ctpy_state *state);
 
 /* batch[key], NULL without an exception where the batch has no such entry: a mapping
  * without it, or a batch that is no mapping, such as a list of rows, a tensor or an

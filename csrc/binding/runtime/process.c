@@ -1,7 +1,7 @@
 /* What belongs to the whole process: threads, instruction set, the C allocator. */
 #include "binding/runtime/ctpy.h"
 #include "core/device/device.h"
-#include "core/base/malloc.h"
+#include "core/base/mapping.h"
 #include "core/base/pool.h"
 
 #include <stdint.h>

@@ -1,4 +1,5 @@
-/* ctrainer._C.Schedule: core/schedule/schedule.h as a function, and its options in Python. */
+/* ctrainer._C.Schedule: core/schedule/schedule.h as a function, and its options in
+ * Python. */
 #include "binding/schedule/scheduler.h"
 
 #include <math.h>
@@ -6,6 +7,9 @@
 
 /* ---- options -----------------------------------------------------------------------
  */
+
+PyDoc_STRVAR(name_doc, "Its name, the family's prefix included.");
+PyDoc_STRVAR(options_doc, "A new dict of the options in force.");
 
 int
 ctpy_schedule_set_option(ct_schedule *schedule, const char *name, PyObject *value)
@@ -114,6 +118,15 @@ typedef struct Schedule {
     ct_schedule core; /* finished, and never changed */
 } Schedule;
 
+PyDoc_STRVAR(
+    Schedule_doc,
+    "Schedule(name, options=None)\n--\n\n"
+    "A learning-rate schedule as a function: schedule(step) returns a float.\n\n"
+    "name is one of transformers' ('linear'), of fairseq's ('fairseq.cosine')\n"
+    "or of DeepSpeed's ('deepspeed.WarmupLR'); options is a dict of what its\n"
+    "formula reads. transformers' give the factor of a rate, the others the\n"
+    "rate. Raises ValueError or TypeError that names the option at fault.");
+
 static PyObject *
 Schedule_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -181,23 +194,11 @@ static PyMethodDef Schedule_methods[] = {
     {NULL,         NULL,            0,           NULL      },
 };
 
-PyDoc_STRVAR(name_doc, "Its name, the family's prefix included.");
-PyDoc_STRVAR(options_doc, "A new dict of the options in force.");
-
 static PyGetSetDef Schedule_getset[] = {
     {"name",    Schedule_name,    NULL, name_doc,    NULL},
     {"options", Schedule_options, NULL, options_doc, NULL},
     {NULL,      NULL,             NULL, NULL,        NULL},
 };
-
-PyDoc_STRVAR(
-    Schedule_doc,
-    "Schedule(name, options=None)\n--\n\n"
-    "A learning-rate schedule as a function: schedule(step) returns a float.\n\n"
-    "name is one of transformers' ('linear'), of fairseq's ('fairseq.cosine')\n"
-    "or of DeepSpeed's ('deepspeed.WarmupLR'); options is a dict of what its\n"
-    "formula reads. transformers' give the factor of a rate, the others the\n"
-    "rate. Raises ValueError or TypeError that names the option at fault.");
 
 static PyType_Slot Schedule_slots[] = {
     {Py_tp_doc,      (void *)Schedule_doc},

@@ -1,8 +1,17 @@
-/* ctrainer._C.LRScheduler: core/schedule/schedule.h with the protocol and the state_dict of
- * torch.optim.lr_scheduler.LambdaLR, as transformers makes it. */
+/* ctrainer._C.LRScheduler: core/schedule/schedule.h with the protocol and the
+ * state_dict of torch.optim.lr_scheduler.LambdaLR, as transformers makes it. */
 #include "binding/schedule/scheduler.h"
 
-#include "binding/schedule/ctpy_scheduler.h"
+#include <string.h>
+
+PyDoc_STRVAR(
+    LRScheduler_doc,
+    "LRScheduler(optimizer, name, num_warmup_steps=None,\n"
+    "            num_training_steps=None, options=None, last_epoch=-1)\n--\n\n"
+    "One of transformers' learning-rate schedules, with torch's protocol.\n\n"
+    "name and options, a dict, are those of transformers.get_scheduler. Steps\n"
+    "that the schedule does not read are passed over; those that it needs and\n"
+    "an option that it does not have raise ValueError.");
 
 static int
 LRScheduler_traverse(PyObject *op, visitproc visit, void *arg)
@@ -53,6 +62,70 @@ rates_at(const LRScheduler *self, long long epoch)
         }
     }
     return rates;
+}
+
+/* param_groups as a new tuple of dicts: a hook cannot take one away meanwhile.
+ * optimizer may be NULL, which raises. */
+static PyObject *
+scheduler_groups(const ctpy_state *state, PyObject *optimizer)
+{
+    if (optimizer == NULL) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "the scheduler has no optimizer: __init__ was not called");
+        return NULL;
+    }
+    PyObject *found = PyObject_GetAttr(optimizer, state->str_param_groups);
+    PyObject *groups = found == NULL ? NULL : PySequence_Tuple(found);
+    Py_XDECREF(found);
+    for (Py_ssize_t g = 0; groups != NULL && g < PyTuple_GET_SIZE(groups); g++) {
+        if (!PyDict_Check(PyTuple_GET_ITEM(groups, g))) {
+            PyErr_Format(PyExc_TypeError,
+                         "param_groups[%zd] is a %.200s; expected a dict", g,
+                         Py_TYPE(PyTuple_GET_ITEM(groups, g))->tp_name);
+            Py_CLEAR(groups);
+        }
+    }
+    return groups;
+}
+
+/* A rate kept in a tensor is filled, so that whoever holds the tensor sees it. */
+static int
+write_rate(const ctpy_state *state, PyObject *group, PyObject *rate)
+{
+    PyObject *old = PyDict_GetItemWithError(group, state->str_lr);
+    if (old == NULL ? PyErr_Occurred() != NULL : PyFloat_CheckExact(old)) {
+        return old == NULL ? -1 : PyDict_SetItem(group, state->str_lr, rate);
+    }
+    PyObject *fill;
+    int tensor = old == NULL ? 0 : ctpy_lookup(old, state->str_fill_, &fill);
+    if (tensor < 1) {
+        return tensor < 0 ? -1 : PyDict_SetItem(group, state->str_lr, rate);
+    }
+    PyObject *done = PyObject_CallOneArg(fill, rate);
+    Py_DECREF(fill);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Writes rates, a list with a float for each group. */
+static int
+scheduler_write_rates(const ctpy_state *state, PyObject *optimizer, PyObject *rates)
+{
+    PyObject *groups = scheduler_groups(state, optimizer);
+    int result = groups == NULL ? -1 : 0;
+    if (result == 0 && PyTuple_GET_SIZE(groups) != PyList_GET_SIZE(rates)) {
+        PyErr_Format(PyExc_ValueError,
+                     "the optimizer has %zd groups, and had %zd when the scheduler was "
+                     "made: make a new scheduler after add_param_group()",
+                     PyTuple_GET_SIZE(groups), PyList_GET_SIZE(rates));
+        result = -1;
+    }
+    for (Py_ssize_t g = 0; result == 0 && g < PyTuple_GET_SIZE(groups); g++) {
+        result =
+            write_rate(state, PyTuple_GET_ITEM(groups, g), PyList_GET_ITEM(rates, g));
+    }
+    Py_XDECREF(groups);
+    return result;
 }
 
 static int
@@ -174,6 +247,26 @@ make_schedule(PyObject *op, ct_schedule *schedule, const init_arguments *a)
     return ct_schedule_finish(schedule, &err) == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
+/* groups[g][key] as a new float. */
+static PyObject *
+scheduler_group_rate(PyObject *groups, Py_ssize_t g, PyObject *key)
+{
+    PyObject *value = PyDict_GetItemWithError(PyTuple_GET_ITEM(groups, g), key);
+    if (value == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_KeyError,
+                         "param_groups[%zd] has no %R: load the optimizer's state_dict "
+                         "before a scheduler that starts at last_epoch >= 0",
+                         g, key);
+        }
+        return NULL;
+    }
+    Py_INCREF(value);
+    PyObject *rate = PyNumber_Float(value);
+    Py_DECREF(value);
+    return rate;
+}
+
 /* The groups' initial rates as a new list of floats. From the start they are the
  * rates of now, noted as initial_lr unless an earlier scheduler has done so. */
 static PyObject *
@@ -263,6 +356,173 @@ LRScheduler_get_last_lr(PyObject *op, PyObject *Py_UNUSED(unused))
     return rates == NULL ? PyList_New(0) : PySequence_List(rates);
 }
 
+const char LRScheduler_state_dict_doc[] =
+    "state_dict($self, /)\n--\n\n"
+    "Return what torch's LambdaLR would: counts and rates, not the optimizer.";
+
+/* torch keeps None for a function and the attributes of anything else that is called:
+ * transformers' constant schedule is a function, and the rest are partial objects. */
+static int
+is_function(const LRScheduler *self)
+{
+    return self->schedule.kind != NULL &&
+           strcmp(ct_schedule_name(&self->schedule), "constant") == 0;
+}
+
+static PyObject *
+LRScheduler_state_dict(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    LRScheduler *self = (LRScheduler *)op;
+    const int constant = is_function(self);
+    PyObject *none = PyList_New(0), *lambdas = PyList_New(0), *result = NULL;
+    PyObject *base = self->base_lrs == NULL ? none : self->base_lrs;
+    PyObject *last = self->last_lr == NULL ? none : self->last_lr;
+    Py_ssize_t n = none == NULL || lambdas == NULL ? -1 : PySequence_Size(base);
+    for (Py_ssize_t g = 0; g < n; g++) {
+        PyObject *entry = constant ? Py_NewRef(Py_None) : PyDict_New();
+        n = entry == NULL || PyList_Append(lambdas, entry) < 0 ? -1 : n;
+        Py_XDECREF(entry);
+    }
+    if (n >= 0) {
+        result = Py_BuildValue("{sNsLsLsOsOsNsO}", "base_lrs", PySequence_List(base),
+                               "last_epoch", (long long)self->last_epoch, "_step_count",
+                               (long long)self->step_count, "_is_initial", Py_False,
+                               "_get_lr_called_within_step", Py_False, "_last_lr",
+                               PySequence_List(last), "lr_lambdas", lambdas);
+    }
+    Py_XDECREF(lambdas);
+    Py_XDECREF(none);
+    return result;
+}
+
+const char LRScheduler_load_state_dict_doc[] =
+    "load_state_dict($self, state_dict, /)\n--\n\n"
+    "Load what state_dict() gave, of this type or of torch's LambdaLR.\n\n"
+    "The groups' rates come with the optimizer's own state_dict. Raises\n"
+    "KeyError, ValueError or TypeError, nothing changed.";
+
+/* transformers' schedules keep nothing in lr_lambdas: each entry is None or {}. */
+static int
+refuse_lambdas(PyObject *state)
+{
+    PyObject *lambdas = PyMapping_GetItemString(state, "lr_lambdas");
+    PyObject *list = lambdas == NULL ? NULL : PySequence_List(lambdas);
+    int result = list == NULL ? -1 : 0;
+    for (Py_ssize_t g = 0; result == 0 && g < PyList_GET_SIZE(list); g++) {
+        int filled = PyObject_IsTrue(PyList_GET_ITEM(list, g));
+        if (filled > 0) {
+            PyErr_Format(PyExc_ValueError,
+                         "state_dict['lr_lambdas'][%zd] is %R; expected None or {}: it "
+                         "belongs to a schedule of another kind",
+                         g, PyList_GET_ITEM(list, g));
+        }
+        result = filled == 0 ? 0 : -1;
+    }
+    Py_XDECREF(list);
+    Py_XDECREF(lambdas);
+    return result;
+}
+
+/* state[key] as a new list of floats, one for each of n groups. */
+static PyObject *
+state_rates(PyObject *state, const char *key, Py_ssize_t n)
+{
+    PyObject *found = PyMapping_GetItemString(state, key);
+    PyObject *rates = found == NULL ? NULL : PySequence_List(found);
+    Py_XDECREF(found);
+    if (rates != NULL && PyList_GET_SIZE(rates) != n) {
+        PyErr_Format(PyExc_ValueError,
+                     "state_dict['%s'] has %zd rates; the optimizer has %zd groups",
+                     key, PyList_GET_SIZE(rates), n);
+        Py_CLEAR(rates);
+    }
+    for (Py_ssize_t g = 0; rates != NULL && g < n; g++) {
+        PyObject *rate = PyNumber_Float(PyList_GET_ITEM(rates, g));
+        if (rate == NULL || PyList_SetItem(rates, g, rate) < 0) {
+            Py_CLEAR(rates);
+        }
+    }
+    return rates;
+}
+
+static int
+state_integer(PyObject *state, const char *key, int64_t *value)
+{
+    PyObject *found = PyMapping_GetItemString(state, key);
+    *value = found == NULL ? -1 : PyLong_AsLongLong(found);
+    Py_XDECREF(found);
+    return *value == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *
+LRScheduler_load_state_dict(PyObject *op, PyObject *state)
+{
+    LRScheduler *self = (LRScheduler *)op;
+    int64_t last_epoch, step_count;
+    Py_ssize_t n = self->last_lr == NULL ? 0 : PySequence_Size(self->last_lr);
+    PyObject *base = n < 0 ? NULL : state_rates(state, "base_lrs", n);
+    PyObject *last = base == NULL ? NULL : state_rates(state, "_last_lr", n);
+    if (last == NULL || refuse_lambdas(state) < 0 ||
+        state_integer(state, "last_epoch", &last_epoch) < 0 ||
+        state_integer(state, "_step_count", &step_count) < 0) {
+        Py_XDECREF(last);
+        Py_XDECREF(base);
+        return NULL;
+    }
+    Py_XSETREF(self->base_lrs, base);
+    Py_XSETREF(self->last_lr, last);
+    self->last_epoch = last_epoch;
+    self->step_count = step_count;
+    Py_RETURN_NONE;
+}
+
+const char LRScheduler_setstate_doc[] =
+    "__setstate__($self, state, /)\n--\n\n"
+    "Load a state_dict and write its rates to the groups.";
+
+static PyObject *
+LRScheduler_setstate(PyObject *op, PyObject *state)
+{
+    PyObject *loaded = LRScheduler_load_state_dict(op, state);
+    if (loaded != NULL && ((LRScheduler *)op)->last_lr != NULL &&
+        scheduler_write_rates(ctpy_state_borrow(op), ((LRScheduler *)op)->optimizer,
+                              ((LRScheduler *)op)->last_lr) < 0) {
+        Py_CLEAR(loaded);
+    }
+    return loaded;
+}
+
+const char LRScheduler_reduce_doc[] =
+    "__reduce__($self, /)\n--\n\nHelper for pickle and copy.";
+
+/* Without what the optimizer says, which it is asked for again. */
+static PyObject *
+own_options(const ct_schedule *schedule)
+{
+    PyObject *options = ctpy_schedule_options(schedule), *found = NULL;
+    if (options != NULL &&
+        (ctpy_item(options, "lr_init", &found) < 0 ||
+         (found != NULL && PyDict_DelItemString(options, "lr_init") < 0))) {
+        Py_CLEAR(options);
+    }
+    Py_XDECREF(found);
+    return options;
+}
+
+static PyObject *
+LRScheduler_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    LRScheduler *self = (LRScheduler *)op;
+    if (self->optimizer == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "LRScheduler without an optimizer");
+        return NULL;
+    }
+    return Py_BuildValue("O(OsOON)N", Py_TYPE(op), self->optimizer,
+                         ct_schedule_name(&self->schedule), Py_None, Py_None,
+                         own_options(&self->schedule),
+                         LRScheduler_state_dict(op, NULL));
+}
+
 static PyMethodDef LRScheduler_methods[] = {
     SCHEDULER_METHOD("step", LRScheduler_step, METH_NOARGS, step_doc),
     SCHEDULER_METHOD("get_last_lr", LRScheduler_get_last_lr, METH_NOARGS,
@@ -290,15 +550,6 @@ static PyMemberDef LRScheduler_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-PyDoc_STRVAR(
-    LRScheduler_doc,
-    "LRScheduler(optimizer, name, num_warmup_steps=None,\n"
-    "            num_training_steps=None, options=None, last_epoch=-1)\n--\n\n"
-    "One of transformers' learning-rate schedules, with torch's protocol.\n\n"
-    "name and options, a dict, are those of transformers.get_scheduler. Steps\n"
-    "that the schedule does not read are passed over; those that it needs and\n"
-    "an option that it does not have raise ValueError.");
-
 static PyType_Slot LRScheduler_slots[] = {
     {Py_tp_doc,      (void *)LRScheduler_doc},
     {Py_tp_new,      PyType_GenericNew      },
@@ -317,3 +568,25 @@ PyType_Spec LRScheduler_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = LRScheduler_slots,
 };
+
+/* Rates of an optimizer's groups, for every type of scheduler. */
+
+const char ctpy_write_rates_doc[] =
+    "write_rates(optimizer, rates, /)\n--\n\n"
+    "Write rates, a list with a float for each of optimizer.param_groups, to the\n"
+    "groups' 'lr'. A rate kept in a tensor is filled. ValueError: one list is longer.";
+
+PyObject *
+ctpy_write_rates(PyObject *module, PyObject *args)
+{
+    PyObject *optimizer, *rates;
+    if (!PyArg_ParseTuple(args, "OO!:write_rates", &optimizer, &PyList_Type, &rates)) {
+        return NULL;
+    }
+    if (scheduler_write_rates(PyModule_GetState(module), optimizer, rates) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* The scheduler's state_dict, interchangeable with that of torch's LambdaLR. */

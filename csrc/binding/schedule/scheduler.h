@@ -1,8 +1,9 @@
 /* What the types of learning-rate schedulers share, and LRScheduler's insides. */
-#ifndef CTPY_SCHEDULER_TYPE_H
-#define CTPY_SCHEDULER_TYPE_H
+#ifndef BINDING_SCHEDULE_SCHEDULER_H
+#define BINDING_SCHEDULE_SCHEDULER_H
 
 #include "binding/runtime/ctpy.h"
+
 #include "core/schedule/schedule.h"
 
 /* An entry of a table of methods; function may take keywords. */
@@ -20,17 +21,9 @@ int ctpy_schedule_set_option(ct_schedule *schedule, const char *name, PyObject *
 /* The options that the kind reads and that have a value, as a new dict. */
 PyObject *ctpy_schedule_options(const ct_schedule *schedule);
 
-/* ---- rates of an optimizer's groups (binding/schedule/scheduler_groups.c) -------------------------
+/* ---- rates of an optimizer's groups (binding/schedule/scheduler.c)
+ * -------------------------
  */
-
-/* param_groups as a new tuple of dicts: a hook cannot take one away meanwhile.
- * optimizer may be NULL, which raises. */
-PyObject *scheduler_groups(const ctpy_state *state, PyObject *optimizer);
-/* groups[g][key] as a new float. */
-PyObject *scheduler_group_rate(PyObject *groups, Py_ssize_t g, PyObject *key);
-/* Writes rates, a list with a float for each group. */
-int
-scheduler_write_rates(const ctpy_state *state, PyObject *optimizer, PyObject *rates);
 
 /* ---- LRScheduler -----------------------------------------------------------------
  */
@@ -55,9 +48,19 @@ extern const char LRScheduler_state_dict_doc[];
 extern const char LRScheduler_load_state_dict_doc[];
 extern const char LRScheduler_setstate_doc[];
 extern const char LRScheduler_reduce_doc[];
-PyObject *LRScheduler_state_dict(PyObject *op, PyObject *unused);
-PyObject *LRScheduler_load_state_dict(PyObject *op, PyObject *state);
-PyObject *LRScheduler_setstate(PyObject *op, PyObject *state);
-PyObject *LRScheduler_reduce(PyObject *op, PyObject *unused);
+
+/* What the trainer needs of the learning-rate scheduler's binding. */
+
+/* Is op an LRScheduler of ours itself, not of a subclass that may override step()? */
+static inline int
+ctpy_scheduler_is_native(const ctpy_state *state, PyObject *op)
+{
+    return Py_IS_TYPE(op, state->LRScheduler);
+}
+
+/* What step() does, for a native scheduler: one step on, and the new rate written to
+ * every group of its optimizer. Returns 0, or -1 with an exception and nothing
+ * changed but, at most, some groups' rates. */
+int ctpy_scheduler_step(PyObject *op);
 
 #endif

@@ -1,7 +1,14 @@
 /* Trainer: losses summed, logged; evaluation and saving when they are due. */
-#include "binding/callbacks/ctpy_callbacks.h"
+#include "binding/callbacks/handler.h"
+#include "binding/engine/ranks.h"
 #include "binding/optim/grads.h"
-#include "binding/trainer/log.h"
+#include "binding/runtime/nested.h"
+#include "binding/trainer/trainer.h"
+
+/* Means of the sums of losses that a trainer keeps. */
+
+/* The mean of n losses that are `sum` on this rank, over the losses of all ranks; NaN
+ * where there is none. All ranks call it. 0, or -1 with an exception. */
 
 /* The value of a loss in host memory: a tensor or array of one element. 1 when it is,
  * 0 when it lies elsewhere, -1 with an exception. */
@@ -56,7 +63,7 @@ ctpy_add_loss(PyObject *op, PyObject *loss, double *value)
     return 0;
 }
 
-int
+static int
 ctpy_drain_device_loss(PyObject *op)
 {
     Trainer *self = (Trainer *)op;
@@ -87,6 +94,17 @@ set_steal(PyObject *dict, PyObject *key, PyObject *value)
     int result = PyDict_SetItem(dict, key, value);
     Py_DECREF(value);
     return result;
+}
+
+static int
+ctpy_trainer_mean_loss(PyObject *op, double sum, int64_t n, double *mean)
+{
+    double values[] = {sum, (double)n};
+    if (ctpy_trainer_reduce(op, values, 2, CT_REDUCE_SUM) < 0) {
+        return -1;
+    }
+    *mean = values[1] > 0.0 ? values[0] / values[1] : Py_NAN;
+    return 0;
 }
 
 /* {"loss", "grad_norm", "learning_rate"} of the window, and how many updates of it were
@@ -318,4 +336,310 @@ ctpy_log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate)
                    save_when_due(op, run->model, run->trial) < 0
                ? -1
                : 0;
+}
+
+/* Trainer: the sums of losses and averages that a resumed run goes on with. */
+
+const char Trainer__training_loss_doc[] =
+    "_training_loss($self, /)\n--\n\n"
+    "Return the mean loss of the run's updates so far, those before a resume "
+    "included.\n"
+    "\n"
+    "It is that of all ranks, which all have to call it.";
+
+PyObject *
+Trainer__training_loss(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    int64_t step;
+    if (ctpy_drain_device_loss(op) < 0 ||
+        ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
+        return NULL;
+    }
+    double mean;
+    if (ctpy_trainer_mean_loss(op, self->total_loss + self->window_loss,
+                               step - self->total_bad - self->window_bad, &mean) < 0) {
+        return NULL;
+    }
+    return PyFloat_FromDouble(step > 0 ? mean : 0.0);
+}
+
+const char Trainer__loss_state_doc[] =
+    "_loss_state($self, /)\n--\n\n"
+    "Return what a resumed run needs to go on with the same sums: a dict of numbers.";
+
+PyObject *
+Trainer__loss_state(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    Trainer *self = (Trainer *)op;
+    if (ctpy_drain_device_loss(op) < 0) {
+        return NULL;
+    }
+    return Py_BuildValue(
+        "{s:d,s:L,s:d,s:L,s:L,s:L,s:L,s:d,s:d,s:d}", "window_loss", self->window_loss,
+        "window_bad", (long long)self->window_bad, "total_loss", self->total_loss,
+        "total_bad", (long long)self->total_bad, "window_start",
+        (long long)self->window_start, "nonfinite_steps",
+        (long long)self->nonfinite_steps, "nonfinite_total",
+        (long long)self->nonfinite_total, "noise_trace", self->noise.averages.trace,
+        "noise_signal", self->noise.averages.signal, "noise_weight",
+        self->noise.averages.weight);
+}
+
+const char Trainer__set_loss_state_doc[] =
+    "_set_loss_state($self, /, *, window_loss=0.0, window_bad=0, total_loss=0.0,\n"
+    "                total_bad=0, window_start=0, nonfinite_steps=0,\n"
+    "                nonfinite_total=0, noise_trace=0.0, noise_signal=0.0,\n"
+    "                noise_weight=0.0)\n--\n\n"
+    "Start the sums of losses anew, or from what _loss_state() returned.";
+
+PyObject *
+Trainer__set_loss_state(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"window_loss",
+                               "window_bad",
+                               "total_loss",
+                               "total_bad",
+                               "window_start",
+                               "nonfinite_steps",
+                               "nonfinite_total",
+                               "noise_trace",
+                               "noise_signal",
+                               "noise_weight",
+                               NULL};
+    Trainer *self = (Trainer *)op;
+    double window = 0.0, total = 0.0;
+    ct_noise noise = {0};
+    long long window_bad = 0, total_bad = 0, start = 0, steps = 0, all = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$dLdLLLLddd:_set_loss_state",
+                                     keywords, &window, &window_bad, &total, &total_bad,
+                                     &start, &steps, &all, &noise.trace, &noise.signal,
+                                     &noise.weight)) {
+        return NULL;
+    }
+    self->window_loss = window;
+    self->window_bad = window_bad;
+    self->total_loss = total;
+    self->total_bad = total_bad;
+    self->window_start = start;
+    self->nonfinite_steps = steps;
+    self->nonfinite_total = all;
+    self->noise.averages = noise;
+    Py_CLEAR(self->device_loss);
+    Py_RETURN_NONE;
+}
+
+/* Trainer: log(), the learning rate, and counting work. */
+
+/* logs["epoch"] = state.epoch, and the tokens seen where they are counted. */
+static int
+add_progress(PyObject *op, PyObject *logs, PyObject *state, PyObject *start_time)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int counted, result = 0;
+    PyObject *epoch = PyObject_GetAttr(state, names->str_epoch);
+    if (epoch == NULL || ctpy_get_bool(op, names->str__counts_tokens, &counted) < 0) {
+        Py_XDECREF(epoch);
+        return -1;
+    }
+    if (epoch != Py_None) {
+        result = PyObject_SetItem(logs, names->str_epoch, epoch);
+    }
+    Py_DECREF(epoch);
+    if (result == 0 && counted) {
+        PyObject *answer =
+            PyObject_CallMethod(op, "_log_tokens", "OO", logs, start_time);
+        Py_XDECREF(answer);
+        result = answer == NULL ? -1 : 0;
+    }
+    return result;
+}
+
+/* Appends {**logs, "step": global_step} to the history. */
+static int
+append_history(PyObject *state, PyObject *logs, ctpy_state *names)
+{
+    PyObject *entry = PyDict_New(), *step = NULL, *history = NULL, *answer = NULL;
+    if (entry != NULL && PyDict_Update(entry, logs) == 0 &&
+        (step = PyObject_GetAttr(state, names->str_global_step)) != NULL &&
+        PyDict_SetItem(entry, names->str_step, step) == 0 &&
+        (history = PyObject_GetAttr(state, names->str_log_history)) != NULL) {
+        answer = PyObject_CallMethodOneArg(history, names->str_append, entry);
+    }
+    Py_XDECREF(history);
+    Py_XDECREF(step);
+    Py_XDECREF(entry);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+const char Trainer_log_doc[] =
+    "log($self, logs, start_time=None)\n--\n\n"
+    "Add logs, a dict of numbers, to state.log_history and fire on_log.\n\n"
+    "'epoch' is added to logs, and the tokens seen where they are counted; start_time\n"
+    "is the start of training in seconds since the epoch.";
+
+PyObject *
+Trainer_log(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"logs", "start_time", NULL};
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *logs, *start_time = Py_None, *extra = NULL;
+    int result = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:log", keywords, &logs,
+                                     &start_time)) {
+        return NULL;
+    }
+    PyObject *state = PyObject_GetAttr(op, names->str_state);
+    if (state != NULL && add_progress(op, logs, state, start_time) == 0 &&
+        append_history(state, logs, names) == 0 && (extra = PyDict_New()) != NULL &&
+        PyDict_SetItem(extra, names->str_logs, logs) == 0) {
+        result = ctpy_trainer_fire(op, names->str_on_log, extra);
+    }
+    Py_XDECREF(extra);
+    Py_XDECREF(state);
+    if (result < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* optimizer.param_groups[0]["lr"] */
+static PyObject *
+first_group_lr(PyObject *op)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *rate = NULL, *group = NULL, *groups = NULL;
+    PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
+    if (optimizer != NULL &&
+        (groups = PyObject_GetAttr(optimizer, names->str_param_groups)) != NULL &&
+        (group = PySequence_GetItem(groups, 0)) != NULL) {
+        rate = PyObject_GetItem(group, names->str_lr);
+    }
+    Py_XDECREF(group);
+    Py_XDECREF(groups);
+    Py_XDECREF(optimizer);
+    return rate;
+}
+
+static PyObject *
+last_scheduled_lr(PyObject *scheduler, ctpy_state *names)
+{
+    PyObject *all = PyObject_CallMethodNoArgs(scheduler, names->str_get_last_lr);
+    if (all == NULL) {
+        return NULL;
+    }
+    PyObject *rate = PySequence_GetItem(all, 0);
+    Py_DECREF(all);
+    return rate;
+}
+
+const char Trainer__get_learning_rate_doc[] =
+    "_get_learning_rate($self, /)\n--\n\n"
+    "Return the learning rate of the first parameter group's last update, a float.";
+
+PyObject *
+Trainer__get_learning_rate(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int on_metric;
+    PyObject *rate, *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
+    if (scheduler == NULL ||
+        ctpy_get_bool(op, names->str__schedule_on_metric, &on_metric) < 0) {
+        Py_XDECREF(scheduler);
+        return NULL;
+    }
+    rate = on_metric || scheduler == Py_None ? first_group_lr(op)
+                                             : last_scheduled_lr(scheduler, names);
+    Py_DECREF(scheduler);
+    if (rate == NULL || PyFloat_CheckExact(rate)) {
+        return rate;
+    }
+    Py_SETREF(rate, PyNumber_Float(rate)); /* a tensor, or an int */
+    return rate;
+}
+
+const char Trainer_floating_point_ops_doc[] =
+    "floating_point_ops($self, inputs)\n--\n\n"
+    "Return the estimated operations of forward and backward on inputs: 6 times the\n"
+    "tokens times the parameters without embeddings; 0 for a model that cannot say, "
+    "and\n"
+    "for a batch without the model's main input by name.";
+
+PyObject *
+Trainer_floating_point_ops(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"inputs", NULL};
+    ctpy_state *names = ctpy_state_borrow(op);
+    double factor, n = 0.0;
+    int failed = 0;
+    PyObject *inputs, *main_input = NULL, *found = NULL, *numel = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:floating_point_ops", keywords,
+                                     &inputs) ||
+        ctpy_get_double(op, names->str__flos_per_token, &factor) < 0) {
+        return NULL;
+    }
+    if (factor != 0.0 &&
+        (main_input = PyObject_GetAttr(op, names->str__main_input_name)) != NULL) {
+        found = ctpy_batch_entry(inputs, main_input, &failed);
+        numel =
+            found == NULL ? NULL : ctpy_get_optional(found, names->str_numel, &failed);
+        if (numel != NULL) {
+            Py_SETREF(numel, PyObject_CallNoArgs(numel));
+            n = numel == NULL ? 0.0 : PyFloat_AsDouble(numel);
+        }
+    }
+    Py_XDECREF(numel);
+    Py_XDECREF(found);
+    Py_XDECREF(main_input);
+    return PyErr_Occurred() ? NULL : PyFloat_FromDouble(factor * n);
+}
+
+/* Adds what was counted on all ranks to a total of the state, and begins to count
+ * anew. */
+static int
+add_counted(PyObject *op, PyObject *name, PyObject *total_name, int as_int)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *state = NULL, *sum = NULL;
+    double counted, total;
+    int result = -1;
+    if (ctpy_get_double(op, name, &counted) < 0 ||
+        ctpy_trainer_reduce(op, &counted, 1, CT_REDUCE_SUM) < 0 ||
+        (state = PyObject_GetAttr(op, names->str_state)) == NULL ||
+        ctpy_get_double(state, total_name, &total) < 0) {
+        goto done;
+    }
+    if (counted == 0.0) {
+        result = 0;
+        goto done;
+    }
+    total += counted;
+    sum = as_int ? PyLong_FromDouble(total) : PyFloat_FromDouble(total);
+    if (sum != NULL && PyObject_SetAttr(state, total_name, sum) == 0) {
+        result = ctpy_set_double(op, name, 0.0);
+    }
+done:
+    Py_XDECREF(sum);
+    Py_XDECREF(state);
+    return result;
+}
+
+const char Trainer_store_flos_doc[] =
+    "store_flos($self, /)\n--\n\n"
+    "Move the operations counted since the last call, by all ranks, into\n"
+    "state.total_flos, and their tokens into state.num_input_tokens_seen.\n\n"
+    "All ranks have to call it.";
+
+PyObject *
+Trainer_store_flos(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (add_counted(op, names->str_current_flos, names->str_total_flos, 0) < 0 ||
+        add_counted(op, names->str__counted_tokens, names->str_num_input_tokens_seen,
+                    1) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }

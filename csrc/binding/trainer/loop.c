@@ -1,7 +1,12 @@
 /* Trainer: train(), its epochs, and what ends them. */
-#include "binding/trainer/trainer.h"
-#include "binding/trainer/trainer_noise.h"
+#include "binding/trainer/agree.h"
 #include "binding/engine/ranks.h"
+#include "binding/optim/grads.h"
+#include "binding/runtime/nested.h"
+#include "binding/trainer/trainer.h"
+#include "binding/trainer/update.h"
+
+#include "core/data/targets.h"
 
 /* The numbers of set_initial_training_values, which scripts and subclasses override. */
 typedef struct plan {
@@ -107,6 +112,290 @@ is_interrupt(PyObject *op)
         return true;
     }
     return false;
+}
+
+/* The count of floating-point operations and of tokens, by their hooks. */
+static int
+account_batch(PyObject *op, PyObject *inputs)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    double flos, had;
+    int tracked;
+    PyObject *answer =
+        PyObject_CallMethodOneArg(op, names->str_floating_point_ops, inputs);
+    if (answer == NULL) {
+        return -1;
+    }
+    flos = PyFloat_AsDouble(answer);
+    Py_DECREF(answer);
+    if ((flos == -1.0 && PyErr_Occurred()) ||
+        (flos != 0.0 &&
+         (ctpy_get_double(op, names->str_current_flos, &had) < 0 ||
+          ctpy_set_double(op, names->str_current_flos, had + flos) < 0)) ||
+        ctpy_get_bool(op, names->str__counts_tokens, &tracked) < 0) {
+        return -1;
+    }
+    if (tracked) {
+        answer =
+            PyObject_CallMethodOneArg(op, names->str__track_num_input_tokens, inputs);
+        Py_XDECREF(answer);
+        return answer == NULL ? -1 : 0;
+    }
+    return 0;
+}
+
+/* Forward and backward of one micro-batch; *loss grows by its share. */
+static int
+run_micro_batch(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
+                double *loss)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *stack[] = {run->model, inputs, count};
+    double value = 0.0;
+    int failed = 0;
+    if (count != Py_None) {
+        PyObject *seen = ctpy_get_optional(count, names->str_was_read, &failed);
+        failed = failed || (seen != NULL &&
+                            PyObject_SetAttr(count, names->str_was_read, Py_False) < 0);
+        Py_XDECREF(seen);
+    }
+    PyObject *answer = failed ? NULL
+                              : ctpy_call_adapted(op, names->str_training_step, stack,
+                                                  2, names->kw_num_items_in_batch);
+    if (answer == NULL) {
+        return -1;
+    }
+    int result = ctpy_add_loss(op, answer, &value);
+    Py_DECREF(answer);
+    *loss += value;
+    run->micro_step++;
+    return result < 0 ? -1 : account_batch(op, inputs);
+}
+
+/* Does a callback end the update here? On several ranks all end it whole. */
+static int
+should_stop(PyObject *op, int *stop)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int epoch = 0, training = 0;
+    const int ranks = ctpy_trainer_world_size(op);
+    *stop = 0;
+    if (ranks != 1) {
+        return ranks < 0 ? -1 : 0;
+    }
+    if (ctpy_field_bool(op, names->str_control, names->str_should_epoch_stop, &epoch) <
+            0 ||
+        ctpy_field_bool(op, names->str_control, names->str_should_training_stop,
+                        &training) < 0) {
+        return -1;
+    }
+    *stop = epoch || training;
+    return 0;
+}
+
+/* The same, where gradients are exchanged after the last micro-batch alone. */
+static int
+run_without_exchange(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
+                     double *loss)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *context;
+    if (ctpy_enter_no_sync(op, run->model, &context) < 0) {
+        return -1;
+    }
+    PyObject *done =
+        run_micro_batch(op, run, inputs, count, loss) < 0 ? NULL : Py_NewRef(Py_None);
+    done = ctpy_leave_context_steal(context, names->str___exit__, done);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Subclasses of transformers' Trainer ask accelerator.sync_gradients whether the
+ * micro-batch is the update's last. The accelerator is made when it is first asked for,
+ * and then reads _syncs_gradients. */
+static int
+tell_accelerator(PyObject *op, bool last)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *said = last ? Py_True : Py_False, *state = NULL, *answer = NULL;
+    int failed = PyObject_SetAttr(op, names->str__syncs_gradients, said) < 0;
+    PyObject *made =
+        failed ? NULL : ctpy_get_optional(op, names->str__accelerator, &failed);
+    if (made != NULL) {
+        state = ctpy_get_optional(made, names->str_gradient_state, &failed);
+        Py_DECREF(made);
+    }
+    if (state != NULL) {
+        answer = PyObject_CallMethodOneArg(state, names->str__set_sync_gradients, said);
+        failed = answer == NULL;
+        Py_DECREF(state);
+        Py_XDECREF(answer);
+    }
+    return failed ? -1 : 0;
+}
+
+/* All micro-batches; 1 when the update may follow, 0 when a callback stopped before. */
+static int
+run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count,
+                  const double *shares, double *loss)
+{
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    int stop = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batches); i++) {
+        PyObject *inputs = Py_NewRef(PyList_GET_ITEM(batches, i));
+        self->share = shares[i];
+        const bool last = i + 1 == PyList_GET_SIZE(batches);
+        int result = tell_accelerator(op, last);
+        if (result == 0) {
+            result = (last ? run_micro_batch : run_without_exchange)(op, run, inputs,
+                                                                     count, loss);
+        }
+        self->share = 0.0;
+        Py_DECREF(inputs);
+        if (result < 0 || (run->noise_due && ctpy_noise_see(op, shares[i]) < 0)) {
+            return -1;
+        }
+        if (!last && (ctpy_trainer_fire(op, names->str_on_substep_end, NULL) < 0 ||
+                      should_stop(op, &stop) < 0)) {
+            return -1;
+        }
+        if (stop) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Adds the update's loss to the window, or counts it as bad. */
+static int
+book_loss(PyObject *op, double loss)
+{
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    int filter;
+    if (isfinite(loss)) {
+        self->window_loss += loss;
+        return 0;
+    }
+    if (ctpy_field_bool(op, names->str_args, names->str_logging_nan_inf_filter,
+                        &filter) < 0) {
+        return -1;
+    }
+    if (filter) {
+        self->window_bad++;
+    }
+    else {
+        self->window_loss += loss;
+    }
+    return 0;
+}
+
+/* Shares of the batches in the update's loss, in proportion to their targets; equal
+ * without labels. On several ranks, where run->targets is known, in proportion to all
+ * ranks' and times their number, by which their mean divides. shares has room for one
+ * double a batch. */
+static int
+ctpy_batch_shares(PyObject *op, const ctpy_run *run, PyObject *batches, double *shares)
+{
+    const Py_ssize_t n = PyList_GET_SIZE(batches);
+    const bool of_all = run->targets > 0; /* ranks' */
+    double total = 0.0;
+    int failed = 0;
+    for (Py_ssize_t i = 0; (n > 1 || of_all) && i < n; i++) {
+        int64_t targets = ctpy_count_targets(op, PyList_GET_ITEM(batches, i), &failed);
+        if (failed) {
+            return -1;
+        }
+        if (targets < 0) {
+            total = 0.0;
+            break;
+        }
+        shares[i] = (double)targets;
+        total += shares[i];
+    }
+    if (of_all) {
+        total = (double)run->targets / (double)ctpy_trainer_world_size(op);
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        shares[i] = n == 1 && !of_all ? 1.0
+                    : total > 0.0     ? shares[i] / total
+                                      : 1.0 / (double)n;
+    }
+    return 0;
+}
+
+/* binding/trainer/loop.c: the micro-batches of one update, and the update itself.
+ * Returns 1 when an update was made or skipped, 0 when a callback ended the epoch
+ * before, -1. */
+static int
+ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    size_t n = (size_t)PyList_GET_SIZE(batches);
+    double loss = 0.0, *shares = PyMem_New(double, n);
+    int result = -1;
+    if (shares == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    ((Trainer *)op)->in_update = true;
+    if (ctpy_set_int64(op, names->str_current_gradient_accumulation_steps,
+                       (int64_t)n) == 0 &&
+        ctpy_batch_shares(op, run, batches, shares) == 0 &&
+        ctpy_metrics_plan(op, run, batches) == 0 &&
+        ctpy_trainer_fire(op, names->str_on_step_begin, NULL) == 0) {
+        result = run_micro_batches(op, run, batches, count, shares, &loss);
+    }
+    PyMem_Free(shares);
+    if (result == 1 && (book_loss(op, loss) < 0 || ctpy_finish_update(op, run) < 0)) {
+        result = -1;
+    }
+    return result;
+}
+
+/* What the hook returned, checked, since overrides come from anywhere. */
+static int
+unpack_batches(PyObject *pair, PyObject **batches, PyObject **count)
+{
+    if (pair == NULL) {
+        return -1;
+    }
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+        !PyList_Check(PyTuple_GET_ITEM(pair, 0))) {
+        PyErr_Format(PyExc_TypeError,
+                     "get_batch_samples must return (list of batches, number of items "
+                     "or None), got %.200R",
+                     pair);
+        Py_DECREF(pair);
+        return -1;
+    }
+    *batches = Py_NewRef(PyTuple_GET_ITEM(pair, 0));
+    *count = Py_NewRef(PyTuple_GET_ITEM(pair, 1));
+    Py_DECREF(pair);
+    return 0;
+}
+
+/* One update's worth of batches: a list, and the hook's count of items (or None). */
+static int
+ctpy_next_batches(PyObject *op, ctpy_run *run, PyObject *iterator, PyObject **batches,
+                  PyObject **count)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int64_t left = run->steps_in_epoch - run->micro_step;
+    PyObject *pair = NULL, *device = NULL, *args = NULL;
+    PyObject *n =
+        PyLong_FromLongLong(left < run->accumulation ? left : run->accumulation);
+    if (n != NULL && (args = PyObject_GetAttr(op, names->str_args)) != NULL &&
+        (device = PyObject_GetAttr(args, names->str_device)) != NULL) {
+        PyObject *stack[] = {iterator, n, device};
+        pair = ctpy_call_adapted(op, names->str_get_batch_samples, stack, 2,
+                                 names->kw_device);
+    }
+    Py_XDECREF(device);
+    Py_XDECREF(args);
+    Py_XDECREF(n);
+    return unpack_batches(pair, batches, count);
 }
 
 /* One update; *more is false when the epoch ends: no batch left, or a callback, or a
@@ -401,4 +690,117 @@ done:
     Py_XDECREF(begun);
     Py_DECREF(parsed);
     return output;
+}
+
+/* Trainer: the micro-batches of one update. */
+
+/* Trainer: the micro-batches of one update, and what each weighs in it. */
+
+/* Their targets, of all ranks where args.average_tokens_across_devices says so; -1
+ * without batches or where one rank cannot count them. */
+static int
+count_on_ranks(PyObject *op, PyObject *batches, int64_t *total)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int failed = 0, of_all;
+    int64_t values[2] = {ctpy_count_batches(op, batches, &failed), 0};
+    if (failed ||
+        ctpy_field_bool(op, names->str_args, names->str_average_tokens_across_devices,
+                        &of_all) < 0) {
+        return -1;
+    }
+    if (of_all) {
+        values[1] = values[0] < 0;
+        values[0] = values[0] < 0 ? 0 : values[0];
+        if (ctpy_trainer_sum(op, values, 2) < 0) {
+            return -1;
+        }
+    }
+    *total = values[1] > 0 ? -1 : values[0];
+    return 0;
+}
+
+const char Trainer__get_num_items_in_batch_doc[] =
+    "_get_num_items_in_batch($self, batch_samples, device=None)\n--\n\n"
+    "Count the predicted targets of a list of batches: labels that are not -100.\n\n"
+    "On several ranks those of all, with average_tokens_across_devices.\n"
+    "A loss that shifts its labels has none in the first column. Returns None where "
+    "no\n"
+    "loss takes the count or the batches have no labels.";
+
+PyObject *
+Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"batch_samples", "device", NULL};
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *batches, *device = Py_None, *function;
+    int accepts;
+    int64_t total;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:_get_num_items_in_batch",
+                                     keywords, &PyList_Type, &batches, &device) ||
+        ctpy_get_bool(op, names->str_model_accepts_loss_kwargs, &accepts) < 0 ||
+        (function = PyObject_GetAttr(op, names->str_compute_loss_func)) == NULL) {
+        return NULL;
+    }
+    bool wanted = accepts || function != Py_None;
+    Py_DECREF(function);
+    if (!wanted) {
+        Py_RETURN_NONE;
+    }
+    if (count_on_ranks(op, batches, &total) < 0) {
+        return NULL;
+    }
+    if (total < 0) {
+        Py_RETURN_NONE;
+    }
+    PyObject *n = PyLong_FromLongLong(total);
+    if (n == NULL) {
+        return NULL;
+    }
+    PyObject *stack[] = {op, n, device};
+    PyObject *count = PyObject_VectorcallMethod(names->str__item_count, stack, 3, NULL);
+    Py_DECREF(n);
+    return count;
+}
+
+const char Trainer_get_batch_samples_doc[] =
+    "get_batch_samples($self, epoch_iterator, num_batches, device=None)\n--\n\n"
+    "Take up to num_batches batches; return them and their count of targets.\n\n"
+    "The list is shorter, or empty, where the iterator ends.";
+
+PyObject *
+Trainer_get_batch_samples(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"epoch_iterator", "num_batches", "device", NULL};
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *iterator, *device = Py_None, *result = NULL;
+    Py_ssize_t n;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "On|O:get_batch_samples", keywords,
+                                     &iterator, &n, &device)) {
+        return NULL;
+    }
+    PyObject *batches = PyList_New(0);
+    for (Py_ssize_t i = 0; batches != NULL && i < n; i++) {
+        PyObject *batch = PyIter_Next(iterator);
+        if (batch == NULL) {
+            break;
+        }
+        if (PyList_Append(batches, batch) < 0) {
+            Py_CLEAR(batches);
+        }
+        Py_DECREF(batch);
+    }
+    if (batches == NULL || PyErr_Occurred()) {
+        Py_XDECREF(batches);
+        return NULL;
+    }
+    PyObject *stack[] = {op, batches, device};
+    PyObject *count =
+        PyObject_VectorcallMethod(names->str__get_num_items_in_batch, stack, 3, NULL);
+    if (count != NULL) {
+        result = PyTuple_Pack(2, batches, count);
+        Py_DECREF(count);
+    }
+    Py_DECREF(batches);
+    return result;
 }

@@ -1,4 +1,6 @@
 /* Trainer: one micro-batch: inputs, loss, backward. */
+#include "binding/engine/mode.h"
+#include "binding/engine/adapt.h"
 #include "binding/runtime/nested.h"
 #include "binding/engine/ranks.h"
 

@@ -1,6 +1,17 @@
 /* ctrainer._C.Trainer: the type, its private state and its method table. */
-#include "binding/trainer/trainer_noise.h"
+#include "binding/trainer/trainer.h"
+
 #include "binding/engine/ranks.h"
+#include "binding/runtime/ctpy.h"
+#include "binding/trainer/update.h"
+
+PyDoc_STRVAR(
+    Trainer_doc,
+    "Trainer(*args, **kwargs)\n--\n\n"
+    "The loops of training and evaluation; ctrainer.Trainer is its public face.\n"
+    "\n"
+    "Every hook is called by attribute lookup on the instance, so overrides,\n"
+    "mixins and functions set on an instance win.");
 
 static PyObject *
 Trainer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kw))
@@ -85,14 +96,6 @@ static PyGetSetDef Trainer_getset[] = {
     {NULL,            NULL,                          NULL, NULL,                NULL},
 };
 
-PyDoc_STRVAR(
-    Trainer_doc,
-    "Trainer(*args, **kwargs)\n--\n\n"
-    "The loops of training and evaluation; ctrainer.Trainer is its public face.\n"
-    "\n"
-    "Every hook is called by attribute lookup on the instance, so overrides,\n"
-    "mixins and functions set on an instance win.");
-
 static PyType_Slot Trainer_slots[] = {
     {Py_tp_doc,      (void *)Trainer_doc},
     {Py_tp_new,      Trainer_new        },
@@ -111,3 +114,122 @@ PyType_Spec Trainer_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = Trainer_slots,
 };
+
+/* Trainer: copies, as hyper-parameter searches and processes that are spawned make
+ * them. */
+
+static int
+refuse_running(PyObject *op)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    Trainer *self = (Trainer *)op;
+    bool training;
+    if (ctpy_get_flag(op, names->str_is_in_train, &training) < 0) {
+        return -1;
+    }
+    if (training || self->saving) {
+        PyErr_SetString(PyExc_TypeError,
+                        "a Trainer cannot be copied or pickled while its train() runs: "
+                        "copy it before or after, or save a checkpoint and resume "
+                        "another Trainer from it");
+        return -1;
+    }
+    if (self->group == NULL) {
+        return 0;
+    }
+    const int ranks = ctpy_trainer_world_size(op);
+    if (ranks > 1) {
+        PyErr_Format(PyExc_TypeError,
+                     "a Trainer that has joined a group of %d ranks cannot be copied "
+                     "or pickled: a process has one place in it. Copy the Trainer "
+                     "before it first trains or evaluates, or save a checkpoint",
+                     ranks);
+    }
+    return ranks == 1 ? 0 : -1;
+}
+
+/* What belongs to this process: modules go by name, and an accelerator is made anew
+ * when it is asked for. */
+static int
+leave_out(PyObject *own, const ctpy_state *names)
+{
+    PyObject *const made_anew[] = {names->str__accelerator,
+                                   names->str__syncs_gradients};
+    PyObject *adapter = PyDict_GetItemWithError(own, names->str__adapter);
+    if (adapter == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    if (adapter != NULL && PyModule_Check(adapter)) {
+        PyObject *name = PyModule_GetNameObject(adapter);
+        const int failed =
+            name == NULL || PyDict_SetItem(own, names->str__adapter, name) < 0;
+        Py_XDECREF(name);
+        if (failed) {
+            return -1;
+        }
+    }
+    for (size_t i = 0; i < sizeof made_anew / sizeof made_anew[0]; i++) {
+        const int found = PyDict_Contains(own, made_anew[i]);
+        if (found < 0 || (found && PyDict_DelItem(own, made_anew[i]) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+const char Trainer___getstate___doc[] =
+    "__getstate__($self, /)\n--\n\n"
+    "Return what copy and pickle take: the attributes, and the sums of losses.\n\n"
+    "Raises TypeError while train() runs, and in a group of several ranks.";
+
+PyObject *
+Trainer___getstate__(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    if (refuse_running(op) < 0) {
+        return NULL;
+    }
+    PyObject *state =
+        ctpy_copy_state_steal(op, PyObject_CallMethod(op, "_loss_state", NULL));
+    if (state != NULL &&
+        leave_out(PyTuple_GET_ITEM(state, 0), ctpy_state_borrow(op)) < 0) {
+        Py_CLEAR(state);
+    }
+    return state;
+}
+
+/* The adapter's module, by the name in its place. */
+static int
+import_adapter(PyObject *op)
+{
+    PyObject *name = PyObject_GetAttrString(op, "_adapter"), *found = NULL;
+    int result = name == NULL ? -1 : 0;
+    if (name != NULL && PyUnicode_Check(name)) {
+        PyObject *adapters = PyImport_ImportModule("ctrainer.adapters");
+        found = adapters == NULL ? NULL
+                                 : PyObject_CallMethod(adapters, "by_name", "O", name);
+        result = found == NULL ? -1 : PyObject_SetAttrString(op, "_adapter", found);
+        Py_XDECREF(adapters);
+    }
+    Py_XDECREF(found);
+    Py_XDECREF(name);
+    return result;
+}
+
+const char Trainer___setstate___doc[] =
+    "__setstate__($self, state, /)\n--\n\n"
+    "Take over what __getstate__() of another Trainer returned.";
+
+PyObject *
+Trainer___setstate__(PyObject *op, PyObject *state)
+{
+    PyObject *sums = ctpy_take_copy_state_borrow(op, state), *answer = NULL;
+    PyObject *method = NULL, *none = NULL;
+    if (sums != NULL && import_adapter(op) == 0 &&
+        (method = PyObject_GetAttrString(op, "_set_loss_state")) != NULL &&
+        (none = PyTuple_New(0)) != NULL) {
+        answer = PyObject_Call(method, none, sums);
+    }
+    Py_XDECREF(none);
+    Py_XDECREF(method);
+    return answer;
+}

@@ -3,11 +3,17 @@
  * Our optimizers are measured and updated in two C calls. Any other is driven through
  * its own step(), with our norm, our clipping and our look for Inf and NaN before it.
  */
-#include "binding/optim/weight_average.h"
-#include "binding/callbacks/ctpy_callbacks.h"
-#include "binding/schedule/ctpy_scheduler.h"
-#include "binding/engine/ranks.h"
 #include "binding/trainer/update.h"
+
+#include "binding/callbacks/handler.h"
+#include "binding/comm/communicator.h"
+#include "binding/engine/ranks.h"
+#include "binding/optim/grads.h"
+#include "binding/optim/weight_average.h"
+#include "binding/runtime/nested.h"
+#include "binding/schedule/scheduler.h"
+
+#include "math/norm.h"
 
 static void
 update_release(ctpy_update *u)
@@ -131,6 +137,77 @@ finish_average(ctpy_update *u)
     return ctpy_average_finish(u->average, u->average_due, u->config.ema_decay);
 }
 
+/* args.name as a double; `missing` where there is none, as in arguments of
+ * transformers' own class, or None. */
+static int
+read_number(PyObject *args, PyObject *name, double missing, double *value)
+{
+    int failed;
+    PyObject *found = ctpy_get_optional(args, name, &failed);
+    *value = missing;
+    if (found != NULL && !Py_IsNone(found)) {
+        *value = PyFloat_AsDouble(found);
+        failed = *value == -1.0 && PyErr_Occurred() != NULL;
+        if (!failed && !(*value > 0.0)) {
+            PyErr_Format(PyExc_ValueError, "%U is %R; expected a number > 0", name,
+                         found);
+            failed = 1;
+        }
+    }
+    Py_XDECREF(found);
+    return failed ? -1 : 0;
+}
+
+static int
+read_clip(PyObject *op, ct_clip *clip)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *args = PyObject_GetAttr(op, names->str_args);
+    if (args == NULL) {
+        return -1;
+    }
+    const bool failed =
+        ctpy_get_double(args, names->str_max_grad_norm, &clip->max_norm) < 0 ||
+        read_number(args, names->str_grad_norm_type, 2.0, &clip->norm_type) < 0 ||
+        read_number(args, names->str_max_grad_value, 0.0, &clip->value) < 0 ||
+        ctpy_get_flag(args, names->str_clip_by_group, &clip->by_group) < 0;
+    clip->max_norm = clip->max_norm > 0.0 ? clip->max_norm : 0.0;
+    Py_DECREF(args);
+    return failed ? -1 : 0;
+}
+
+/* Reads what the arguments and overrides say of clipping. */
+static int
+ctpy_update_read_clip(PyObject *op, ctpy_update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int clips, on_host;
+    if ((clips = ctpy_is_default(op, names->str__clip_grad_norm)) < 0 ||
+        ctpy_get_bool(op, names->str__inputs_stay, &on_host) < 0 ||
+        read_clip(op, &u->config.clip) < 0) {
+        return -1;
+    }
+    u->overridden = !clips && u->config.clip.max_norm > 0.0;
+    u->on_host = on_host;
+    return 0;
+}
+
+/* Reads over which ranks parameters are sharded, if they are. */
+static int
+ctpy_update_open_shards(PyObject *op, ctpy_update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    u->shards = PyObject_GetAttr(op, names->str__shard_group);
+    if (u->shards == NULL || u->shards == Py_None) {
+        const bool failed = u->shards == NULL;
+        Py_CLEAR(u->shards);
+        return failed ? -1 : 0;
+    }
+    u->config.comm = ctpy_comm_borrow(names, u->shards);
+    u->config.global_norm = true;
+    return u->config.comm == NULL ? -1 : 0;
+}
+
 static int
 update_open(PyObject *op, ctpy_update *u)
 {
@@ -217,6 +294,448 @@ scaler_update(ctpy_update *u, ctpy_state *names)
                                                  u->result.finite ? Py_False : Py_True);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
+}
+
+/* Reads norms, one for each group or one of all, into the sums that they are of. */
+static int
+take_norms(PyObject *norms, double p, ct_grads *list, bool by_group)
+{
+    const ct_norm_kind kind = ct_norm_kind_of(p);
+    const Py_ssize_t expected = by_group ? (Py_ssize_t)list->n_groups : 1;
+    PyObject *items = PySequence_Tuple(norms);
+    if (items != NULL && PyTuple_GET_SIZE(items) != expected) {
+        PyErr_Format(PyExc_ValueError, "_device_grad_norms() gave %zd norms, not %zd",
+                     PyTuple_GET_SIZE(items), expected);
+        Py_CLEAR(items);
+    }
+    *ct_grads_total(list) = 0.0;
+    for (Py_ssize_t i = 0; items != NULL && i < expected; i++) {
+        const double norm = PyFloat_AsDouble(PyTuple_GET_ITEM(items, i));
+        if (norm == -1.0 && PyErr_Occurred()) {
+            Py_CLEAR(items);
+            break;
+        }
+        const double sum = ct_norm_add(kind, p, 0.0, norm);
+        *ct_grads_total(list) = ct_norm_merge(kind, *ct_grads_total(list), sum);
+        if (by_group) {
+            list->sums[i] = sum;
+        }
+    }
+    Py_XDECREF(items);
+    return items == NULL ? -1 : 0;
+}
+
+/* Adds up, over these ranks, sums of powers of gradients for the p-norm. */
+static int
+ctpy_update_share_sums(PyObject *op, const ctpy_update *u, double p, double *sums,
+                       size_t n)
+{
+    const ct_reduce_op how =
+        ct_norm_kind_of(p) == CT_NORM_MAX ? CT_REDUCE_MAX : CT_REDUCE_SUM;
+    return u->shards == NULL ? 0
+                             : ctpy_comm_reduce_numbers(ctpy_state_borrow(op),
+                                                        u->shards, NULL, sums, n, how);
+}
+
+static int
+device_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm)
+{
+    ct_grads *list = &u->grads.list;
+    const bool by_group = ct_clip_by_group(clip, list);
+    PyObject *p = PyFloat_FromDouble(clip->norm_type);
+    PyObject *stack[] = {op, u->optimizer, p, by_group ? Py_True : Py_False};
+    PyObject *norms =
+        p == NULL ? NULL
+                  : PyObject_VectorcallMethod(
+                        ctpy_state_borrow(op)->str__device_grad_norms, stack, 4, NULL);
+    Py_XDECREF(p);
+    int result =
+        norms == NULL ? -1 : take_norms(norms, clip->norm_type, list, by_group);
+    Py_XDECREF(norms);
+    if (result == 0) { /* without groups the total is all that there is */
+        double *sums = by_group ? list->sums : ct_grads_total(list);
+        result = ctpy_update_share_sums(op, u, clip->norm_type, sums,
+                                        by_group ? list->n_groups + 1 : 1);
+    }
+    if (result == 0) {
+        *norm = ct_clip_decide(clip, list, u->loss_scale);
+    }
+    return result;
+}
+
+static int
+host_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm)
+{
+    ct_grads *list = &u->grads.list;
+    if (ctpy_grads_sum(&u->grads, clip) < 0 ||
+        ctpy_update_share_sums(op, u, clip->norm_type, list->sums, list->n_groups + 1) <
+            0) {
+        return -1;
+    }
+    *norm = ct_clip_decide(clip, list, u->loss_scale);
+    return 0;
+}
+
+static int
+open_and_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    ctpy_grads_close(&u->grads);
+    if (ctpy_grads_open(names, u->optimizer, u->on_host, &u->grads) < 0) {
+        return -1;
+    }
+    for (size_t g = 0; u->overridden && g < u->grads.list.n_groups; g++) {
+        u->grads.list.groups[g].max_norm = 0.0; /* clipping by norm is not ours */
+    }
+    return (u->on_host ? host_measure : device_measure)(op, u, clip, norm);
+}
+
+/* What we clip before an override of _clip_grad_norm does: nothing. */
+static ct_clip
+clip_before(const ctpy_update *u)
+{
+    return u->overridden ? (ct_clip){.norm_type = u->config.clip.norm_type}
+                         : u->config.clip;
+}
+
+/* Measures the gradients of an update: by the engine, or to be clipped in place. */
+static int
+ctpy_update_measure(PyObject *op, ctpy_update *u)
+{
+    const ct_clip clip = clip_before(u);
+    double norm;
+    if (u->engine != NULL && !u->clip_first) {
+        return ctpy_engine_measure(u->engine, u->optimizer, &u->config, u->loss_scale,
+                                   &u->result);
+    }
+    if (open_and_measure(op, u, &clip, &norm) < 0) {
+        return -1;
+    }
+    u->result.grad_norm = norm;
+    u->result.finite = isfinite(norm);
+    u->result.clip_coef = ct_clip_least(&u->grads.list);
+    return 0;
+}
+
+static int
+device_clip(PyObject *op, ctpy_update *u, const ct_clip *clip)
+{
+    const ct_grads *list = &u->grads.list;
+    PyObject *limit =
+        ct_clip_by_value(clip) ? PyFloat_FromDouble(clip->value) : Py_NewRef(Py_None);
+    PyObject *factors = PyList_New((Py_ssize_t)list->n_groups);
+    for (size_t g = 0; factors != NULL && g < list->n_groups; g++) {
+        PyObject *factor = PyFloat_FromDouble(list->groups[g].coef / u->loss_scale);
+        if (factor == NULL) {
+            Py_CLEAR(factors);
+        }
+        else {
+            PyList_SET_ITEM(factors, (Py_ssize_t)g, factor);
+        }
+    }
+    PyObject *stack[] = {op, u->optimizer, factors, limit};
+    PyObject *answer =
+        factors == NULL || limit == NULL
+            ? NULL
+            : PyObject_VectorcallMethod(ctpy_state_borrow(op)->str__device_grad_clip,
+                                        stack, 4, NULL);
+    Py_XDECREF(factors);
+    Py_XDECREF(limit);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static int
+clip_in_place(PyObject *op, ctpy_update *u, const ct_clip *clip)
+{
+    return u->on_host ? ctpy_grads_clip(&u->grads, clip, u->loss_scale)
+                      : device_clip(op, u, clip);
+}
+
+/* An override of _clip_grad_norm(model) clips by itself and returns the norm. */
+static int
+clip_by_override(PyObject *op, ctpy_run *run, ctpy_update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *norm =
+        PyObject_CallMethodOneArg(op, names->str__clip_grad_norm, run->model);
+    if (norm == NULL) {
+        return -1;
+    }
+    const double value = Py_IsNone(norm) ? 0.0 : PyFloat_AsDouble(norm);
+    if (!Py_IsNone(norm)) {
+        u->result.grad_norm = value;
+    }
+    Py_DECREF(norm);
+    return value == -1.0 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* After an override, which may have put other tensors in place of the gradients. */
+static int
+clip_by_value(PyObject *op, ctpy_update *u)
+{
+    const ct_clip clip = {.value = u->config.clip.value};
+    ctpy_grads_close(&u->grads);
+    if (!ct_clip_by_value(&clip)) {
+        return 0;
+    }
+    return ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, u->on_host, &u->grads) <
+                   0
+               ? -1
+               : clip_in_place(op, u, &clip);
+}
+
+/* Unscales and clips in place, unless the engine will, in its update. */
+static int
+ctpy_update_clip(PyObject *op, ctpy_run *run, ctpy_update *u)
+{
+    const ct_clip clip = clip_before(u);
+    if (u->engine != NULL && !u->clip_first) {
+        return 0;
+    }
+    if (clip_in_place(op, u, &clip) < 0) {
+        return -1;
+    }
+    u->loss_scale = 1.0;
+    if (u->overridden &&
+        (clip_by_override(op, run, u) < 0 || clip_by_value(op, u) < 0)) {
+        return -1;
+    }
+    u->result.clip_coef = 1.0;
+    u->config.clip = (ct_clip){0};
+    return 0;
+}
+
+/* totals[label] grows by sum. */
+static int
+add_to(PyObject *totals, PyObject *label, ct_norm_kind kind, double sum)
+{
+    PyObject *had = PyDict_GetItemWithError(totals, label);
+    if (had == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    const double before = had == NULL ? 0.0 : PyFloat_AsDouble(had);
+    PyObject *total = PyFloat_FromDouble(ct_norm_merge(kind, before, sum));
+    int result = total == NULL ? -1 : PyDict_SetItem(totals, label, total);
+    Py_XDECREF(total);
+    return result;
+}
+
+/* {label: sum}, each parameter's sum under its label, or under its number among those
+ * of the optimizer's that have a gradient, where the model does not know it. */
+static PyObject *
+sums_by_label(PyObject *labels, PyObject *params, const double *sums, ct_norm_kind kind)
+{
+    PyObject *totals = PyDict_New();
+    for (Py_ssize_t i = 0; totals != NULL && i < PyList_GET_SIZE(params); i++) {
+        PyObject *label = PyDict_GetItemWithError(labels, PyList_GET_ITEM(params, i));
+        label = label != NULL ? Py_NewRef(label)
+                : PyErr_Occurred()
+                    ? NULL
+                    : PyUnicode_FromFormat("parameter %zd of the optimizer", i);
+        if (label == NULL || add_to(totals, label, kind, sums[i]) < 0) {
+            Py_CLEAR(totals);
+        }
+        Py_XDECREF(label);
+    }
+    return totals;
+}
+
+/* {"grad_norm/" label: norm} of those sums. */
+static PyObject *
+norms_of(PyObject *totals, double p, double loss_scale)
+{
+    Py_ssize_t at = 0;
+    PyObject *label, *sum, *norms = PyDict_New();
+    while (norms != NULL && PyDict_Next(totals, &at, &label, &sum)) {
+        const double norm = ct_norm_root(p, PyFloat_AS_DOUBLE(sum)) / loss_scale;
+        PyObject *key = PyUnicode_FromFormat("grad_norm/%S", label);
+        PyObject *value = PyFloat_FromDouble(norm);
+        if (key == NULL || value == NULL || PyDict_SetItem(norms, key, value) < 0) {
+            Py_CLEAR(norms);
+        }
+        Py_XDECREF(value);
+        Py_XDECREF(key);
+    }
+    return norms;
+}
+
+static int
+sum_on_host(PyObject *op, const ctpy_update *u, double p, Py_ssize_t n, double *sums)
+{
+    ctpy_grads grads;
+    ct_status status = CT_OK;
+    ct_error err;
+    if (ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, true, &grads) < 0) {
+        return -1;
+    }
+    if (grads.list.n != (size_t)n) {
+        PyErr_SetString(PyExc_RuntimeError, "the gradients changed while being read");
+        ctpy_grads_close(&grads);
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_grads_sum_each(&grads.list, NULL, p, sums, &err);
+    Py_END_ALLOW_THREADS
+    ctpy_grads_close(&grads);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+static int
+sum_on_device(PyObject *op, const ctpy_update *u, double p, Py_ssize_t n, double *sums)
+{
+    PyObject *answer =
+        PyObject_CallMethod(op, "_device_layer_norms", "Od", u->optimizer, p);
+    PyObject *norms = answer == NULL ? NULL : PySequence_Tuple(answer);
+    Py_XDECREF(answer);
+    if (norms != NULL && PyTuple_GET_SIZE(norms) != n) {
+        PyErr_Format(PyExc_ValueError, "_device_layer_norms() gave %zd norms, not %zd",
+                     PyTuple_GET_SIZE(norms), n);
+        Py_CLEAR(norms);
+    }
+    for (Py_ssize_t i = 0; norms != NULL && i < n; i++) {
+        const double norm = PyFloat_AsDouble(PyTuple_GET_ITEM(norms, i));
+        if (norm == -1.0 && PyErr_Occurred()) {
+            Py_CLEAR(norms);
+            break;
+        }
+        sums[i] = ct_norm_add(ct_norm_kind_of(p), p, 0.0, norm);
+    }
+    Py_XDECREF(norms);
+    return norms == NULL ? -1 : 0;
+}
+
+/* The metrics of the parameters, or NULL with an exception. */
+static PyObject *
+layer_norms(PyObject *op, const ctpy_update *u, PyObject *params)
+{
+    const double p = u->config.clip.norm_type;
+    const Py_ssize_t n = PyList_GET_SIZE(params);
+    PyObject *totals = NULL, *norms = NULL;
+    double *sums = PyMem_New(double, (size_t)n);
+    PyObject *labels = PyObject_CallMethod(op, "_parameter_labels", NULL);
+    if (sums == NULL) {
+        (void)PyErr_NoMemory();
+    }
+    else if (labels != NULL &&
+             (u->on_host ? sum_on_host : sum_on_device)(op, u, p, n, sums) == 0 &&
+             ctpy_update_share_sums(op, u, p, sums, (size_t)n) == 0) {
+        totals = sums_by_label(labels, params, sums, ct_norm_kind_of(p));
+    }
+    if (totals != NULL) {
+        norms = norms_of(totals, p, u->loss_scale);
+    }
+    Py_XDECREF(totals);
+    Py_XDECREF(labels);
+    PyMem_Free(sums);
+    return norms;
+}
+
+static int
+add_layer_norms(PyObject *op, const ctpy_update *u)
+{
+    PyObject *params = ctpy_grads_params(ctpy_state_borrow(op), u->optimizer);
+    PyObject *norms = params == NULL ? NULL : layer_norms(op, u, params);
+    Py_XDECREF(params);
+    Py_XSETREF(((Trainer *)op)->grad_metrics, norms);
+    return norms == NULL ? -1 : 0;
+}
+
+/* The L2 norm of the gradients as they are, divided by the loss scale. */
+static int
+ctpy_update_norm(PyObject *op, const ctpy_update *u, double *norm)
+{
+    ctpy_update only = {
+        .optimizer = u->optimizer, .loss_scale = u->loss_scale, .on_host = u->on_host};
+    int result = open_and_measure(op, &only, &(ct_clip){.norm_type = 2.0}, norm);
+    ctpy_grads_close(&only.grads);
+    return result;
+}
+
+/* With the L2 norm of the whole update's gradients, unscaled: 1 and *scale; 0 when the
+ * update says nothing: it has one micro-batch, or a norm is not finite. */
+static int
+ctpy_noise_add(PyObject *op, double norm, double loss_scale, double *scale)
+{
+    ctpy_noise *noise = &((Trainer *)op)->noise;
+    ct_noise_sample sample = noise->sample;
+    sample.small /= loss_scale * loss_scale;
+    const bool seen =
+        ct_noise_add(&noise->averages, &sample, norm * norm, noise->examples);
+    Py_CLEAR(noise->device_copies);
+    if (seen) {
+        *scale = ct_noise_scale(&noise->averages);
+    }
+    return seen;
+}
+
+static int
+add_noise_scale(PyObject *op, const ctpy_update *u)
+{
+    Trainer *self = (Trainer *)op;
+    double norm = u->result.grad_norm, scale;
+    if (u->config.clip.norm_type != 2.0 && ctpy_update_norm(op, u, &norm) < 0) {
+        return -1;
+    }
+    if (!ctpy_noise_add(op, norm, u->loss_scale, &scale)) {
+        return 0;
+    }
+    if (self->grad_metrics == NULL && (self->grad_metrics = PyDict_New()) == NULL) {
+        return -1;
+    }
+    PyObject *value = PyFloat_FromDouble(scale);
+    int result =
+        value == NULL
+            ? -1
+            : PyDict_SetItem(self->grad_metrics,
+                             ctpy_state_borrow(op)->str_grad_noise_scale, value);
+    Py_XDECREF(value);
+    return result;
+}
+
+/* binding/trainer/update.c: what is due of metrics; after measuring, before clipping.
+ */
+static int
+ctpy_metrics_measure(PyObject *op, const ctpy_run *run, const ctpy_update *u)
+{
+    return (run->layer_norms_due && add_layer_norms(op, u) < 0) ||
+                   (run->noise_due && add_noise_scale(op, u) < 0)
+               ? -1
+               : 0;
+}
+
+/* Is the exchange of gradients the model's own? A wrapper that averages while backward
+ * runs has no_sync(). */
+static int
+averages_itself(PyObject *op)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *model = PyObject_GetAttr(op, names->str_model_wrapped), *method = NULL;
+    int has = model == NULL ? -1 : ctpy_lookup(model, names->str_no_sync, &method);
+    Py_XDECREF(method);
+    Py_XDECREF(model);
+    return has;
+}
+
+/* Replaces the gradients of an update by their mean over the ranks, where nothing
+ * around the model has done so. 0, or -1 with an exception. */
+static int
+ctpy_trainer_average_grads(PyObject *op, ctpy_update *u)
+{
+    ctpy_grads grads;
+    const int ranks = ctpy_trainer_world_size(op);
+    int done = ranks > 1 ? averages_itself(op) : ranks < 0 ? -1 : 1;
+    if (done != 0) {
+        return done < 0 ? -1 : 0;
+    }
+    if (ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, u->on_host, &grads) < 0) {
+        return -1;
+    }
+    for (size_t i = 0; done == 0 && i < grads.list.n; i++) {
+        done = ctpy_trainer_reduce_span(op, &grads.list.spans[i], CT_REDUCE_MEAN);
+    }
+    ctpy_grads_close(&grads);
+    return done;
 }
 
 /* Clip, the callback before the step, the update, the callback after it. */
@@ -334,4 +853,224 @@ ctpy_finish_update(PyObject *op, ctpy_run *run)
     Py_XDECREF(learning_rate);
     update_release(&u);
     return result;
+}
+
+/* Trainer: the norm of an update's gradients and their clipping.
+ *
+ * Our optimizers clip in their update. For any other, and where somebody looks at the
+ * gradients before the update, they are clipped in place: by us in host memory, by the
+ * framework on its devices. */
+
+/* ---- gradients that are not in host memory -----------------------------------------
+ */
+
+/* ---- one update --------------------------------------------------------------------
+ */
+
+const char Trainer__clip_grad_norm_doc[] =
+    "_clip_grad_norm($self, model, /)\n--\n\n"
+    "Clip the optimizer's gradients by norm, in place, as args.max_grad_norm,\n"
+    "grad_norm_type and clip_by_group say; return the norm of all before.\n"
+    "\n"
+    "The loop clips inside the update and calls this only where it is overridden.";
+
+PyObject *
+Trainer__clip_grad_norm(PyObject *op, PyObject *Py_UNUSED(model))
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    ctpy_update u = {.loss_scale = 1.0};
+    double norm = 0.0;
+    u.optimizer = PyObject_GetAttr(op, names->str_optimizer);
+    bool failed = u.optimizer == NULL || ctpy_update_read_clip(op, &u) < 0 ||
+                  ctpy_update_open_shards(op, &u) < 0;
+    u.overridden = false; /* an override may call this one */
+    u.config.clip.value = 0.0;
+    failed = failed || open_and_measure(op, &u, &u.config.clip, &norm) < 0 ||
+             clip_in_place(op, &u, &u.config.clip) < 0;
+    ctpy_grads_close(&u.grads);
+    Py_XDECREF(u.shards);
+    Py_XDECREF(u.optimizer);
+    return failed ? NULL : PyFloat_FromDouble(norm);
+}
+
+/* Trainer: norms of gradients of which each rank has a shard. */
+
+/* Trainer: what the log may tell of gradients besides their norm.
+ *
+ * Measured in updates after which a log is due, in passes of their own, so that neither
+ * the other updates nor what is trained know of it. */
+
+/* ---- when -------------------------------------------------------------------------
+ */
+
+static int
+log_follows(PyObject *op, const ctpy_run *run, PyObject *batches, PyObject *args,
+            bool *due)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *state = PyObject_GetAttr(op, names->str_state);
+    int64_t step;
+    int result = -1;
+    if (state != NULL && ctpy_get_int64(state, names->str_global_step, &step) == 0) {
+        const bool epoch_ends =
+            run->micro_step + PyList_GET_SIZE(batches) >= run->steps_in_epoch;
+        result = ctpy_flow_log_due(names, args, state, step + 1, epoch_ends, due);
+    }
+    Py_XDECREF(state);
+    return result;
+}
+
+/* Examples in these batches; where a batch does not show how many it has,
+ * the number that the arguments ask for. */
+static int
+count_examples(PyObject *op, PyObject *batches, double *examples)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    *examples = 0.0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batches); i++) {
+        int64_t n = (int64_t)ctpy_batch_size(PyList_GET_ITEM(batches, i), names);
+        if (n < -1 ||
+            (n == -1 && ctpy_get_int64(op, names->str__train_batch_size, &n) < 0)) {
+            return -1;
+        }
+        *examples += (double)n;
+    }
+    return 0;
+}
+
+/* At the start of an update whose noise is due. */
+static int
+ctpy_noise_begin(PyObject *op, PyObject *batches)
+{
+    ctpy_noise *noise = &((Trainer *)op)->noise;
+    noise->sample = (ct_noise_sample){0};
+    Py_CLEAR(noise->device_copies);
+    if (noise->probe == NULL && (noise->probe = ct_probe_new()) == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    ct_probe_begin(noise->probe);
+    return count_examples(op, batches, &noise->examples);
+}
+
+int
+ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    bool layers, noise, due = true;
+    PyObject *args = PyObject_GetAttr(op, names->str_args);
+    Py_CLEAR(((Trainer *)op)->grad_metrics);
+    const bool failed =
+        args == NULL ||
+        ctpy_get_flag(args, names->str_log_layer_grad_norms, &layers) < 0 ||
+        ctpy_get_flag(args, names->str_log_grad_noise_scale, &noise) < 0 ||
+        ((layers || noise) && log_follows(op, run, batches, args, &due) < 0);
+    Py_XDECREF(args);
+    run->layer_norms_due = !failed && layers && due;
+    run->noise_due = !failed && noise && due && PyList_GET_SIZE(batches) > 1;
+    return failed || (run->noise_due && ctpy_noise_begin(op, batches) < 0) ? -1 : 0;
+}
+
+/* ---- norms of layers ---------------------------------------------------------------
+ */
+
+/* ---- the noise scale ---------------------------------------------------------------
+ */
+
+/* Trainer: the gradient noise scale, from the micro-batches of updates that are logged.
+ *
+ * Gradients are summed in place, so what a micro-batch has added is seen by comparing
+ * them with a copy. The copy is the metric's cost: memory of one more set of gradients,
+ * and three passes for each micro-batch of an update after which a log is due. */
+
+/* ---- one micro-batch ---------------------------------------------------------------
+ */
+
+typedef struct visit {
+    ct_probe *probe;
+    size_t number;
+} visit;
+
+static int
+set_grad(ctpy_state *state, PyObject *Py_UNUSED(param), PyObject *grad,
+         const ctpy_place *place, void *arg)
+{
+    visit *v = arg;
+    const size_t number = v->number++;
+    ctpy_view view;
+    ct_error err;
+    if (Py_IsNone(grad)) {
+        return 0;
+    }
+    if (ctpy_view_of(state, grad, place, &view) < 0) {
+        return -1;
+    }
+    return ct_probe_set(v->probe, number, &view.span, &err) == CT_OK
+               ? 0
+               : ctpy_raise_int(&err);
+}
+
+static int
+measure_on_host(PyObject *op, PyObject *optimizer, double *sum_sq)
+{
+    visit v = {.probe = ((Trainer *)op)->noise.probe};
+    ct_status status;
+    ct_error err;
+    PyObject *owners = ctpy_grads_visit(ctpy_state_borrow(op), optimizer, set_grad, &v);
+    if (owners == NULL) {
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_probe_measure(v.probe, sum_sq, &err);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(owners);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+static int
+measure_on_device(PyObject *op, PyObject *optimizer, double *sum_sq)
+{
+    ctpy_noise *noise = &((Trainer *)op)->noise;
+    PyObject *before = noise->device_copies == NULL ? Py_None : noise->device_copies;
+    PyObject *copies;
+    PyObject *answer =
+        PyObject_CallMethod(op, "_device_grad_growth", "OO", optimizer, before);
+    int result = -1;
+    if (answer != NULL && PyArg_ParseTuple(answer, "dO", sum_sq, &copies)) {
+        Py_XSETREF(noise->device_copies, Py_NewRef(copies));
+        result = 0;
+    }
+    Py_XDECREF(answer);
+    return result;
+}
+
+int
+ctpy_noise_see(PyObject *op, double share)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    double sum_sq;
+    int on_host, result = -1;
+    PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
+    if (optimizer != NULL &&
+        ctpy_get_bool(op, names->str__inputs_stay, &on_host) == 0) {
+        result = on_host ? measure_on_host(op, optimizer, &sum_sq)
+                         : measure_on_device(op, optimizer, &sum_sq);
+    }
+    Py_XDECREF(optimizer);
+    if (result == 0) {
+        ct_noise_see(&((Trainer *)op)->noise.sample, share, sum_sq);
+    }
+    return result;
+}
+
+/* ---- the update --------------------------------------------------------------------
+ */
+
+void
+ctpy_noise_end(PyObject *op)
+{
+    ctpy_noise *noise = &((Trainer *)op)->noise;
+    Py_CLEAR(noise->device_copies);
+    ct_probe_free(noise->probe);
+    noise->probe = NULL;
 }

@@ -1,7 +1,9 @@
 /* One update of the trainer, between the files that make it. */
-#ifndef CTPY_TRAINER_UPDATE_H
-#define CTPY_TRAINER_UPDATE_H
+#ifndef BINDING_TRAINER_UPDATE_H
+#define BINDING_TRAINER_UPDATE_H
 
+#include "binding/engine/ranks.h"
+#include "binding/trainer/agree.h"
 #include "binding/optim/grads.h"
 #include "binding/trainer/trainer.h"
 
@@ -24,30 +26,16 @@ typedef struct ctpy_update {
     ct_step_result result;
 } ctpy_update;
 
-/* binding/trainer/trainer_clip.c */
+/* binding/trainer/update.c */
 
-/* Reads what the arguments and overrides say of clipping. */
-int ctpy_update_read_clip(PyObject *op, ctpy_update *u);
+/* binding/trainer/update.c */
 
-/* Measures the gradients of an update: by the engine, or to be clipped in place. */
-int ctpy_update_measure(PyObject *op, ctpy_update *u);
+/* The trainer's gradient noise scale. */
 
-/* Unscales and clips in place, unless the engine will, in its update. */
-int ctpy_update_clip(PyObject *op, ctpy_run *run, ctpy_update *u);
+/* After a micro-batch's backward; its share of the update's loss. */
+int ctpy_noise_see(PyObject *op, double share);
 
-/* The L2 norm of the gradients as they are, divided by the loss scale. */
-int ctpy_update_norm(PyObject *op, const ctpy_update *u, double *norm);
-
-/* binding/trainer/trainer_shards.c */
-
-/* Reads over which ranks parameters are sharded, if they are. */
-int ctpy_update_open_shards(PyObject *op, ctpy_update *u);
-
-/* Adds up, over these ranks, sums of powers of gradients for the p-norm. */
-int ctpy_update_share_sums(PyObject *op, const ctpy_update *u, double p, double *sums,
-                           size_t n);
-
-/* binding/trainer/trainer_metrics.c: what is due of metrics; after measuring, before clipping. */
-int ctpy_metrics_measure(PyObject *op, const ctpy_run *run, const ctpy_update *u);
+/* Gives the memory back; averages stay. */
+void ctpy_noise_end(PyObject *op);
 
 #endif

@@ -54,6 +54,12 @@ ct_calloc(size_t n, size_t size)
     return block;
 }
 
+void
+ct_free(void *block)
+{
+    free(block);
+}
+
 ct_status
 ct_grow(void **block, size_t *capacity, size_t n, size_t size, ct_error *err)
 {
@@ -76,10 +82,4 @@ ct_grow(void **block, size_t *capacity, size_t n, size_t size, ct_error *err)
     *block = larger;
     *capacity = wanted;
     return CT_OK;
-}
-
-void
-ct_free(void *block)
-{
-    free(block);
 }

@@ -2,8 +2,8 @@
  *
  * Every function that fails does so with CT_EIO and errno in err->os_error unless it
  * says otherwise. Interrupted and short transfers are carried on. */
-#ifndef CT_IO_H
-#define CT_IO_H
+#ifndef CORE_BASE_IO_H
+#define CORE_BASE_IO_H
 
 #include "core/base/status.h"
 

@@ -62,40 +62,6 @@ ct_json_enter(ct_json *json, char open, ct_error *err)
     return CT_OK;
 }
 
-static ct_status
-read_key(ct_json *json, ct_text *key, ct_error *err)
-{
-    ct_status status = ct_json_string(json, key, err);
-    if (status != CT_OK) {
-        return status;
-    }
-    if (peek(json) != ':') {
-        return ct_json_fail(json, "expected :", err);
-    }
-    json->at++;
-    return CT_OK;
-}
-
-ct_status
-ct_json_more(ct_json *json, char open, bool *first, bool *more, ct_text *key,
-             ct_error *err)
-{
-    char next = peek(json);
-    *more = next != (open == '{' ? '}' : ']');
-    if (!*more) {
-        json->at++;
-        return CT_OK;
-    }
-    if (!*first) {
-        if (next != ',') {
-            return ct_json_fail(json, "expected , or the end of the list", err);
-        }
-        json->at++;
-    }
-    *first = false;
-    return open == '{' ? read_key(json, key, err) : CT_OK;
-}
-
 /* Bytes of the UTF-8 sequence at p, of which `left` >= 1 are there; 0 if malformed.
  * Overlong forms and surrogates are malformed: Python would refuse them too. */
 static size_t
@@ -237,6 +203,40 @@ ct_json_string(ct_json *json, ct_text *text, ct_error *err)
     json->at++;
     text->n = (size_t)(out - text->data);
     return CT_OK;
+}
+
+static ct_status
+read_key(ct_json *json, ct_text *key, ct_error *err)
+{
+    ct_status status = ct_json_string(json, key, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    if (peek(json) != ':') {
+        return ct_json_fail(json, "expected :", err);
+    }
+    json->at++;
+    return CT_OK;
+}
+
+ct_status
+ct_json_more(ct_json *json, char open, bool *first, bool *more, ct_text *key,
+             ct_error *err)
+{
+    char next = peek(json);
+    *more = next != (open == '{' ? '}' : ']');
+    if (!*more) {
+        json->at++;
+        return CT_OK;
+    }
+    if (!*first) {
+        if (next != ',') {
+            return ct_json_fail(json, "expected , or the end of the list", err);
+        }
+        json->at++;
+    }
+    *first = false;
+    return open == '{' ? read_key(json, key, err) : CT_OK;
 }
 
 ct_status

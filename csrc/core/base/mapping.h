@@ -8,8 +8,8 @@
  * Its pages need not go back to the system: that has to find and to zero new ones,
  * which costs as much as a copy of them. They can be moved aside to mappings that are
  * obtained later, each at its own address. */
-#ifndef CT_MAPPING_H
-#define CT_MAPPING_H
+#ifndef CORE_BASE_MAPPING_H
+#define CORE_BASE_MAPPING_H
 
 #include "core/base/status.h"
 
@@ -90,6 +90,18 @@ void ct_mapping_close(ct_mapping *map);
 /* Gives what lies ready back to the system. */
 void ct_spares_discard(ct_spares *spares);
 void ct_spares_close(ct_spares *spares);
+
+/* What the C library keeps of memory that was freed. glibc's; elsewhere nothing is set
+ * and nothing given back. All of it holds for the whole process. */
+
+/* Blocks of more bytes than `longest` go back to the system when they are freed, if
+ * they did not fit among what was free; so does the end of the heap from `end` bytes
+ * on. Where the user has set MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ nothing
+ * is changed. Returns whether it is so now. */
+bool ct_malloc_keep(size_t longest, size_t end);
+
+/* Gives back whole pages of what is free, unless that is little. */
+void ct_malloc_trim(void);
 
 #ifdef __cplusplus
 }

@@ -3,8 +3,8 @@
  * They never move. Their content may be discarded, which gives the memory back to the
  * system while the addresses stay: the next touch finds zeroes. Several may hold them:
  * who asked for them, and the group through which others read them. */
-#ifndef CT_PAGES_H
-#define CT_PAGES_H
+#ifndef CORE_BASE_PAGES_H
+#define CORE_BASE_PAGES_H
 
 #include "core/base/owner.h"
 #include "core/base/segment.h"
@@ -50,6 +50,34 @@ void ct_pages_drop(ct_pages *pages); /* the last one unmaps them; NULL is fine *
  * addresses for long, and drops them. A forked child leaves shared content alone. NULL
  * is fine. */
 void ct_pages_free(ct_pages *pages);
+
+/* The memory in which the ranks of one machine read each other's data.
+ *
+ * A lane is a rank's part of a segment in which every rank has one as long, in rank
+ * order. All ranks add the same segments in the same order, so that an index and an
+ * offset mean the same to all. */
+
+typedef struct ct_lanes {
+    ct_pages **own; /* this rank's lane of each segment */
+    size_t n, room;
+} ct_lanes;
+
+typedef struct ct_lane_place {
+    int lane; /* index, or -1: in none */
+    size_t offset;
+} ct_lane_place;
+
+/* Makes room for one more (CT_ENOMEM), then holds it. */
+CT_NODISCARD ct_status ct_lanes_reserve(ct_lanes *lanes, ct_error *err);
+void ct_lanes_add(ct_lanes *lanes, ct_pages *own);
+
+/* Where `bytes` at `data` lie whole in this rank's lanes; NULL lies in none. */
+ct_lane_place ct_lanes_find(const ct_lanes *lanes, const void *data, size_t bytes);
+
+/* What lies there in that rank's lane; NULL for what lies in none. */
+char *ct_lanes_at(const ct_lanes *lanes, int rank, ct_lane_place place);
+
+void ct_lanes_fini(ct_lanes *lanes); /* all zeros is fine */
 
 #ifdef __cplusplus
 }

@@ -145,6 +145,18 @@ open_unnamed(const char *folder)
     return fd;
 }
 
+void
+ct_region_fini(ct_region *region)
+{
+    if (region->data != NULL) {
+        (void)munmap(region->data, region->bytes);
+    }
+    if (region->has_file) {
+        (void)close(region->fd);
+    }
+    *region = (ct_region){0};
+}
+
 ct_status
 ct_region_to_file(ct_region *region, const char *folder, ct_error *err)
 {
@@ -187,18 +199,6 @@ ct_region_trim(ct_region *region, size_t bytes)
     if (region->has_file) {
         (void)ftruncate(region->fd, (off_t)kept);
     }
-}
-
-void
-ct_region_fini(ct_region *region)
-{
-    if (region->data != NULL) {
-        (void)munmap(region->data, region->bytes);
-    }
-    if (region->has_file) {
-        (void)close(region->fd);
-    }
-    *region = (ct_region){0};
 }
 
 /* The number in the first line of the file that starts with `key`; false if none. */

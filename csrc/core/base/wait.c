@@ -1,11 +1,12 @@
 #define _POSIX_C_SOURCE 200809L
-#include "core/base/wait.h"
 
-#include "core/base/interrupt.h"
+#include "core/base/wait.h"
 
 #include <errno.h>
 #include <math.h>
 #include <poll.h>
+#include <stdatomic.h>
+#include <stddef.h>
 #include <time.h>
 
 static double
@@ -37,6 +38,15 @@ ct_deadline_nap(ct_deadline deadline, double seconds)
     (void)nanosleep(&time, NULL);
 }
 
+static _Atomic(ct_interrupt_fn *) interrupted;
+
+bool
+ct_interrupted(void)
+{
+    ct_interrupt_fn *fn = atomic_load(&interrupted);
+    return fn != NULL && fn();
+}
+
 ct_status
 ct_deadline_poll(ct_deadline deadline, int fd, ct_error *err)
 {
@@ -55,4 +65,10 @@ ct_deadline_poll(ct_deadline deadline, int fd, ct_error *err)
             return ct_fail(err, CT_ECOMM, "nothing came in time");
         }
     }
+}
+
+void
+ct_interrupt_set(ct_interrupt_fn *fn)
+{
+    atomic_store(&interrupted, fn);
 }

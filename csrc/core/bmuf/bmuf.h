@@ -5,8 +5,8 @@
  * lies in flat buffers, one for each dtype: a block is one pass that fills a buffer,
  * one collective over it, and one pass that moves the model; batch by batch while what
  * was filled is still in the cache, where a collective costs little. */
-#ifndef CT_BMUF_H
-#define CT_BMUF_H
+#ifndef CORE_BMUF_BMUF_H
+#define CORE_BMUF_BMUF_H
 
 #include "core/comm/comm.h"
 #include "core/device/device.h"
@@ -152,5 +152,39 @@ CT_NODISCARD ct_status ct_bmuf_save(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
                                     const ct_bmuf_list *to, ct_error *err);
 CT_NODISCARD ct_status ct_bmuf_load(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
                                     const ct_bmuf_list *from, ct_error *err);
+
+/* Lists of tensors, cut into batches of a size. */
+
+/* A part of a tensor, and where it is in the flat buffers of its dtype. */
+typedef struct ct_bmuf_piece {
+    ct_span span, copy;
+    size_t at;
+} ct_bmuf_piece;
+
+/* Pieces that are computed in one dtype, one behind the other, and where the next batch
+ * starts. */
+typedef struct ct_bmuf_batch {
+    const ct_bmuf_list *list;
+    ct_dtype dtype;
+    size_t most; /* elements in a batch */
+    size_t n_pieces, n;
+    size_t start;          /* of the batch, in flat buffers */
+    void *shares;          /* of the batch: what is reduced; the caller's */
+    size_t tensor, offset; /* of the next piece */
+    size_t at;             /* of the next piece, in flat buffers */
+} ct_bmuf_batch;
+
+static inline ct_dtype
+ct_bmuf_flat_dtype(const ct_bmuf_flat *flat, ct_dtype dtype)
+{
+    return flat->is_single ? CT_F32 : dtype;
+}
+
+static inline void *
+ct_bmuf_flat_at(const ct_bmuf_flat *flat, ct_dtype dtype, size_t at)
+{
+    return (char *)flat->memory[dtype].data +
+           at * ct_dtype_size(ct_bmuf_flat_dtype(flat, dtype));
+}
 
 #endif

@@ -12,7 +12,7 @@
 #ifndef CT_BMUF_CODES_H
 #define CT_BMUF_CODES_H
 
-#include "core/bmuf/bmuf_batch.h"
+#include "core/bmuf/bmuf.h"
 
 /* The shares of the batch, which has all elements of its dtype, become their sums over
  * the ranks. A value that is not finite makes those of its block NaN on all ranks. */

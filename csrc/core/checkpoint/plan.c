@@ -1,12 +1,18 @@
+#define _POSIX_C_SOURCE 200809L
+
 #include "core/checkpoint/plan.h"
 
 #include "core/base/alloc.h"
-#include "core/base/crc32.h"
-#include "core/base/crc32c.h"
+#include "core/base/crc.h"
 #include "core/base/io.h"
+#include "core/checkpoint/manifest.h"
+#include "core/checkpoint/source.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 void
@@ -123,6 +129,23 @@ apply_patch(const ct_plan *plan, const ct_patch *patch)
     }
 }
 
+/* The same where every piece but the plan's own has its checksums. */
+static void
+ct_plan_fill_in(ct_plan *plan)
+{
+    for (size_t i = 0; i < plan->n_patches; i++) {
+        apply_patch(plan, &plan->patches[i]);
+    }
+    plan->crc32c = 0;
+    for (size_t i = 0; i < plan->n_pieces; i++) {
+        ct_plan_piece *piece = &plan->pieces[i];
+        if (piece->owned != NULL) {
+            piece->crc32c = ct_crc32c(0, piece->data, piece->n);
+        }
+        plan->crc32c = ct_crc32c_combine(plan->crc32c, piece->crc32c, piece->n);
+    }
+}
+
 /* Borrowed pieces first: patches go by their checksums and change owned ones. */
 void
 ct_plan_seal(ct_plan *plan)
@@ -139,22 +162,6 @@ ct_plan_seal(ct_plan *plan)
     ct_plan_fill_in(plan);
 }
 
-void
-ct_plan_fill_in(ct_plan *plan)
-{
-    for (size_t i = 0; i < plan->n_patches; i++) {
-        apply_patch(plan, &plan->patches[i]);
-    }
-    plan->crc32c = 0;
-    for (size_t i = 0; i < plan->n_pieces; i++) {
-        ct_plan_piece *piece = &plan->pieces[i];
-        if (piece->owned != NULL) {
-            piece->crc32c = ct_crc32c(0, piece->data, piece->n);
-        }
-        plan->crc32c = ct_crc32c_combine(plan->crc32c, piece->crc32c, piece->n);
-    }
-}
-
 ct_status
 ct_plan_write(const ct_plan *plan, const char *path, ct_error *err)
 {
@@ -169,5 +176,379 @@ ct_plan_write(const ct_plan *plan, const char *path, ct_error *err)
                            ? ct_fail_io(err, errno, "replace", path)
                            : ct_write_file(path, pieces, plan->n_pieces, err);
     ct_free(pieces);
+    return status;
+}
+
+/* A plan to a file in one pass: each block is read, summed and written before the next,
+ * so that files larger than memory can be put together from others. */
+
+enum {
+    BLOCK_BYTES = 1 << 20
+};
+
+static const char suffix[] = ".ctrainer-saving";
+
+typedef struct stream {
+    int fd;
+    const char *path; /* named in errors */
+    uint64_t at;      /* bytes written */
+    unsigned char *block;
+    int source; /* open file of the last excerpt, or -1 */
+    const char *source_path;
+} stream;
+
+static void
+add_to_sums(ct_plan_piece *piece, const void *data, size_t n)
+{
+    piece->crc32c = ct_crc32c(piece->crc32c, data, n);
+    if (piece->zipped) {
+        piece->crc32 = ct_crc32(piece->crc32, data, n);
+    }
+}
+
+static ct_status
+put(stream *s, ct_plan_piece *piece, const void *data, size_t n, ct_error *err)
+{
+    add_to_sums(piece, data, n);
+    ct_status status = ct_write_at(s->fd, data, n, s->at, s->path, err);
+    s->at += n;
+    return status;
+}
+
+static void
+close_source(stream *s)
+{
+    if (s->source >= 0) {
+        (void)close(s->source);
+    }
+    s->source = -1;
+    s->source_path = NULL;
+}
+
+/* The last file stays open: a tensor's neighbour mostly lies in the same one. */
+static ct_status
+open_source(stream *s, const char *path, ct_error *err)
+{
+    uint64_t bytes;
+    if (s->source >= 0 && strcmp(s->source_path, path) == 0) {
+        return CT_OK;
+    }
+    close_source(s);
+    s->source = ct_open_read(path, &bytes, err);
+    s->source_path = path;
+    return s->source < 0 ? CT_EIO : CT_OK;
+}
+
+static ct_status
+put_excerpt(stream *s, ct_plan_piece *piece, const ct_excerpt *excerpt, ct_error *err)
+{
+    ct_status status = CT_OK;
+    if (excerpt->path == NULL) {
+        memset(s->block, 0, excerpt->n < BLOCK_BYTES ? excerpt->n : BLOCK_BYTES);
+    }
+    else {
+        status = open_source(s, excerpt->path, err);
+    }
+    for (size_t done = 0; done < excerpt->n && status == CT_OK;) {
+        size_t left = excerpt->n - done, n = left < BLOCK_BYTES ? left : BLOCK_BYTES;
+        if (excerpt->path != NULL) {
+            status = ct_read_at(s->source, s->block, n, excerpt->offset + done,
+                                excerpt->path, err);
+        }
+        if (status == CT_OK) {
+            status = put(s, piece, s->block, n, err);
+        }
+        done += n;
+    }
+    return status;
+}
+
+static ct_status
+put_memory(stream *s, ct_plan_piece *piece, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (size_t done = 0; done < piece->n && status == CT_OK;) {
+        size_t left = piece->n - done, n = left < BLOCK_BYTES ? left : BLOCK_BYTES;
+        status = put(s, piece, (const unsigned char *)piece->data + done, n, err);
+        done += n;
+    }
+    return status;
+}
+
+static ct_status
+put_piece(stream *s, ct_plan_piece *piece, ct_error *err)
+{
+    ct_status status = CT_OK;
+    piece->crc32c = piece->crc32 = 0;
+    if (piece->n_excerpts == 0) {
+        return put_memory(s, piece, err);
+    }
+    for (size_t i = 0; i < piece->n_excerpts && status == CT_OK; i++) {
+        status = put_excerpt(s, piece, &piece->excerpts[i], err);
+    }
+    return status;
+}
+
+/* Patches have changed what the plan owns: those pieces are written once more. */
+static ct_status
+put_patched(stream *s, const ct_plan *plan, ct_error *err)
+{
+    uint64_t at = 0;
+    ct_status status = CT_OK;
+    for (size_t i = 0; i < plan->n_pieces && status == CT_OK; i++) {
+        const ct_plan_piece *piece = &plan->pieces[i];
+        if (piece->owned != NULL) {
+            status = ct_write_at(s->fd, piece->data, piece->n, at, s->path, err);
+        }
+        at += piece->n;
+    }
+    return status;
+}
+
+static ct_status
+put_plan(stream *s, ct_plan *plan, ct_error *err)
+{
+    ct_status status = CT_OK;
+    s->block = ct_alloc(BLOCK_BYTES);
+    if (s->block == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory to write %s", s->path);
+    }
+    for (size_t i = 0; i < plan->n_pieces && status == CT_OK; i++) {
+        status = put_piece(s, &plan->pieces[i], err);
+    }
+    if (status == CT_OK) {
+        ct_plan_fill_in(plan);
+        status = put_patched(s, plan, err);
+    }
+    close_source(s);
+    ct_free(s->block);
+    return status;
+}
+
+/* Writes the plan to path, which is replaced, and puts it on the disk. */
+static ct_status
+stream_to(ct_plan *plan, const char *path, ct_error *err)
+{
+    stream s = {.path = path, .source = -1};
+    s.fd = open(path, O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666);
+    if (s.fd < 0) {
+        return ct_fail_io(err, errno, "create", path);
+    }
+    ct_status status = put_plan(&s, plan, err);
+    if (close(s.fd) < 0 && status == CT_OK) { /* NFS tells of a full disk only here */
+        status = ct_fail_io(err, errno, "write", path);
+    }
+    return status == CT_OK ? ct_sync_file(path, err) : status;
+}
+
+static ct_status
+sync_folder_of(char *path, ct_error *err)
+{
+    char *name = path + (ct_path_name(path) - path);
+    if (name == path) {
+        return ct_sync_folder(".", err);
+    }
+    *name = '\0';
+    return ct_sync_folder(path, err);
+}
+
+ct_status
+ct_plan_publish(ct_plan *plan, const char *path, ct_error *err)
+{
+    size_t n = strlen(path) + sizeof suffix;
+    char *beside = ct_alloc(n);
+    if (beside == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory to write %s", path);
+    }
+    (void)snprintf(beside, n, "%s%s", path, suffix);
+    ct_status status = stream_to(plan, beside, err);
+    if (status == CT_OK && rename(beside, path) < 0) {
+        status = ct_fail_io(err, errno, "write", path);
+    }
+    if (status != CT_OK) {
+        (void)remove(beside);
+    }
+    else {
+        status = sync_folder_of(beside, err);
+    }
+    ct_free(beside);
+    return status;
+}
+
+/* A file as it was right after it was written: if somebody has changed it since, its
+ * checksum is worked out anew. */
+struct ct_fileset_file {
+    ct_plan plan;
+    bool written;
+    struct stat as_written;
+};
+
+void
+ct_fileset_clear(ct_fileset *set)
+{
+    for (size_t i = 0; i < set->n; i++) {
+        ct_plan_fini(&set->files[i].plan);
+    }
+    set->n = 0;
+}
+
+void
+ct_fileset_fini(ct_fileset *set)
+{
+    ct_fileset_clear(set);
+    ct_free(set->files);
+    *set = (ct_fileset){0};
+}
+
+static ct_fileset_file *
+find(const ct_fileset *set, const char *name)
+{
+    for (size_t i = 0; i < set->n; i++) {
+        if (strcmp(set->files[i].plan.name, name) == 0) {
+            return &set->files[i];
+        }
+    }
+    return NULL;
+}
+
+ct_status
+ct_fileset_keep(ct_fileset *set, ct_plan *plan, size_t *index, ct_error *err)
+{
+    ct_fileset_file *f = find(set, plan->name);
+    if (f != NULL) {
+        ct_plan_fini(&f->plan);
+    }
+    else {
+        void *block = set->files;
+        ct_status status = ct_grow(&block, &set->capacity, set->n + 1, sizeof *f, err);
+        set->files = block;
+        if (status != CT_OK) {
+            return status;
+        }
+        f = &set->files[set->n++];
+    }
+    *f = (ct_fileset_file){.plan = *plan};
+    *plan = (ct_plan){0};
+    *index = (size_t)(f - set->files);
+    return CT_OK;
+}
+
+/* "sub/name" needs a folder "sub". */
+static ct_status
+make_parent(char *path, const char *name, ct_error *err)
+{
+    char *slash = strchr(name, '/') == NULL ? NULL : strrchr(path, '/');
+    if (slash == NULL) {
+        return CT_OK;
+    }
+    *slash = '\0';
+    ct_status status = ct_make_folders(path, err);
+    *slash = '/';
+    return status;
+}
+
+ct_status
+ct_fileset_write_one(ct_fileset *set, size_t index, const char *folder, ct_error *err)
+{
+    ct_fileset_file *f = &set->files[index];
+    if (f->written) {
+        return CT_OK;
+    }
+    char *path = ct_path_join(folder, f->plan.name);
+    if (path == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for the path of %s", f->plan.name);
+    }
+    ct_status status = make_parent(path, f->plan.name, err);
+    ct_plan_seal(&f->plan);
+    if (status == CT_OK) {
+        status = ct_plan_write(&f->plan, path, err);
+    }
+    if (status == CT_OK) {
+        f->written = stat(path, &f->as_written) == 0;
+    }
+    ct_free(path);
+    return status;
+}
+
+ct_status
+ct_fileset_write(ct_fileset *set, const char *folder, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (size_t i = 0; i < set->n && status == CT_OK; i++) {
+        status = ct_fileset_write_one(set, i, folder, err);
+    }
+    return status;
+}
+
+typedef struct census {
+    const ct_fileset *set;
+    const char *folder;
+    ct_manifest manifest;
+} census;
+
+static bool
+is_untouched(const ct_fileset_file *f, const struct stat *now)
+{
+    const struct stat *then = &f->as_written;
+    return f->written && then->st_ino == now->st_ino && then->st_size == now->st_size &&
+           then->st_mtim.tv_sec == now->st_mtim.tv_sec &&
+           then->st_mtim.tv_nsec == now->st_mtim.tv_nsec;
+}
+
+static ct_status
+count_file(census *c, const char *name, const char *path, ct_error *err)
+{
+    struct stat now;
+    uint32_t crc = 0;
+    uint64_t bytes = 0;
+    ct_status status = CT_OK;
+    const ct_fileset_file *f = find(c->set, name);
+    if (stat(path, &now) < 0) {
+        return ct_fail_io(err, errno, "look at", path);
+    }
+    if (f != NULL && is_untouched(f, &now)) {
+        crc = f->plan.crc32c;
+        bytes = f->plan.bytes;
+    }
+    else {
+        status = ct_checksum_file(path, &crc, &bytes, err);
+    }
+    if (status == CT_OK) {
+        status = ct_sync_file(path, err);
+    }
+    return status == CT_OK
+               ? ct_manifest_add(&c->manifest, name, strlen(name), bytes, crc, err)
+               : status;
+}
+
+static ct_status
+visit(void *arg, const char *relative, int is_folder, ct_error *err)
+{
+    census *c = arg;
+    if (strcmp(relative, CT_MANIFEST_NAME) == 0) {
+        return CT_OK; /* somebody's copy of another folder's: ours replaces it */
+    }
+    char *path = ct_path_join(c->folder, relative);
+    if (path == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for a path below %s", c->folder);
+    }
+    ct_status status =
+        is_folder ? ct_sync_folder(path, err) : count_file(c, relative, path, err);
+    ct_free(path);
+    return status;
+}
+
+ct_status
+ct_fileset_sync(ct_fileset *set, const char *folder, ct_error *err)
+{
+    census c = {.set = set, .folder = folder};
+    ct_status status = ct_walk(folder, visit, &c, err);
+    if (status == CT_OK) {
+        status = ct_manifest_write(&c.manifest, folder, err);
+    }
+    if (status == CT_OK) {
+        status = ct_sync_folder(folder, err);
+    }
+    ct_manifest_fini(&c.manifest);
     return status;
 }

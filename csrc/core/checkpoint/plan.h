@@ -4,8 +4,8 @@
  * A plan is made where training waits, so making it reads no tensor; it is sealed and
  * written on the writer's thread. One that reads other files, of shards for instance,
  * is streamed instead: a block at a time is all that it holds of them. */
-#ifndef CT_PLAN_H
-#define CT_PLAN_H
+#ifndef CORE_CHECKPOINT_PLAN_H
+#define CORE_CHECKPOINT_PLAN_H
 
 #include "core/base/buf.h"
 #include "core/base/status.h"
@@ -86,9 +86,6 @@ CT_NODISCARD ct_status ct_plan_add_patch(ct_plan *plan, ct_patch patch, ct_error
  * one where ZIP's checksum is wanted. */
 void ct_plan_seal(ct_plan *plan);
 
-/* The same where every piece but the plan's own has its checksums. */
-void ct_plan_fill_in(ct_plan *plan);
-
 /* Seals and writes in one pass: beside path first, then synchronised and renamed, so
  * that path is never half a file. Holds one block of excerpts. CT_EINVAL where an
  * excerpt's file ends too soon. */
@@ -97,6 +94,37 @@ CT_NODISCARD ct_status ct_plan_publish(ct_plan *plan, const char *path, ct_error
 /* Writes a sealed plan to path, replacing a file that is there. */
 CT_NODISCARD ct_status ct_plan_write(const ct_plan *plan, const char *path,
                                      ct_error *err);
+
+/* The files of one save: plans that are written once, and what is on the disk then.
+ *
+ * Others may write into the same folder, and over files of ours once these have been
+ * written: the disk has the last word on what a checkpoint holds. */
+
+typedef struct ct_fileset_file ct_fileset_file;
+
+/* Starts as {0}. */
+typedef struct ct_fileset {
+    ct_fileset_file *files;
+    size_t n, capacity;
+} ct_fileset;
+
+void ct_fileset_fini(ct_fileset *set);
+void ct_fileset_clear(ct_fileset *set); /* forgets the files, keeps the memory */
+
+/* Takes a named plan over, leaving *plan empty; it replaces one of the same name. */
+CT_NODISCARD ct_status ct_fileset_keep(ct_fileset *set, ct_plan *plan, size_t *index,
+                                       ct_error *err);
+
+/* Writes one file, or all, into folder, but none a second time. */
+CT_NODISCARD ct_status ct_fileset_write_one(ct_fileset *set, size_t index,
+                                            const char *folder, ct_error *err);
+CT_NODISCARD ct_status ct_fileset_write(ct_fileset *set, const char *folder,
+                                        ct_error *err);
+
+/* Puts every file in folder, ours or not, on the disk, and last the manifest of them.
+ */
+CT_NODISCARD ct_status ct_fileset_sync(ct_fileset *set, const char *folder,
+                                       ct_error *err);
 
 #ifdef __cplusplus
 }

@@ -6,13 +6,13 @@
  * against the file.
  *
  * Source: github.com/huggingface/safetensors, README, "Format". */
-#ifndef CT_SAFETENSORS_H
-#define CT_SAFETENSORS_H
+#ifndef CORE_CHECKPOINT_SAFETENSORS_H
+#define CORE_CHECKPOINT_SAFETENSORS_H
 
 #include "core/base/json.h"
+#include "core/base/status.h"
 #include "core/checkpoint/plan.h"
 #include "core/checkpoint/source.h"
-#include "core/base/status.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -51,9 +51,6 @@ typedef struct ct_st_pair {
 CT_NODISCARD ct_status ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n,
                                   const ct_st_pair *metadata, size_t n_metadata,
                                   ct_error *err);
-
-/* Bytes of one element; 0 for a tag that the format does not have. */
-size_t ct_st_tag_bytes(ct_text tag);
 
 typedef struct ct_st_tensor {
     ct_text name, tag; /* inside the file's header */

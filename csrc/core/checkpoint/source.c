@@ -2,8 +2,7 @@
 #include "core/checkpoint/source.h"
 
 #include "core/base/alloc.h"
-#include "core/base/crc32.h"
-#include "core/base/crc32c.h"
+#include "core/base/crc.h"
 #include "core/base/io.h"
 #include "core/base/pool.h"
 
@@ -15,6 +14,15 @@ enum {
     PORTION_BYTES = 4 << 20, /* read by one thread at a time */
     BLOCK_BYTES = 128 << 10  /* summed while it is still in the cache */
 };
+
+void
+ct_source_close(ct_source *source)
+{
+    if (source->fd >= 0) {
+        (void)close(source->fd);
+        source->fd = -1;
+    }
+}
 
 ct_status
 ct_source_open(ct_source *source, const char *path, const ct_expected *expected,
@@ -35,15 +43,6 @@ ct_source_open(ct_source *source, const char *path, const ct_expected *expected,
                 (unsigned long long)source->bytes, (unsigned long long)expected->bytes);
     ct_source_close(source);
     return status;
-}
-
-void
-ct_source_close(ct_source *source)
-{
-    if (source->fd >= 0) {
-        (void)close(source->fd);
-        source->fd = -1;
-    }
 }
 
 ct_status

@@ -3,7 +3,7 @@
 
 #include "core/base/alloc.h"
 #include "core/checkpoint/arena.h"
-#include "core/checkpoint/fileset.h"
+#include "core/checkpoint/plan.h"
 #include "core/base/io.h"
 #include "core/base/owner.h"
 #include "core/checkpoint/staging.h"

@@ -2,13 +2,13 @@
  *
  * Source: PKWARE APPNOTE.TXT 6.3.10, sections 4.3 to 4.5; torch reads what it holds by
  * mapping the file, hence the alignment. */
-#ifndef CT_ZIP_H
-#define CT_ZIP_H
+#ifndef CORE_CHECKPOINT_ZIP_H
+#define CORE_CHECKPOINT_ZIP_H
 
 #include "core/base/json.h"
+#include "core/base/status.h"
 #include "core/checkpoint/plan.h"
 #include "core/checkpoint/source.h"
-#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,6 +1,7 @@
 #include "core/comm/comm.h"
 
 #include "core/base/alloc.h"
+#include "core/base/pages.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -94,7 +95,8 @@ ct_collective_name(ct_collective what)
     return names[what];
 }
 
-bool
+/* Whether two ranks ask for the same. */
+static bool
 ct_request_is_like(const ct_request *a, const ct_request *b)
 {
     return a->what == b->what && a->out.n == b->out.n && a->in.n == b->in.n &&
@@ -130,7 +132,7 @@ ct_request_labelled(const ct_comm *comm, const ct_request *request)
     return r;
 }
 
-ct_description
+static ct_description
 ct_request_describe(const ct_request *r)
 {
     static const char *const ops[] = {
@@ -331,4 +333,11 @@ ct_request_check(const ct_request *r, int world_size, ct_error *err)
         break;
     }
     return CT_OK;
+}
+
+ct_status
+ct_comm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
+{
+    return comm->ops->memory != NULL ? comm->ops->memory(comm, bytes, memory, err)
+                                     : ct_pages_new(memory, bytes, err);
 }

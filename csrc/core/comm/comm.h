@@ -14,11 +14,10 @@
  * A group of several ranks belongs to the process that joined it. In a forked child
  * every collective fails with CT_ECOMM at once, and `free` releases the child's memory
  * alone: the parent stays in the group. */
-#ifndef CT_COMM_H
-#define CT_COMM_H
+#ifndef CORE_COMM_COMM_H
+#define CORE_COMM_COMM_H
 
 #include "core/base/owner.h"
-#include "core/comm/rank_names.h"
 #include "core/base/span.h"
 #include "core/base/status.h"
 
@@ -28,6 +27,20 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* What messages call the ranks of a group. */
+
+/* Rank r is rank `first + r * step` of `of`: a group that is a part of a larger one
+ * tells of its ranks by their numbers there. */
+typedef struct ct_rank_names {
+    int first, step, of;
+} ct_rank_names;
+
+static inline int
+ct_rank_called(const ct_rank_names *names, int rank)
+{
+    return names->first + rank * names->step;
+}
 
 typedef enum ct_reduce_op {
     CT_REDUCE_SUM,
@@ -188,15 +201,11 @@ CT_NODISCARD ct_status ct_comm_split(ct_comm *comm, int64_t color, int64_t key,
 /* "all_reduce", ... */
 const char *ct_collective_name(ct_collective what);
 
-/* Whether two ranks ask for the same. */
-bool ct_request_is_like(const ct_request *a, const ct_request *b);
-
 /* What a request says, for messages to those whose ranks ask for different things:
  * "all_reduce of 3 float32 to 0 (max, root 0)". */
 typedef struct ct_description {
     char text[96];
 } ct_description;
-ct_description ct_request_describe(const ct_request *request);
 
 /* CT_EINVAL, saying who called what, unless all ranks, whose requests at() finds, ask
  * for the same: of two that differ one is what most ranks ask for. */

@@ -5,13 +5,13 @@
  * many pieces; it waits for a slot until all have used what was there. The first slot
  * carries what the rank was asked to do, and nobody goes on before all have compared.
  * What lies in lanes, memory that all can read, stays there. */
-#ifndef CT_EXCHANGE_H
-#define CT_EXCHANGE_H
+#ifndef CORE_COMM_EXCHANGE_H
+#define CORE_COMM_EXCHANGE_H
 
+#include "core/base/pages.h"
+#include "core/base/segment.h"
 #include "core/comm/comm.h"
 #include "core/comm/process_barrier.h"
-#include "core/base/lanes.h"
-#include "core/base/segment.h"
 
 typedef struct ct_exchange {
     const ct_segment *segment; /* the caller's; begins with the crew */

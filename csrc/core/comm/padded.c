@@ -1,7 +1,7 @@
 #include "core/comm/padded.h"
 
 #include "core/base/alloc.h"
-#include "core/base/dtype.h"
+#include "core/base/span.h"
 
 #include <string.h>
 

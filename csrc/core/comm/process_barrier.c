@@ -3,7 +3,6 @@
 
 #include "core/base/alloc.h"
 #include "core/base/wait.h"
-#include "core/base/interrupt.h"
 #include "core/base/owner.h"
 
 #include <limits.h>

@@ -8,7 +8,7 @@
 #ifndef CT_CREW_H
 #define CT_CREW_H
 
-#include "core/comm/rank_names.h"
+#include "core/comm/comm.h"
 #include "core/base/segment.h"
 
 #include <stdint.h>
@@ -42,7 +42,7 @@ bool ct_crew_has(const ct_crew *crew, ct_crew_count which, uint32_t value);
 
 /* Waits until that counter of every other rank is at `value` or beyond. CT_ECOMM when
  * the crew is broken or this breaks it; `what` begins the text. CT_EHOST: interrupted
- * (core/base/interrupt.h), which breaks it for the others. */
+ * (core/base/wait.h), which breaks it for the others. */
 CT_NODISCARD ct_status ct_crew_wait(ct_crew *crew, ct_crew_count which, uint32_t value,
                                     const char *what, ct_error *err);
 

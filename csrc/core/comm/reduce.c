@@ -1,6 +1,6 @@
 #include "core/comm/reduce.h"
 
-#include "core/base/dtype.h"
+#include "core/base/span.h"
 #include "math/half.h"
 
 #include <math.h>

@@ -1,4 +1,5 @@
-/* ct_reduce for one instruction set, CT_SET: included once for each by core/comm/reduce.c. */
+/* ct_reduce for one instruction set, CT_SET: included once for each by
+ * core/comm/reduce.c. */
 #define CT_PASTE(name, set) name##_##set
 #define CT_PASTE_SET(name, set) CT_PASTE(name, set)
 #define CT_OF_SET(name) CT_PASTE_SET(name, CT_SET)

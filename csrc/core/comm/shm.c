@@ -1,11 +1,41 @@
+#define _POSIX_C_SOURCE 200809L /* nanosleep */
+
 #include "core/comm/shm.h"
 
 #include "core/base/alloc.h"
 #include "core/base/pages.h"
-#include "core/comm/shm_queue.h"
+#include "core/comm/exchange.h"
 
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
+
+/* The collectives of a rank in shared memory, those that have begun first.
+ *
+ * One that has begun goes on whenever its rank calls anything of the group, as far as
+ * it goes without waiting for others. They end in the order in which they began. */
+
+/* A collective is one transfer, or two of which the second hands round what the first
+ * has reduced. */
+struct ct_work {
+    ct_request request;
+    ct_transfer transfer; /* the one under way */
+    bool is_shared_out;   /* the first of two */
+    bool ended;
+    ct_status status;
+    ct_error error;
+    ct_work *next;
+};
+
+typedef struct ct_shm_queue {
+    ct_exchange exchange;
+    bool busy;             /* a thread is in here */
+    ct_work *first, *last; /* of those begun that have not ended */
+} ct_shm_queue;
+
+/* As ct_comm_run, ct_comm_start and ct_comm_wait. */
+
+/* As `stream` of ct_comm_ops. */
 
 enum {
     LONGEST_KEY = 255
@@ -19,6 +49,182 @@ typedef struct member {
     char key[]; /* names the group */
 } member;
 
+/* What all requests have in common: parts of the length of the shorter span. */
+static ct_transfer
+transfer_of(const ct_request *r, size_t part, size_t ranks, ct_sink sink)
+{
+    return (ct_transfer){
+        .request = r,
+        .from = r->in.data,
+        .to = r->out.data,
+        .item = ct_dtype_size(r->in.dtype),
+        .part = part,
+        .total = part * ranks,
+        .sink = sink,
+    };
+}
+
+static char *
+own_share(const ct_shm_queue *self, const ct_request *r, size_t share, size_t item)
+{
+    const size_t begin = (size_t)self->exchange.rank * share;
+    return (char *)r->in.data + (begin < r->in.n ? begin : r->in.n) * item;
+}
+
+static void
+plan_sharing_out(const ct_shm_queue *self, ct_work *w)
+{
+    const ct_request *r = &w->request;
+    const size_t share = w->transfer.part;
+    w->transfer =
+        transfer_of(r, share, (size_t)self->exchange.world_size, CT_SINK_GATHER);
+    w->transfer.total = r->in.n;
+    w->transfer.from = own_share(self, r, share, w->transfer.item);
+    w->transfer.to = r->in.data;
+    w->is_shared_out = false;
+}
+
+/* Takes one as far as it goes; with `waits`, to its end. */
+static void
+advance(ct_shm_queue *self, ct_work *w, bool waits)
+{
+    w->status = ct_exchange_step(&self->exchange, &w->transfer, waits, &w->error);
+    if (w->status == CT_OK && w->transfer.stage == CT_STAGE_ENDED && w->is_shared_out &&
+        !w->transfer.in_place) {
+        plan_sharing_out(self, w);
+        w->status = ct_exchange_step(&self->exchange, &w->transfer, waits, &w->error);
+    }
+    w->ended = w->transfer.stage == CT_STAGE_ENDED;
+}
+
+/* They end in order: with `until`, all before it and itself; else those that can
+ * without waiting. */
+static void
+progress(ct_shm_queue *self, const ct_work *until)
+{
+    bool moved = true;
+    while (self->first != NULL && moved && (until == NULL || !until->ended)) {
+        ct_work *w = self->first;
+        advance(self, w, until != NULL);
+        moved = w->ended;
+        if (moved) {
+            self->first = w->next;
+        }
+    }
+}
+
+enum {
+    SHORT_BYTES = 64 << 10 /* all_reduces up to here take one transfer, not two */
+};
+
+/* A short one is reduced whole by every rank; of a long one each reduces a share, then
+ * gathers those of the others. Of two ranks each reads as much either way. */
+static void
+plan_all_reduce(const ct_shm_queue *self, ct_work *w)
+{
+    const ct_request *r = &w->request;
+    const size_t ranks = (size_t)self->exchange.world_size;
+    const size_t share = (r->in.n + ranks - 1) / ranks;
+    const bool is_short =
+        ranks <= 2 || r->in.n * ct_dtype_size(r->in.dtype) <= SHORT_BYTES;
+    w->transfer = transfer_of(r, is_short ? r->in.n : share, ranks, CT_SINK_REDUCE);
+    w->transfer.to = r->in.data;
+    if (!is_short) {
+        w->transfer.to = own_share(self, r, share, w->transfer.item);
+        w->transfer.total = r->in.n;
+        w->transfer.each_own = true;
+        w->is_shared_out = true;
+    }
+}
+
+static void
+plan(const ct_shm_queue *self, ct_work *w)
+{
+    const ct_request *r = &w->request;
+    const size_t ranks = (size_t)self->exchange.world_size;
+    switch (r->what) {
+    case CT_ALL_REDUCE:
+        plan_all_reduce(self, w);
+        return;
+    case CT_ALL_GATHER:
+        w->transfer = transfer_of(r, r->in.n, ranks, CT_SINK_GATHER);
+        return;
+    case CT_REDUCE_SCATTER:
+        w->transfer = transfer_of(r, r->out.n, ranks, CT_SINK_REDUCE);
+        w->transfer.each_own = true;
+        return;
+    case CT_ALL_TO_ALL:
+        w->transfer = transfer_of(r, r->in.n / ranks, ranks, CT_SINK_GATHER);
+        w->transfer.each_own = true;
+        return;
+    case CT_BROADCAST:
+        w->transfer = transfer_of(r, r->in.n, ranks, CT_SINK_COPY);
+        w->transfer.to = r->in.data;
+        return;
+    case CT_REDUCE:
+        w->transfer = transfer_of(r, r->in.n, ranks, CT_SINK_ROOT);
+        w->transfer.to = r->in.data;
+        return;
+    case CT_BARRIER:
+        w->transfer = transfer_of(r, 0, ranks, CT_SINK_REDUCE);
+        return;
+    }
+}
+
+static void
+append(ct_shm_queue *self, ct_work *w, const ct_request *request)
+{
+    *w = (ct_work){.request = *request};
+    plan(self, w);
+    if (self->first == NULL) {
+        self->first = w;
+    }
+    else {
+        self->last->next = w;
+    }
+    self->last = w;
+}
+
+static ct_status
+enter(ct_shm_queue *self, const ct_request *r, ct_error *err)
+{
+    return __atomic_exchange_n(&self->busy, true, __ATOMIC_ACQUIRE)
+               ? ct_fail(err, CT_EINVAL,
+                         "%s while another thread of rank %d is in a collective of the "
+                         "same group",
+                         ct_collective_name(r->what), self->exchange.rank)
+               : CT_OK;
+}
+
+static void
+leave(ct_shm_queue *self)
+{
+    __atomic_store_n(&self->busy, false, __ATOMIC_RELEASE);
+}
+
+static ct_status
+result_of(const ct_work *w, ct_error *err)
+{
+    if (w->status != CT_OK && err != NULL) {
+        *err = w->error;
+    }
+    return w->status;
+}
+
+static ct_status
+ct_shm_run(ct_shm_queue *self, const ct_request *request, ct_error *err)
+{
+    ct_work w;
+    ct_status status = enter(self, request, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    append(self, &w, request);
+    progress(self, &w);
+    leave(self);
+    return result_of(&w, err);
+}
+
 static ct_status
 run(ct_comm *comm, const ct_request *request, ct_error *err)
 {
@@ -28,11 +234,46 @@ run(ct_comm *comm, const ct_request *request, ct_error *err)
 }
 
 static ct_status
+ct_shm_start(ct_shm_queue *self, const ct_request *request, ct_work **work,
+             ct_error *err)
+{
+    ct_work *w = ct_alloc(sizeof *w);
+    if (w == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory to begin a collective");
+    }
+    ct_status status = enter(self, request, err);
+    if (status != CT_OK) {
+        ct_free(w);
+        return status;
+    }
+    append(self, w, request);
+    progress(self, NULL);
+    leave(self);
+    *work = w;
+    return CT_OK;
+}
+
+static ct_status
 shm_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
 {
     const ct_request r = ct_request_labelled(comm, request);
     const ct_status here = ct_comm_check_here(comm, ct_collective_name(r.what), err);
     return here == CT_OK ? ct_shm_start(&((member *)comm)->queue, &r, work, err) : here;
+}
+
+/* Another thread may be in here: a work that is dropped is waited for anywhere. */
+static ct_status
+ct_shm_wait(ct_shm_queue *self, ct_work *work, ct_error *err)
+{
+    const struct timespec nap = {0, 200000};
+    while (enter(self, &work->request, NULL) != CT_OK) {
+        (void)nanosleep(&nap, NULL);
+    }
+    progress(self, work);
+    leave(self);
+    const ct_status status = result_of(work, err);
+    ct_free(work);
+    return status;
 }
 
 static ct_status
@@ -46,6 +287,27 @@ static ct_status
 shm_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
 {
     return run(comm, &(ct_request){.what = CT_ALL_REDUCE, .in = *span, .op = op}, err);
+}
+
+/* Tells itself from an all_reduce by its `out`. */
+static ct_status
+ct_shm_stream(ct_shm_queue *self, const ct_stream *stream, ct_error *err)
+{
+    const ct_span all = {.n = stream->n, .dtype = stream->dtype};
+    const ct_request r = {.what = CT_ALL_REDUCE, .in = all, .out = all};
+    ct_work w;
+    ct_status status = enter(self, &r, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    append(self, &w, &r);
+    w.transfer = transfer_of(&w.request, stream->n, (size_t)self->exchange.world_size,
+                             CT_SINK_REDUCE);
+    w.transfer.stream = stream;
+    w.is_shared_out = false;
+    progress(self, &w);
+    leave(self);
+    return result_of(&w, err);
 }
 
 static ct_status
@@ -171,23 +433,6 @@ hash_text(const char *text)
     return hash;
 }
 
-static ct_status
-shm_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err)
-{
-    const member *self = (const member *)comm;
-    char key[LONGEST_KEY + 1];
-    if (members->n < 2) {
-        return CT_OK;
-    }
-    (void)snprintf(key, sizeof key, "%016llx group %u of rank %d of %s",
-                   hash_text(self->key), members->serial, members->ranks[0], self->key);
-    return ct_comm_shm_new(made, key, members->index, members->n, self->timeout_seconds,
-                           err);
-}
-
-/* ---- the table ---------------------------------------------------------------------
- */
-
 static void
 shm_free(ct_comm *comm)
 {
@@ -196,28 +441,6 @@ shm_free(ct_comm *comm)
     ct_segment_leave(&self->segment);
     ct_free(self);
 }
-
-static const ct_comm_ops shm_ops = {
-    .name = "shm",
-    .compares = true,
-    .all_reduce = shm_all_reduce,
-    .all_gather = shm_all_gather,
-    .reduce_scatter = shm_reduce_scatter,
-    .all_to_all = shm_all_to_all,
-    .broadcast = shm_broadcast,
-    .reduce = shm_reduce,
-    .barrier = shm_barrier,
-    .start = shm_start,
-    .wait = shm_wait,
-    .group = shm_group,
-    .memory = shm_memory,
-    .free = shm_free,
-    .batch_bytes = 128 << 10, /* a slot */
-    .stream = shm_stream,
-};
-
-/* ---- making a group ----------------------------------------------------------------
- */
 
 static ct_status
 check_arguments(const char *key, int rank, int world_size, double timeout_seconds,
@@ -242,6 +465,28 @@ check_arguments(const char *key, int rank, int world_size, double timeout_second
     }
     return CT_OK;
 }
+
+static ct_status
+shm_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err);
+
+static const ct_comm_ops shm_ops = {
+    .name = "shm",
+    .compares = true,
+    .all_reduce = shm_all_reduce,
+    .all_gather = shm_all_gather,
+    .reduce_scatter = shm_reduce_scatter,
+    .all_to_all = shm_all_to_all,
+    .broadcast = shm_broadcast,
+    .reduce = shm_reduce,
+    .barrier = shm_barrier,
+    .start = shm_start,
+    .wait = shm_wait,
+    .group = shm_group,
+    .memory = shm_memory,
+    .free = shm_free,
+    .batch_bytes = 128 << 10, /* a slot */
+    .stream = shm_stream,
+};
 
 static member *
 member_new(const char *key, int rank, int world_size, double timeout_seconds)
@@ -292,3 +537,29 @@ ct_comm_shm_new(ct_comm **comm, const char *key, int rank, int world_size,
     *comm = &self->base;
     return CT_OK;
 }
+
+static ct_status
+shm_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err)
+{
+    const member *self = (const member *)comm;
+    char key[LONGEST_KEY + 1];
+    if (members->n < 2) {
+        return CT_OK;
+    }
+    (void)snprintf(key, sizeof key, "%016llx group %u of rank %d of %s",
+                   hash_text(self->key), members->serial, members->ranks[0], self->key);
+    return ct_comm_shm_new(made, key, members->index, members->n, self->timeout_seconds,
+                           err);
+}
+
+/* ---- the table ---------------------------------------------------------------------
+ */
+
+/* ---- making a group ----------------------------------------------------------------
+ */
+
+/* ---- what a collective moves -------------------------------------------------------
+ */
+
+/* ---- collectives under way ---------------------------------------------------------
+ */

@@ -11,8 +11,8 @@
  * does not come; from then on the group is broken and every collective of every rank
  * fails so. Ranks that meet in different collectives, or with different arguments, all
  * fail with CT_EINVAL; the group stays whole. One thread of a rank at a time. */
-#ifndef CT_COMM_SHM_H
-#define CT_COMM_SHM_H
+#ifndef CORE_COMM_SHM_H
+#define CORE_COMM_SHM_H
 
 #include "core/comm/comm.h"
 

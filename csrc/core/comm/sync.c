@@ -2,7 +2,7 @@
 
 #include "core/base/alloc.h"
 #include "core/comm/bytes.h"
-#include "core/base/crc32c.h"
+#include "core/base/crc.h"
 
 #include <stdbool.h>
 #include <string.h>

@@ -81,3 +81,251 @@ ct_batch_next(const ct_batch_rule *rule, const int64_t *tokens, size_t n, size_t
     *end = start + (count > multiple ? count - count % multiple : count);
     return CT_OK;
 }
+
+ct_status
+ct_blocks_check(const ct_block_rule *rule, const int64_t *sizes, size_t n,
+                ct_error *err)
+{
+    if (rule->mode != CT_BREAK_EOS && !(rule->block_tokens >= 1)) {
+        return ct_fail(err, CT_EINVAL,
+                       "block_size must be at least 1 in this break mode, got %" PRId64,
+                       rule->block_tokens);
+    }
+    int64_t total = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (sizes[i] < 0 || sizes[i] > INT64_MAX - total) {
+            return ct_fail(err, CT_EINVAL,
+                           "item %zu has size %" PRId64
+                           ": sizes are 0 or more and their sum has 63 bits",
+                           i, sizes[i]);
+        }
+        total += sizes[i];
+    }
+    return CT_OK;
+}
+
+/* Where blocks are written, and the items that they are made of. */
+typedef struct writer {
+    const int64_t *sizes;
+    size_t n;
+    ct_block *blocks;
+    size_t room, count;
+} writer;
+
+static void
+put(writer *w, ct_block block)
+{
+    if (w->count < w->room) {
+        w->blocks[w->count] = block;
+    }
+    w->count++;
+}
+
+/* Whole items [first, end) of which the first begins with token `start`. */
+static void
+put_items(writer *w, size_t first, size_t end, int64_t start, int64_t tokens)
+{
+    put(w, (ct_block){.start = start,
+                      .end = start + tokens,
+                      .first = (int64_t)first,
+                      .last = (int64_t)end - 1});
+}
+
+static void
+cut_eos(writer *w)
+{
+    int64_t start = 0;
+    for (size_t i = 0; i < w->n; i++) {
+        put_items(w, i, i + 1, start, w->sizes[i]);
+        start += w->sizes[i];
+    }
+}
+
+/* Goes on from token `start` of the stream, at `*offset` in item *item, by `tokens`. */
+static void
+advance(const writer *w, size_t *item, int64_t *offset, int64_t tokens)
+{
+    while (tokens >= w->sizes[*item] - *offset) {
+        tokens -= w->sizes[*item] - *offset;
+        *offset = 0;
+        if (++*item == w->n) {
+            return; /* the end of the stream */
+        }
+    }
+    *offset += tokens;
+}
+
+static void
+cut_none(writer *w, int64_t block_tokens)
+{
+    int64_t total = 0, offset = 0, tokens;
+    size_t item = 0;
+    for (size_t i = 0; i < w->n; i++) {
+        total += w->sizes[i];
+    }
+    if (total > 0) {
+        advance(w, &item, &offset, 0); /* past empty items */
+    }
+    for (int64_t start = 0; start < total; start += tokens) {
+        tokens = total - start < block_tokens ? total - start : block_tokens;
+        ct_block block = {.start = start,
+                          .end = start + tokens,
+                          .first = (int64_t)item,
+                          .offset = offset};
+        advance(w, &item, &offset, tokens - 1);
+        block.last = (int64_t)item;
+        put(w, block);
+        advance(w, &item, &offset, 1);
+    }
+}
+
+/* Whole items for as long as they fit; with `separator` >= 0 an item of that size ends
+ * the document before it, and those of at most `least` tokens are dropped. */
+static void
+cut_whole(writer *w, int64_t block_tokens, int64_t separator, int64_t least)
+{
+    int64_t start = 0, tokens = 0;
+    size_t first = 0;
+    for (size_t i = 0; i < w->n; i++) {
+        const int64_t size = w->sizes[i];
+        const int ends = size == separator;
+        if (ends || (tokens > 0 && size > block_tokens - tokens)) {
+            if (tokens > least) {
+                put_items(w, first, i, start, tokens);
+            }
+            first = i + (size_t)ends;
+            start += tokens + (ends ? size : 0);
+            tokens = 0;
+        }
+        tokens += ends ? 0 : size;
+    }
+    if (tokens > least) {
+        put_items(w, first, w->n, start, tokens);
+    }
+}
+
+size_t
+ct_blocks_cut(const ct_block_rule *rule, const int64_t *sizes, size_t n,
+              ct_block *blocks, size_t room)
+{
+    writer w = {.sizes = sizes, .n = n, .blocks = blocks, .room = room};
+    switch (rule->mode) {
+    case CT_BREAK_NONE:
+        cut_none(&w, rule->block_tokens);
+        break;
+    case CT_BREAK_COMPLETE:
+        cut_whole(&w, rule->block_tokens, -1, 0);
+        break;
+    case CT_BREAK_COMPLETE_DOC:
+        cut_whole(&w, rule->block_tokens, rule->separator_tokens, 1);
+        break;
+    case CT_BREAK_EOS:
+        cut_eos(&w);
+        break;
+    }
+    return w.count;
+}
+
+ct_status
+ct_shard_check(const ct_shard *shard, ct_error *err)
+{
+    if (shard->world_size < 1 || shard->rank < 0 || shard->rank >= shard->world_size) {
+        return ct_fail(err, CT_EINVAL, "rank is %d; expected one in [0, %d)",
+                       shard->rank, shard->world_size);
+    }
+    if (!shard->split) {
+        return CT_OK;
+    }
+    if (shard->batch_size == 0 || shard->batch_size % (size_t)shard->world_size != 0) {
+        return ct_fail(err, CT_EINVAL,
+                       "split_batches deals every batch out to %d ranks, and a "
+                       "batch has %zu items; make that a multiple of the ranks",
+                       shard->world_size, shard->batch_size);
+    }
+    return CT_OK;
+}
+
+size_t
+ct_shard_round(const ct_shard *shard)
+{
+    return shard->split ? 1 : (size_t)shard->world_size;
+}
+
+size_t
+ct_shard_beginning(const ct_shard *shard)
+{
+    return shard->even && !shard->drop_last ? ct_shard_round(shard) : 0;
+}
+
+bool
+ct_shard_is_whole(const ct_shard *shard, size_t n, size_t last_length)
+{
+    return n == ct_shard_round(shard) && last_length >= shard->batch_size;
+}
+
+static ct_shard_part
+take_split(const ct_shard *shard, size_t length, bool is_short)
+{
+    const size_t part = shard->batch_size / (size_t)shard->world_size;
+    const size_t from = part * (size_t)shard->rank, to = from + part;
+    if (!is_short) {
+        return (ct_shard_part){.from = from, .to = to};
+    }
+    const size_t begin = from < length ? from : length;
+    const size_t end = to < length ? to : length;
+    if (!shard->even) {
+        return (ct_shard_part){.from = begin, .to = end, .none = begin == end};
+    }
+    return (ct_shard_part){.from = begin,
+                           .to = end,
+                           .fill_from = from > length ? from - length : 0,
+                           .fill = part - (end - begin)};
+}
+
+/* The short last round of batches of one length. */
+static ct_shard_part
+fill_apart(const ct_shard *shard, size_t n, size_t last_length)
+{
+    const size_t rank = (size_t)shard->rank;
+    const size_t missing = /* of the last batch */
+        last_length < shard->batch_size ? shard->batch_size - last_length : 0;
+    if (rank + 1 < n) {
+        return (ct_shard_part){.batch = rank, .whole = true};
+    }
+    if (rank + 1 == n) {
+        return (ct_shard_part){.batch = rank, .to = last_length, .fill = missing};
+    }
+    return (ct_shard_part){.fill_from = missing + (rank - n) * shard->batch_size,
+                           .fill = shard->batch_size};
+}
+
+ct_shard_part
+ct_shard_take(const ct_shard *shard, size_t n, size_t last_length, bool is_last)
+{
+    const size_t rank = (size_t)shard->rank;
+    const bool any_length = shard->batch_size == 0;
+    const bool is_short = !ct_shard_is_whole(shard, n, last_length);
+    if (is_short && is_last && shard->drop_last) {
+        return (ct_shard_part){.none = true};
+    }
+    if (shard->split) {
+        return take_split(shard, last_length, is_short);
+    }
+    if (!is_short || !is_last || !shard->even || (any_length && rank < n)) {
+        return (ct_shard_part){.batch = rank, .whole = true, .none = rank >= n};
+    }
+    if (any_length) {
+        return (ct_shard_part){.fill_from = rank - n, .fill = 1};
+    }
+    return fill_apart(shard, n, last_length);
+}
+
+size_t
+ct_shard_count(const ct_shard *shard, size_t n)
+{
+    const size_t round = ct_shard_round(shard), rest = n % round;
+    if (rest == 0 || shard->drop_last) {
+        return n / round;
+    }
+    return n / round + (shard->even || (size_t)shard->rank < rest);
+}

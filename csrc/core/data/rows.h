@@ -3,13 +3,18 @@
  * Batches lie packed one behind the other, each as wide as it came; the gaps are made
  * once, in place, at the end. So nothing is moved while rows arrive, whatever the
  * order of their widths, and the peak is the final array. */
-#ifndef CT_ROWS_H
-#define CT_ROWS_H
+#ifndef CORE_DATA_ROWS_H
+#define CORE_DATA_ROWS_H
 
 #include "core/base/region.h"
 #include "core/base/status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /* Neighbouring rows of equal width. */
 typedef struct ct_run {
@@ -48,5 +53,23 @@ CT_NODISCARD ct_status ct_rows_spread(ct_rows *rows, const void *fill_item,
                                       size_t item_bytes, ct_error *err);
 
 void ct_rows_fini(ct_rows *rows); /* releases everything */
+
+/* Putting sequences into the rows of a padded batch. */
+
+typedef struct ct_pad_rule {
+    size_t width;      /* items of a row */
+    size_t item_bytes; /* > 0 */
+    bool left;         /* the padding comes first */
+    bool rotate;       /* a sequence's last item is left out, and `first` put before */
+    const void *first; /* one item, or NULL: the item that is left out */
+} ct_pad_rule;
+
+/* Copies values[0..n), n <= width, into `row`, which is padding already. The two do not
+ * overlap. */
+void ct_pad_row(const ct_pad_rule *rule, void *row, const void *values, size_t n);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -116,6 +116,16 @@ new_fillings(const ct_bucket_limits *limits, const ct_owners *owners)
     return made;
 }
 
+void
+ct_bucket_plan_fini(ct_bucket_plan *plan)
+{
+    ct_free(plan->offset);
+    ct_free(plan->bucket_of);
+    ct_free(plan->order);
+    ct_free(plan->buckets);
+    *plan = (ct_bucket_plan){0};
+}
+
 ct_status
 ct_bucket_plan_init(ct_bucket_plan *plan, const ct_span *params, size_t n_params,
                     const ct_bucket_limits *limits, const ct_owners *owners,
@@ -146,14 +156,4 @@ ct_bucket_plan_init(ct_bucket_plan *plan, const ct_span *params, size_t n_params
     ct_free(p.fillings);
     put_in_order(plan);
     return CT_OK;
-}
-
-void
-ct_bucket_plan_fini(ct_bucket_plan *plan)
-{
-    ct_free(plan->offset);
-    ct_free(plan->bucket_of);
-    ct_free(plan->order);
-    ct_free(plan->buckets);
-    *plan = (ct_bucket_plan){0};
 }

@@ -1,4 +1,4 @@
-#include "core/ddp/codec_half.h"
+#include "core/ddp/codec.h"
 
 #include "core/base/alloc.h"
 

@@ -3,11 +3,11 @@
  * A codec begins one collective for a bucket when it is full, and when that has ended
  * makes the average over the ranks from its result. Every rank has the same codec
  * and gets the same bits. A NaN on one rank is a NaN on all. */
-#ifndef CT_CODEC_H
-#define CT_CODEC_H
+#ifndef CORE_DDP_CODEC_H
+#define CORE_DDP_CODEC_H
 
-#include "core/ddp/bucket.h"
 #include "core/comm/comm.h"
+#include "core/ddp/bucket.h"
 #include "core/device/device.h"
 
 #include <stdbool.h>
@@ -41,5 +41,16 @@ extern ct_codec ct_codec_whole;
  */
 ct_request
 ct_parcel_request(const ct_parcel *parcel, const ct_span *flat, ct_reduce_op op);
+
+/* Gradients that travel in 16 bits.
+ *
+ * Each is divided by the number of ranks, so that sums cannot overflow where the
+ * average does not, rounded to the 16-bit dtype, summed and brought back. Gradients of
+ * 16 bits travel as they are. */
+
+/* dtype is CT_F16 or CT_BF16. For n_buckets buckets. Released with ops->free. */
+CT_NODISCARD ct_status ct_codec_half_new(ct_codec **codec, const ct_device *device,
+                                         void *stream, ct_dtype dtype, size_t n_buckets,
+                                         ct_error *err);
 
 #endif

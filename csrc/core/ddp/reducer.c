@@ -65,6 +65,16 @@ set_turns(ct_reducer *r)
     }
 }
 
+void
+ct_reducer_fini(ct_reducer *r)
+{
+    ct_free(r->turns);
+    ct_free(r->buckets);
+    ct_free(r->params);
+    ct_bucket_plan_fini(&r->plan);
+    *r = (ct_reducer){0};
+}
+
 ct_status
 ct_reducer_init(ct_reducer *r, const ct_device *device, void *stream,
                 const ct_span *params, size_t n_params, const ct_bucket_limits *limits,
@@ -93,16 +103,6 @@ ct_reducer_init(ct_reducer *r, const ct_device *device, void *stream,
     set_places(r, params);
     set_turns(r);
     return CT_OK;
-}
-
-void
-ct_reducer_fini(ct_reducer *r)
-{
-    ct_free(r->turns);
-    ct_free(r->buckets);
-    ct_free(r->params);
-    ct_bucket_plan_fini(&r->plan);
-    *r = (ct_reducer){0};
 }
 
 void
@@ -343,17 +343,6 @@ finish(ct_reducer *r, ct_comm *comm, ct_error *err)
     return status == CT_OK && r->copies_back ? copy_back(r, err) : status;
 }
 
-ct_status
-ct_reducer_finish(ct_reducer *r, ct_comm *comm, ct_error *err)
-{
-    const ct_status status = finish(r, comm, err);
-    if (status != CT_OK) {
-        ct_reducer_abort(r, comm);
-    }
-    r->active = false;
-    return status;
-}
-
 void
 ct_reducer_abort(ct_reducer *r, ct_comm *comm)
 {
@@ -364,4 +353,15 @@ ct_reducer_abort(ct_reducer *r, ct_comm *comm)
     }
     r->started = 0;
     r->active = false;
+}
+
+ct_status
+ct_reducer_finish(ct_reducer *r, ct_comm *comm, ct_error *err)
+{
+    const ct_status status = finish(r, comm, err);
+    if (status != CT_OK) {
+        ct_reducer_abort(r, comm);
+    }
+    r->active = false;
+    return status;
 }

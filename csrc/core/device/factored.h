@@ -3,7 +3,7 @@
 #ifndef CT_FACTORED_H
 #define CT_FACTORED_H
 
-#include "core/base/dtype.h"
+#include "core/base/span.h"
 #include "core/base/status.h"
 
 #include <stddef.h>

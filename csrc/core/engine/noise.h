@@ -7,8 +7,11 @@
  *
  * Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
  * appendix A.1, with micro-batches of unequal sizes. */
-#ifndef CT_NOISE_H
-#define CT_NOISE_H
+#ifndef CORE_ENGINE_NOISE_H
+#define CORE_ENGINE_NOISE_H
+
+#include "core/base/span.h"
+#include "core/base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -48,6 +51,27 @@ ct_noise_add(ct_noise *noise, const ct_noise_sample *sample, double big, double 
 /* T / |G|^2 in examples, for a weight > 0; Inf where the average of |G|^2 is not above
  * 0 and the noise drowns the gradient. Estimates may be below 0 while there are few. */
 double ct_noise_scale(const ct_noise *noise);
+
+/* The norm of what each micro-batch adds to gradients that are summed in place. It
+ * keeps a copy of all of them, in host memory, float32 or float64, and changes none. */
+
+typedef struct ct_probe ct_probe;
+
+ct_probe *ct_probe_new(void);        /* NULL when out of memory */
+void ct_probe_free(ct_probe *probe); /* NULL is fine */
+
+/* Before the first micro-batch of an update: there are no gradients yet. */
+void ct_probe_begin(ct_probe *probe);
+
+/* After a micro-batch, for each gradient that is there: the sum as it is now. `number`
+ * says whose it is, the same at every call. The span borrows its memory until
+ * ct_probe_measure has returned. */
+CT_NODISCARD ct_status ct_probe_set(ct_probe *probe, size_t number, const ct_span *grad,
+                                    ct_error *err);
+
+/* The sum of squares of what these gradients have grown by since the call before; Inf
+ * or NaN when an element has. */
+CT_NODISCARD ct_status ct_probe_measure(ct_probe *probe, double *sum_sq, ct_error *err);
 
 #ifdef __cplusplus
 }

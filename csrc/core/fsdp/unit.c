@@ -1,13 +1,53 @@
 #include "core/fsdp/unit.h"
 
 #include "core/base/alloc.h"
-#include "core/fsdp/fsdp_codes.h"
-#include "core/fsdp/fsdp_offload.h"
-#include "core/fsdp/fsdp_prefetch.h"
-#include "core/fsdp/fsdp_presence.h"
 #include "core/comm/history.h"
 
+#include "math/codes.h"
+
 #include <math.h>
+#include <string.h>
+
+/* How a gather that has begun ends; for core/fsdp/unit.c alone. */
+
+/* Waits for the collectives of a unit that is `begun`, all of them on failure too: it
+ * is gathered then, or released. */
+
+/* Shards in the host's memory of a unit that works on a device; for core/fsdp/unit.c
+ * alone.
+ *
+ * They pass through one block of the device's memory, a shard at a time: all units of a
+ * ledger have it together. */
+
+/* *here becomes where `shard` is on the device: itself, or where it is offloaded the
+ * block, which holds nothing of it yet, or all of it. The next call overwrites it.
+ * CT_EDEVICE and what the device says of memory. */
+
+/* Writes what is in the block into a shard that is offloaded, or adds it. CT_ENOMEM
+ * too. */
+
+/* Which parameters of a group have a gradient on any rank, told without a message of
+ * its own; for core/fsdp/unit.c and core/fsdp/unit.c alone.
+ *
+ * It travels in the signs of zeros: a sum of -0 alone is -0. A parameter without a
+ * gradient is -0 throughout, and one that has a gradient begins with something else in
+ * every rank's part. A sum can only be mistaken where all that is looked at of it
+ * underflows to -0. Codes have no -0: their senders add a bit for each parameter. */
+
+/* Whether nothing is missing on this rank; also of NULL, where nothing is told. */
+
+/* What elements [from, from + n) have of a parameter: how many, and *at, where in
+ * them they begin. */
+
+/* Marks `row`, elements from `from` on of a group in parts of `part` elements. What is
+ * missing is overwritten. CT_ENOMEM and what the device says. */
+
+/* Of what is missing on this rank and has elements in `shard`, reduced, from `from` on:
+ * whether any rank has it. */
+
+/* A bit for each parameter, set where it is missing: n_params of them take so many
+ * bytes. */
+/* What such bits of some rank have is there. */
 
 enum {
     ALIGNED_ELEMS = 32 /* a group begins on a cache line whatever the dtype */
@@ -117,6 +157,149 @@ full_of(const ct_fsdp *unit, const ct_fsdp_group *g)
     return ct_span_part(all, g->at, g->n);
 }
 
+static size_t
+bytes_of(const ct_span *span)
+{
+    return span->n * ct_dtype_size(span->dtype);
+}
+
+static ct_status
+ct_fsdp_place(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
+{
+    ct_scratch *staging = &unit->ledger->staging;
+    ct_status status = CT_OK;
+    *here = *shard;
+    if (unit->config.offload) {
+        status = unit->device->scratch_grow(staging, bytes_of(shard), err);
+        here->data = staging->data;
+    }
+    return status;
+}
+
+static ct_status
+ct_fsdp_bring_up(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
+{
+    const ct_status status = ct_fsdp_place(unit, shard, here, err);
+    return status != CT_OK || !unit->config.offload
+               ? status
+               : unit->device->transfer(unit->stream, here->data, shard->data,
+                                        bytes_of(shard), err);
+}
+
+/* Where a collective's codes lie, and the zeros that an encoding without memory of
+ * earlier ones adds and overwrites. */
+typedef struct room {
+    ct_scratch memory;
+    char *sent, *received;
+    float *blank;
+} room;
+
+/* What is sent of n elements: scales, then codes, up to a whole number of scales. */
+typedef struct layout {
+    size_t codes, bytes;
+} layout;
+
+enum {
+    ALIGN = 8
+};
+
+static layout
+lay_out(size_t n, int bits)
+{
+    layout l = {.codes = ct_codes_blocks(n) * sizeof(float)};
+    l.bytes = (l.codes + (n * (size_t)bits + 7) / 8 + ALIGN - 1) / ALIGN * ALIGN;
+    return l;
+}
+
+/* blank: elements of it. The memory's end is what collectives send, at their start. */
+static ct_status
+room_open(room *r, const ct_device *device, size_t sent, size_t received, size_t blank,
+          ct_error *err)
+{
+    const size_t floats = (blank * sizeof(float) + ALIGN - 1) / ALIGN * ALIGN;
+    *r = (room){
+        .memory = {NULL, 0}
+    };
+    ct_status status =
+        device->scratch_grow(&r->memory, floats + sent + received + 1, err);
+    if (status == CT_OK) {
+        r->blank = r->memory.data;
+        r->sent = (char *)r->memory.data + floats;
+        r->received = r->sent + sent;
+    }
+    return status;
+}
+
+/* residual NULL: nothing is added, and what is missed is forgotten. */
+static ct_status
+encode(const ct_fsdp_coder *coder, const room *r, const ct_span *values,
+       float *residual, void *to, ct_error *err)
+{
+    const ct_encoding encoding = {
+        .values = *values,
+        .residual = residual != NULL ? residual : r->blank,
+        .codes = (int8_t *)to + lay_out(values->n, coder->bits).codes,
+        .scales = to,
+        .bits = coder->bits,
+    };
+    if (residual == NULL) {
+        const ct_span blank = {r->blank, values->n, CT_F32};
+        ct_status status = coder->device->zero(coder->stream, &blank, 1, err);
+        if (status != CT_OK) {
+            return status;
+        }
+    }
+    return coder->device->encode(coder->stream, &encoding, err);
+}
+
+/* The sum of `parts` ranks' codes, each part_bytes behind the one before, times factor.
+ */
+static ct_status
+decode(const ct_fsdp_coder *coder, const ct_span *values, const void *from,
+       size_t parts, size_t part_bytes, float factor, ct_error *err)
+{
+    const layout l = lay_out(values->n, coder->bits);
+    const ct_decoding decoding = {
+        .values = *values,
+        .codes = (const int8_t *)from + l.codes,
+        .scales = from,
+        .parts = parts,
+        .part_bytes = part_bytes,
+        .factor = factor,
+        .bits = coder->bits,
+    };
+    return coder->device->decode(coder->stream, &decoding, err);
+}
+
+ct_status
+ct_fsdp_gather_codes(const ct_fsdp_coder *coder, const ct_span *full,
+                     const ct_span *shard, ct_error *err)
+{
+    ct_comm *comm = coder->comm;
+    const size_t ranks = (size_t)comm->world_size;
+    const size_t bytes = lay_out(shard->n, coder->bits).bytes;
+    room r;
+    ct_status status =
+        room_open(&r, coder->device, bytes, bytes * ranks, shard->n, err);
+    if (status == CT_OK) {
+        status = encode(coder, &r, shard, NULL, r.sent, err);
+    }
+    if (status == CT_OK) {
+        status = ct_comm_follow(comm, coder->stream, err);
+    }
+    if (status == CT_OK) {
+        const ct_span in = {r.sent, bytes, CT_U8};
+        const ct_span out = {r.received, bytes * ranks, CT_U8};
+        status = comm->ops->all_gather(comm, &out, &in, err);
+    }
+    for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
+        const ct_span part = ct_span_part(*full, rank * shard->n, shard->n);
+        status = decode(coder, &part, r.received + rank * bytes, 1, bytes, 1.0F, err);
+    }
+    coder->device->scratch_release(&r.memory);
+    return status;
+}
+
 /* This rank's part is put in its place, then the others' come around it: that begins
  * only, where the unit's gather does. */
 static ct_status
@@ -170,6 +353,43 @@ gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err
     return status;
 }
 
+/* Each work has to be waited for, whatever became of those before it; the first failure
+ * is the one that tells why. */
+static ct_status
+wait_for_groups(ct_fsdp *unit, ct_comm *comm, ct_error *err)
+{
+    ct_status status = CT_OK;
+    ct_error later;
+    for (size_t i = 0; i < unit->n_groups; i++) {
+        ct_work *work = unit->groups[i].work;
+        unit->groups[i].work = NULL;
+        const ct_status ended =
+            ct_comm_wait(comm, work, status == CT_OK ? err : &later);
+        status = status == CT_OK ? ended : status;
+    }
+    return status;
+}
+
+static void
+let_go(ct_fsdp *unit)
+{
+    ct_mapping_release(unit->full, &unit->ledger->spares);
+    unit->ledger->live -= unit->full->bytes;
+}
+
+static ct_status
+ct_fsdp_end_gather(ct_fsdp *unit, ct_comm *comm, ct_error *err)
+{
+    const ct_status status = wait_for_groups(unit, comm, err);
+    unit->begun = false;
+    unit->ledger->begun--;
+    unit->gathered = status == CT_OK;
+    if (!unit->gathered) {
+        let_go(unit);
+    }
+    return status;
+}
+
 ct_status
 ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
 {
@@ -187,6 +407,25 @@ ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *er
     unit->gathered = true;
     enter(unit->ledger, unit->full->bytes);
     return CT_OK;
+}
+
+void
+ct_fsdp_release(ct_fsdp *unit)
+{
+    if (unit->gathered) {
+        ct_mapping_release(unit->full, &unit->ledger->spares);
+        unit->gathered = false;
+        unit->ledger->live -= unit->full->bytes;
+    }
+}
+
+void
+ct_fsdp_cancel_gather(ct_fsdp *unit, ct_comm *comm)
+{
+    ct_error unused;
+    if (unit->begun && ct_fsdp_end_gather(unit, comm, &unused) == CT_OK) {
+        ct_fsdp_release(unit);
+    }
 }
 
 ct_status
@@ -209,16 +448,6 @@ ct_fsdp_begin_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_err
         ct_fsdp_cancel_gather(unit, comm);
     }
     return status;
-}
-
-void
-ct_fsdp_release(ct_fsdp *unit)
-{
-    if (unit->gathered) {
-        ct_mapping_release(unit->full, &unit->ledger->spares);
-        unit->gathered = false;
-        unit->ledger->live -= unit->full->bytes;
-    }
 }
 
 /* ---- gradients ---------------------------------------------------------------------
@@ -267,6 +496,271 @@ ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at, const ct_span *grad, b
     const ct_span place = ct_span_part(grads_of(unit, g), at, grad->n);
     return add ? device->add(unit->stream, &place, grad, 1, 1.0, err)
                : device->copy(unit->stream, &place, grad, 1, err);
+}
+
+enum {
+    AT_ONCE = 32,  /* spans that the device is given together, from the stack */
+    LOOKED_AT = 64 /* elements of a parameter */
+};
+
+static size_t
+ct_fsdp_overlap(const ct_fsdp_param *param, size_t from, size_t n, size_t *at)
+{
+    const size_t begin = param->at > from ? param->at : from;
+    const size_t own = param->at + param->n, all = from + n;
+    const size_t end = own < all ? own : all;
+    *at = begin - from;
+    return end > begin ? end - begin : 0;
+}
+
+typedef struct batch {
+    ct_span spans[AT_ONCE];
+    size_t n;
+} batch;
+
+static ct_status
+make_missing(const ct_fsdp *unit, batch *b, ct_error *err)
+{
+    const ct_device *device = unit->device;
+    ct_status status = device->zero(unit->stream, b->spans, b->n, err);
+    if (status == CT_OK) {
+        status =
+            device->scale(unit->stream, -1.0, (double)INFINITY, b->spans, b->n, err);
+    }
+    b->n = 0;
+    return status;
+}
+
+/* A zero of the device's, made once: -0 + 0 is 0, and all else stays as it is. */
+static ct_status
+find_zero(ct_fsdp *unit, ct_span *zero, ct_error *err)
+{
+    ct_scratch *scratch = &unit->ledger->zero;
+    const bool made = scratch->data != NULL;
+    ct_status status = unit->device->scratch_grow(scratch, sizeof(float), err);
+    *zero = (ct_span){scratch->data, 1, CT_F32};
+    return status != CT_OK || made ? status
+                                   : unit->device->zero(unit->stream, zero, 1, err);
+}
+
+static ct_status
+make_there(ct_fsdp *unit, batch *b, ct_error *err)
+{
+    ct_span zeros[AT_ONCE];
+    ct_status status = find_zero(unit, &zeros[0], err);
+    for (size_t i = 1; i < b->n; i++) {
+        zeros[i] = zeros[0];
+    }
+    if (status == CT_OK) {
+        status = unit->device->add(unit->stream, b->spans, zeros, b->n, 1.0, err);
+    }
+    b->n = 0;
+    return status;
+}
+
+static ct_status
+ct_fsdp_mark(ct_fsdp *unit, const ct_fsdp_presence *presence, const ct_span *row,
+             size_t from, size_t part, ct_error *err)
+{
+    batch missing = {.n = 0}, there = {.n = 0};
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < presence->n; i++) {
+        const ct_fsdp_param *param = &presence->params[i];
+        size_t at, n = ct_fsdp_overlap(param, from, row->n, &at);
+        if (!param->there && n != 0) {
+            missing.spans[missing.n++] = ct_span_part(*row, at, n);
+        }
+        for (size_t end = at + n; status == CT_OK && param->there && at < end;
+             at += part - at % part) { /* to the next rank's part */
+            there.spans[there.n++] = ct_span_part(*row, at, 1);
+            status = there.n < AT_ONCE ? CT_OK : make_there(unit, &there, err);
+        }
+        if (status == CT_OK && missing.n == AT_ONCE) {
+            status = make_missing(unit, &missing, err);
+        }
+    }
+    if (status == CT_OK && missing.n != 0) {
+        status = make_missing(unit, &missing, err);
+    }
+    return status != CT_OK || there.n == 0 ? status : make_there(unit, &there, err);
+}
+
+static bool
+ct_fsdp_is_complete(const ct_fsdp_presence *presence)
+{
+    bool all = true;
+    for (size_t i = 0; presence != NULL && all && i < presence->n; i++) {
+        all = presence->params[i].there;
+    }
+    return all;
+}
+
+static size_t
+ct_fsdp_bits_bytes(const ct_fsdp_presence *presence)
+{
+    return (presence->n + 63) / 64 * sizeof(uint64_t);
+}
+
+/* Between `blank` and the residual, for the parameters that are there or for those that
+ * are missing; `from` is where the residual begins in the group. */
+typedef struct leftovers {
+    const ct_fsdp_presence *presence;
+    ct_span residual;
+    float *blank;
+    size_t from;
+} leftovers;
+
+static ct_status
+clear_missing(const ct_fsdp_coder *coder, const leftovers *l, ct_error *err)
+{
+    const ct_span blank = {l->blank, l->residual.n, CT_F32};
+    ct_status status = coder->device->copy(coder->stream, &blank, &l->residual, 1, err);
+    for (size_t i = 0; status == CT_OK && i < l->presence->n; i++) {
+        const ct_fsdp_param *param = &l->presence->params[i];
+        size_t at, n = ct_fsdp_overlap(param, l->from, blank.n, &at);
+        const ct_span piece = ct_span_part(blank, at, n);
+        status = param->there || n == 0
+                     ? CT_OK
+                     : coder->device->zero(coder->stream, &piece, 1, err);
+    }
+    return status;
+}
+
+static ct_status
+keep_there(const ct_fsdp_coder *coder, const leftovers *l, ct_error *err)
+{
+    const ct_span blank = {l->blank, l->residual.n, CT_F32};
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < l->presence->n; i++) {
+        const ct_fsdp_param *param = &l->presence->params[i];
+        size_t at, n = ct_fsdp_overlap(param, l->from, blank.n, &at);
+        const ct_span to = ct_span_part(l->residual, at, n);
+        const ct_span piece = ct_span_part(blank, at, n);
+        status = !param->there || n == 0
+                     ? CT_OK
+                     : coder->device->copy(coder->stream, &to, &piece, 1, err);
+    }
+    return status;
+}
+
+/* One rank's part. The residual of what is missing would reach the sum of a parameter
+ * that nobody has a gradient of; it waits for the next one. */
+static ct_status
+encode_part(const ct_fsdp_coder *coder, const room *r, const ct_span *values,
+            const leftovers *l, void *to, ct_error *err)
+{
+    if (l->residual.data == NULL || ct_fsdp_is_complete(l->presence)) {
+        return encode(coder, r, values, l->residual.data, to, err);
+    }
+    ct_status status = clear_missing(coder, l, err);
+    if (status == CT_OK) {
+        status = encode(coder, r, values, l->blank, to, err);
+    }
+    return status == CT_OK ? keep_there(coder, l, err) : status;
+}
+
+static void
+ct_fsdp_put_bits(const ct_fsdp_presence *presence, unsigned char *bits)
+{
+    memset(bits, 0, ct_fsdp_bits_bytes(presence));
+    for (size_t i = 0; i < presence->n; i++) {
+        bits[i / 8] |= (unsigned char)((unsigned)!presence->params[i].there << i % 8);
+    }
+}
+
+/* Bits behind the codes for every rank; zeros where nothing is missing here. */
+static ct_status
+send_bits(const ct_fsdp_coder *coder, const ct_fsdp_presence *presence,
+          unsigned char *bits, char *to, size_t stride, ct_error *err)
+{
+    const ct_device *device = coder->device;
+    const size_t bytes = ct_fsdp_bits_bytes(presence);
+    const bool complete = ct_fsdp_is_complete(presence);
+    ct_status status = CT_OK;
+    ct_fsdp_put_bits(presence, bits);
+    for (int rank = 0; status == CT_OK && rank < coder->comm->world_size; rank++) {
+        const ct_span here = {to + (size_t)rank * stride, bytes, CT_U8};
+        status = complete
+                     ? device->zero(coder->stream, &here, 1, err)
+                     : device->transfer(coder->stream, here.data, bits, bytes, err);
+    }
+    return status;
+}
+
+static void
+ct_fsdp_take_bits(ct_fsdp_presence *presence, const unsigned char *bits)
+{
+    for (size_t i = 0; i < presence->n; i++) {
+        const bool missing = (bits[i / 8] >> i % 8 & 1) != 0;
+        presence->params[i].there = presence->params[i].there || !missing;
+    }
+}
+
+static ct_status
+receive_bits(const ct_fsdp_coder *coder, ct_fsdp_presence *presence,
+             unsigned char *bits, const char *from, size_t stride, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (int rank = 0; status == CT_OK && !ct_fsdp_is_complete(presence) &&
+                       rank < coder->comm->world_size;
+         rank++) {
+        status =
+            coder->device->transfer(coder->stream, bits, from + (size_t)rank * stride,
+                                    ct_fsdp_bits_bytes(presence), err);
+        if (status == CT_OK) {
+            ct_fsdp_take_bits(presence, bits);
+        }
+    }
+    return status;
+}
+
+ct_status
+ct_fsdp_reduce_codes(const ct_fsdp_coder *coder, const ct_span *part,
+                     const ct_span *whole, float *residual, ct_fsdp_presence *presence,
+                     float factor, ct_error *err)
+{
+    ct_comm *comm = coder->comm;
+    const size_t ranks = (size_t)comm->world_size, n = part->n;
+    const size_t codes = lay_out(n, coder->bits).bytes;
+    const size_t told = presence == NULL ? 0 : ct_fsdp_bits_bytes(presence);
+    const size_t bytes = codes + told;
+    const bool blank = residual == NULL || !ct_fsdp_is_complete(presence);
+    room r;
+    unsigned char *bits = ct_alloc(told + 1);
+    ct_status status =
+        room_open(&r, coder->device, bytes * ranks, bytes * ranks, blank ? n : 0, err);
+    if (status == CT_OK && bits == NULL) {
+        status = ct_fail(err, CT_ENOMEM, "no memory for the bits of %zu bytes", told);
+    }
+    for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
+        const ct_span values = ct_span_part(*whole, rank * n, n);
+        float *missed = residual == NULL ? NULL : residual + rank * n;
+        const leftovers l = {
+            presence, {missed, n, CT_F32},
+             r.blank, rank * n
+        };
+        status = encode_part(coder, &r, &values, &l, r.sent + rank * bytes, err);
+    }
+    if (status == CT_OK && presence != NULL) {
+        status = send_bits(coder, presence, bits, r.sent + codes, bytes, err);
+    }
+    if (status == CT_OK) {
+        status = ct_comm_follow(comm, coder->stream, err);
+    }
+    if (status == CT_OK) {
+        const ct_span in = {r.sent, bytes * ranks, CT_U8};
+        const ct_span out = {r.received, bytes * ranks, CT_U8};
+        status = comm->ops->all_to_all(comm, &out, &in, err);
+    }
+    if (status == CT_OK) {
+        status = decode(coder, part, r.received, ranks, bytes, factor, err);
+    }
+    if (status == CT_OK && presence != NULL) {
+        status = receive_bits(coder, presence, bits, r.received + codes, bytes, err);
+    }
+    coder->device->scratch_release(&r.memory);
+    ct_free(bits);
+    return status;
 }
 
 static ct_status
@@ -371,6 +865,58 @@ reduce_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
                   : deliver(unit, here, &part, factor, add, err);
 }
 
+static ct_status
+add_down(const ct_fsdp *unit, const ct_span *shard, const ct_span *here, ct_error *err)
+{
+    const size_t bytes = bytes_of(shard);
+    const ct_span down = {ct_alloc(bytes + 1), shard->n, shard->dtype};
+    if (down.data == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for a gradient of %zu bytes", bytes);
+    }
+    ct_status status =
+        unit->device->transfer(unit->stream, down.data, here->data, bytes, err);
+    if (status == CT_OK) {
+        status = ct_device_cpu.add(NULL, shard, &down, 1, 1.0, err);
+    }
+    ct_free(down.data);
+    return status;
+}
+
+static ct_status
+ct_fsdp_bring_down(ct_fsdp *unit, const ct_span *shard, const ct_span *here, bool add,
+                   ct_error *err)
+{
+    if (!unit->config.offload) {
+        return CT_OK;
+    }
+    return add ? add_down(unit, shard, here, err)
+               : unit->device->transfer(unit->stream, shard->data, here->data,
+                                        bytes_of(shard), err);
+}
+
+static ct_status
+ct_fsdp_read_marks(ct_fsdp *unit, ct_fsdp_presence *presence, const ct_span *shard,
+                   size_t from, ct_error *err)
+{
+    const ct_device *where = unit->config.offload ? &ct_device_cpu : unit->device;
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < presence->n; i++) {
+        ct_fsdp_param *param = &presence->params[i];
+        float head[LOOKED_AT];
+        size_t at, n = ct_fsdp_overlap(param, from, shard->n, &at);
+        n = n < LOOKED_AT ? n : LOOKED_AT;
+        if (param->there || n == 0) {
+            continue;
+        }
+        status = where->transfer(unit->stream, head, (const float *)shard->data + at,
+                                 n * sizeof(float), err);
+        for (size_t k = 0; status == CT_OK && !param->there && k < n; k++) {
+            param->there = head[k] != 0.0F || !signbit(head[k]);
+        }
+    }
+    return status;
+}
+
 ct_status
 ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
                const ct_span *shard, bool add, ct_error *err)
@@ -420,3 +966,26 @@ ct_fsdp_drop_grads(ct_fsdp *unit)
         unit->ledger->live -= grad_live(unit);
     }
 }
+
+void
+ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device)
+{
+    ct_spares_close(&ledger->spares);
+    device->scratch_release(&ledger->staging);
+    device->scratch_release(&ledger->zero);
+}
+
+/* ---- marks -------------------------------------------------------------------------
+ */
+
+/* ---- bits --------------------------------------------------------------------------
+ */
+
+bool
+ct_fsdp_codes_known(int bits)
+{
+    return bits == 8 || bits == 4;
+}
+
+/* ---- gradients ---------------------------------------------------------------------
+ */

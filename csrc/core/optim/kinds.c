@@ -1,8 +1,27 @@
 #include "core/optim/kinds.h"
 
-#include "core/optim/optim_kind_whole.h"
-
+#include <math.h>
 #include <string.h>
+
+/* The kinds whose rules look at a whole parameter, for core/optim/kinds.c alone. */
+
+/* ct_optim_<kind>_rule and the other functions of a ct_optim_ops. */
+#define CT_OPTIM_FUNCTIONS(kind)                                                       \
+    ct_rule ct_optim_##kind##_rule(const ct_optim_group *group);                       \
+    unsigned ct_optim_##kind##_states(const ct_optim_group *group);                    \
+    uint64_t ct_optim_##kind##_key(const ct_optim_param *param);                       \
+    ct_status ct_optim_##kind##_coef_init(ct_rule_coef *coef,                          \
+                                          const ct_optim_group *group, uint64_t key,   \
+                                          double grad_scale, ct_error *err)
+
+CT_OPTIM_FUNCTIONS(adafactor);
+CT_OPTIM_FUNCTIONS(lamb);
+CT_OPTIM_FUNCTIONS(lars);
+CT_OPTIM_FUNCTIONS(muon);
+
+#define CT_OPTIM_WHOLE(kind)                                                           \
+    .name = #kind, .rule = ct_optim_##kind##_rule, .states = ct_optim_##kind##_states, \
+    .key = ct_optim_##kind##_key, .coef_init = ct_optim_##kind##_coef_init
 
 /* Constants that no parameter's own count enters. */
 static uint64_t
@@ -303,6 +322,45 @@ schedule_free_radam_advance(ct_optim_group *group)
     ct_schedule_free_radam_advance(&group->schedule_free);
 }
 
+static bool
+has_average(const ct_optim_group *group)
+{
+    return !isnan(group->adafactor.beta1);
+}
+
+unsigned
+ct_optim_adafactor_states(const ct_optim_group *group)
+{
+    return 1u << CT_ADAFACTOR_SQ | (has_average(group) ? 1u << CT_ADAFACTOR_AVG : 0u);
+}
+
+static bool
+is_factored(const ct_optim_param *param)
+{
+    return param->ndim >= 2;
+}
+
+static unsigned
+ct_optim_adafactor_arrays(const ct_optim_group *group, const ct_optim_param *param)
+{
+    const unsigned square = is_factored(param)
+                                ? 1u << CT_ADAFACTOR_ROW | 1u << CT_ADAFACTOR_COL
+                                : 1u << CT_ADAFACTOR_SQ;
+    return square | 1u << CT_ADAFACTOR_RMS |
+           (ct_optim_adafactor_states(group) & 1u << CT_ADAFACTOR_AVG);
+}
+
+static ct_status
+ct_optim_muon_check(const ct_optim_param *param, size_t i, ct_error *err)
+{
+    return param->ndim == 2
+               ? CT_OK
+               : ct_fail(err, CT_EINVAL,
+                         "parameter %zu has %zu dimensions, and Muon is for "
+                         "matrices: give it to another optimizer",
+                         i, param->ndim);
+}
+
 #define OPS(its_name, of_rule, of_states, of_key, of_coef, of_advance)                 \
     {.name = (its_name),                                                               \
      .rule = of_rule##_rule,                                                           \
@@ -391,4 +449,126 @@ ct_optim_arrays(const ct_optim_group *group, const ct_optim_param *param)
 {
     const ct_optim_ops *ops = &ct_optim_kinds[group->kind];
     return ops->arrays != NULL ? ops->arrays(group, param) : ops->states(group);
+}
+
+/* ---- Adafactor --------------------------------------------------------------------
+ */
+
+ct_rule
+ct_optim_adafactor_rule(const ct_optim_group *group)
+{
+    return has_average(group) ? CT_RULE_adafactor_momentum : CT_RULE_adafactor;
+}
+
+uint64_t
+ct_optim_adafactor_key(const ct_optim_param *param)
+{
+    return 2 * (param->step + 1) + is_factored(param);
+}
+
+ct_status
+ct_optim_adafactor_coef_init(ct_rule_coef *coef, const ct_optim_group *group,
+                             uint64_t key, double grad_scale, ct_error *err)
+{
+    return ct_adafactor_coef_init(&coef->adafactor, &group->adafactor, key / 2,
+                                  key % 2 != 0, grad_scale, err);
+}
+
+/* ---- LAMB -------------------------------------------------------------------------
+ */
+
+ct_rule
+ct_optim_lamb_rule(const ct_optim_group *group)
+{
+    (void)group;
+    return CT_RULE_lamb;
+}
+
+unsigned
+ct_optim_lamb_states(const ct_optim_group *group)
+{
+    (void)group;
+    return 3;
+}
+
+uint64_t
+ct_optim_lamb_key(const ct_optim_param *param)
+{
+    return param->step + 1;
+}
+
+ct_status
+ct_optim_lamb_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                        double grad_scale, ct_error *err)
+{
+    return ct_lamb_coef_init(&coef->lamb, &group->lamb, key, grad_scale, err);
+}
+
+/* ---- LARS -------------------------------------------------------------------------
+ */
+
+ct_rule
+ct_optim_lars_rule(const ct_optim_group *group)
+{
+    return group->lars.momentum != 0.0 ? CT_RULE_lars_momentum : CT_RULE_lars;
+}
+
+unsigned
+ct_optim_lars_states(const ct_optim_group *group)
+{
+    return group->lars.momentum != 0.0 ? 1 : 0;
+}
+
+uint64_t
+ct_optim_lars_key(const ct_optim_param *param)
+{
+    return param->step == 0;
+}
+
+ct_status
+ct_optim_lars_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                        double grad_scale, ct_error *err)
+{
+    return ct_lars_coef_init(&coef->lars, &group->lars, key != 0, grad_scale, err);
+}
+
+/* ---- Muon -------------------------------------------------------------------------
+ */
+
+ct_rule
+ct_optim_muon_rule(const ct_optim_group *group)
+{
+    (void)group;
+    return CT_RULE_muon;
+}
+
+unsigned
+ct_optim_muon_states(const ct_optim_group *group)
+{
+    (void)group;
+    return 1;
+}
+
+uint64_t
+ct_optim_muon_key(const ct_optim_param *param)
+{
+    (void)param;
+    return 0;
+}
+
+ct_status
+ct_optim_muon_coef_init(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
+                        double grad_scale, ct_error *err)
+{
+    (void)key;
+    return ct_muon_coef_init(&coef->muon, &group->muon, grad_scale, err);
+}
+
+/* ---- all of them -------------------------------------------------------------------
+ */
+
+bool
+ct_optim_group_is_whole(const ct_optim_group *group)
+{
+    return ct_rule_is_measured(ct_optim_kinds[group->kind].rule(group)) != 0;
 }

@@ -1,8 +1,8 @@
-/* What differs between kinds of optimizers, for core/optim/optim.c alone: a table of a few
- * functions. A new kind that works element by element is an entry here and a rule
+/* What differs between kinds of optimizers, for core/optim/optim.c alone: a table of a
+ * few functions. A new kind that works element by element is an entry here and a rule
  * (math/rules.def). */
-#ifndef CT_OPTIM_KIND_H
-#define CT_OPTIM_KIND_H
+#ifndef CORE_OPTIM_KINDS_H
+#define CORE_OPTIM_KINDS_H
 
 #include "core/optim/optim.h"
 

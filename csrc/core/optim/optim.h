@@ -8,24 +8,16 @@
 #ifndef CT_OPTIM_H
 #define CT_OPTIM_H
 
-#include "core/optim/adadelta.h"
-#include "core/optim/adafactor.h"
 #include "core/optim/adagrad.h"
-#include "core/optim/adamax.h"
+#include "core/optim/adafactor.h"
 #include "core/optim/adam.h"
-#include "core/optim/ademamix.h"
 #include "core/comm/comm.h"
 #include "core/device/device.h"
 #include "core/optim/grads.h"
 #include "core/optim/layerwise.h"
-#include "core/optim/lars.h"
-#include "core/optim/lion.h"
-#include "core/optim/muon.h"
-#include "core/optim/nadam.h"
-#include "core/optim/nag.h"
-#include "core/optim/rmsprop.h"
-#include "core/optim/schedule_free.h"
 #include "core/optim/sgd.h"
+#include "core/optim/muon.h"
+#include "core/optim/schedule_free.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,7 +1,7 @@
-/* One rule's share of an update, for core/optim/optim.c alone: rules that look at more than an
- * element take more than one kernel. */
-#ifndef CT_OPTIM_RUN_H
-#define CT_OPTIM_RUN_H
+/* One rule's share of an update, for core/optim/optim.c alone: rules that look at more
+ * than an element take more than one kernel. */
+#ifndef CORE_OPTIM_RUN_H
+#define CORE_OPTIM_RUN_H
 
 #include "core/optim/optim.h"
 
@@ -16,7 +16,7 @@ typedef struct ct_optim_room {
     ct_scratch exchange;    /* sums of parts, side by side */
     void *list;             /* the host's: of ct_span or ct_factored */
     void *places;           /* of ct_span: where the sums of each span are */
-    void *pairs;            /* two of ct_span for each span, for core/optim/optim_parts.c */
+    void *pairs;            /* two of ct_span for each span, for core/optim/run.c */
     void *described;        /* of ct_optim_part: what ranks tell of their parts */
     void *numbers;          /* of size_t: of the spans that are parts */
     size_t list_capacity, places_capacity, pairs_capacity;
@@ -45,8 +45,6 @@ CT_NODISCARD ct_status ct_optim_room_reserve(ct_optim_room *room, size_t n,
 CT_NODISCARD ct_status ct_optim_share_prepare(const ct_optim_share *share,
                                               ct_error *err);
 /* The first two parts of an update by a measured rule: each span has its constants. */
-CT_NODISCARD ct_status ct_optim_share_measure(ct_optim_share *share, void *stream,
-                                              ct_error *err);
 CT_NODISCARD ct_status ct_optim_share_run(ct_optim_share *share, void *stream,
                                           ct_error *err);
 

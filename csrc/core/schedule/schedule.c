@@ -79,6 +79,12 @@ distance(const char *given, const char *name)
     return row[n];
 }
 
+int
+ct_schedule_takes(const ct_schedule *schedule, size_t i)
+{
+    return (schedule->kind->takes & CT_BIT(i)) != 0;
+}
+
 /* The option that a misspelt name means: with a letter in four wrong, and one more. */
 static const char *
 nearest_option(const ct_schedule *schedule, const char *name)
@@ -182,12 +188,6 @@ const ct_schedule_option *
 ct_schedule_option_at(const ct_schedule *schedule, size_t i)
 {
     return i < schedule->family->n_options ? &schedule->family->options[i] : NULL;
-}
-
-int
-ct_schedule_takes(const ct_schedule *schedule, size_t i)
-{
-    return (schedule->kind->takes & CT_BIT(i)) != 0;
 }
 
 int

@@ -77,6 +77,36 @@ progress(const double *o, double step)
     return (step - o[WARMUP]) / at_least_one(o[TRAINING] - o[WARMUP]);
 }
 
+static double wave(double cycles, double at);
+
+static double
+rising(enum shape shape, double at)
+{
+    switch (shape) {
+    case SHAPE_COSINE:
+        return 0.5 * (1.0 - cos(CT_PI * at));
+    case SHAPE_SQRT:
+        return 1.0 - sqrt(1.0 - at);
+    case SHAPE_LINEAR:
+        break;
+    }
+    return at;
+}
+
+static double
+falling(enum shape shape, double cycles, double at)
+{
+    switch (shape) {
+    case SHAPE_COSINE:
+        return wave(cycles, at);
+    case SHAPE_SQRT:
+        return 1.0 - sqrt(at);
+    case SHAPE_LINEAR:
+        break;
+    }
+    return 1.0 - at;
+}
+
 static double
 wave(double cycles, double at)
 {
@@ -232,34 +262,6 @@ prepare_warmup_stable_decay(double *o, ct_error *err)
                        "num_training_steps or num_stable_steps; neither is given");
     }
     return CT_OK;
-}
-
-static double
-rising(enum shape shape, double at)
-{
-    switch (shape) {
-    case SHAPE_COSINE:
-        return 0.5 * (1.0 - cos(CT_PI * at));
-    case SHAPE_SQRT:
-        return 1.0 - sqrt(1.0 - at);
-    case SHAPE_LINEAR:
-        break;
-    }
-    return at;
-}
-
-static double
-falling(enum shape shape, double cycles, double at)
-{
-    switch (shape) {
-    case SHAPE_COSINE:
-        return wave(cycles, at);
-    case SHAPE_SQRT:
-        return 1.0 - sqrt(at);
-    case SHAPE_LINEAR:
-        break;
-    }
-    return 1.0 - at;
 }
 
 static double
