@@ -71,7 +71,7 @@ FRAMEWORKS = {
     "accelerate": ("adapters/", "integrations/"),
     "mpi4py": ("comm/",),
     "deepspeed": (),
-    "fairseq": ("fairseq/_cures.py", "fairseq/_guest.py", "fairseq/_install.py"),
+    "fairseq": ("fairseq/_guest.py", "fairseq/_install.py"),
     "fairscale": (),
 }
 # Packages and modules of ctrainer that know nothing of a trainer.

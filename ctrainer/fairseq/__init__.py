@@ -70,7 +70,6 @@ _MODULES = {
     "registry",
     "tasks",
     "tokenizer",
-    "trackers",
     "train",
     "trainer",
     "utils",

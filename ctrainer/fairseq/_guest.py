@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
-from ctrainer.fairseq._optim_options import OPTIMIZERS
-from ctrainer.fairseq._trainer_checks import setting
+from ctrainer.fairseq._trainer_base import setting
 from ctrainer.fairseq.lr_scheduler import SCHEDULES
+from ctrainer.fairseq.optim import OPTIMIZERS
 from ctrainer.fairseq.trainer import Trainer as Ours
 
 __all__ = ["Trainer"]

@@ -1,15 +1,21 @@
-"""--ddp-backend fully_sharded: the module that shards, and the norm of all its parts.
-
-Source: fairseq, fairseq/distributed/fully_sharded_data_parallel.py and
-fairseq/trainer.py.
+"""A sharded model in fairseq's Trainer: --ddp-backend fully_sharded, --zero-sharding os
+and the moving average of a part.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from ctrainer import _C
+from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq.ema import EMA
+
+# --ddp-backend fully_sharded: the module that shards, and the norm of all its parts.
+#
+# Source: fairseq, fairseq/distributed/fully_sharded_data_parallel.py and
+# fairseq/trainer.py.
 
 
 def wrap(cfg: Any, module: Any, communicator: _C.Communicator) -> Any:
@@ -120,3 +126,122 @@ def check(setting: Callable[..., Any], cfg: Any) -> None:
 _EXCLUDED = (
     ("optimization", "use_bmuf", "BMUF needs the whole model in every process"),
 )
+
+
+# --zero-sharding os: each worker keeps the state of the parameters that it updates.
+#
+# Source: fairseq, fairseq/optim/shard.py and fairseq/trainer.py.
+
+
+def shards_optimizer_state(cfg: Any) -> bool:
+    group = getattr(cfg, "distributed_training", None)
+    return getattr(group, "zero_sharding", "none") == "os"
+
+
+def share_out(
+    communicator: _C.Communicator,
+    cls: Callable[..., Any],
+    precision: dict[str, Any],
+    params: list[Any],
+    **options: Any,
+) -> Any:
+    """An optimizer of which each rank has a part: it updates its parameters, with
+    whole gradients, and sends them to the others."""
+    from ctrainer.compat.fairscale import OSS
+
+    made: Any = functools.partial(cls, **precision)
+    return OSS(params, made, communicator, **options)
+
+
+def check_zero(setting: Callable[..., Any], cfg: Any) -> None:
+    """Raise ValueError for what does not go with --zero-sharding os, or is unknown."""
+    where = "distributed_training"
+    word = setting(cfg, where, "zero_sharding", "none")
+    if word not in ("none", "os"):
+        raise ValueError(f"{where}.zero_sharding is {word!r}; expected none or os")
+    if word == "none":
+        return
+    apart = "between exchanges each worker updates a model of its own"
+    if setting(cfg, "optimization", "use_bmuf", False):
+        raise ValueError(f"--use-bmuf does not go with --zero-sharding os: {apart}")
+    if setting(cfg, where, "ddp_backend", None) == "slowmo":
+        raise ValueError(
+            f"--ddp-backend=slowmo does not go with --zero-sharding os: {apart}"
+        )
+    if setting(cfg, "optimizer", "_name", None) == "composite":
+        raise ValueError(
+            "--optimizer composite does not go with --zero-sharding os, which shares "
+            "out the state of one optimizer"
+        )
+    _check_precision(setting, cfg)
+
+
+def _check_precision(setting: Callable[..., Any], cfg: Any) -> None:
+    names = ("fp16", "memory_efficient_fp16", "fp16_no_flatten_grads")
+    fp16, in_place, apart = (setting(cfg, "common", name, False) for name in names)
+    if fp16 and not in_place and not apart:
+        raise ValueError(
+            "ZeRO is incompatible with fp16 and flattened grads. Please use "
+            "--fp16-no-flatten-grads"
+        )
+
+
+# fairseq's moving average of a model that is sharded: each process has a part.
+
+
+class ShardedEMA(EMA):
+    """EMA whose averages are shards, of float32 whatever the model computes in.
+
+    average: a copy of the model before it was sharded, sharded in the same way; it is
+    the model that get_model() gives, whose state_dict() is whole and whose forward all
+    processes call. model: the sharded one.
+    """
+
+    def __init__(self, average: Any, model: Any, config: Any) -> None:
+        self.config, self.model = config, average
+        seed = getattr(config, "ema_seed_model", None)
+        if seed:
+            average.load_state_dict(tools.load_file(seed)["model"], strict=True)
+        self.decay = float(config.ema_decay)
+        self._follow(model)
+
+    @property
+    def fp32_params(self) -> dict[str, Any]:  # type: ignore[override]
+        """The whole averages that are floats. Collective."""
+        return tools.floats_of(self.model.state_dict())
+
+    def step(self, new_model: Any, updates: int) -> None:
+        """Average this process's shards after update number `updates`, if due."""
+        super().step(self._source, updates)
+
+    def restore(
+        self, state_dict: dict[str, Any], build_fp32_params: bool = False
+    ) -> None:
+        """Take this process's part out of whole averages."""
+        self.model.load_state_dict(state_dict, strict=False)
+
+    def reverse(self, model: Any) -> Any:
+        raise ValueError(
+            "the averages are sharded, and no process has a whole model for them: load "
+            "get_model().state_dict(), which all processes call"
+        )
+
+    def _follow(self, model: Any) -> None:
+        self._source = model
+        self._averages, self._weights = _Shards(self.model), _Shards(model)
+        names, values = tools.averaged_tensors(self._weights)
+        self._begin(values, tools.tensors_named(self._averages, names))
+
+    def _copy_others(self, new_model: Any) -> None:
+        tools.copy_others(self._averages, self._weights, {})
+
+
+class _Shards:
+    """A process's own part of a sharded module, as the state of a module."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
+        state: dict[str, Any] = self._module.local_state_dict(keep_vars=keep_vars)
+        return state

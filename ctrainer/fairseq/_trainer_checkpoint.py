@@ -1,23 +1,146 @@
-"""fairseq's checkpoints: its dictionary, written whole or not at all."""
+"""What each worker has of its own between the ends of blocks, in fairseq's checkpoints.
+
+With BMUF and SlowMo every worker updates a model of its own. The file holds the first
+one's where fairseq has the model and the optimizer's state, and the others' beside it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ctrainer import _C
 from ctrainer.adapters import fairseq_parameters
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.adapters.nan_detector import NanDetector, nonfinite_grads
 from ctrainer.checkpoint.files import is_there, naming
-from ctrainer.fairseq import _code_feedback, _sharding, _worker_states, _zero
-from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
-from ctrainer.fairseq._trainer_checks import setting
-from ctrainer.fairseq._trainer_core import Core
+from ctrainer.fairseq import _sharding
+from ctrainer.fairseq._trainer_base import Core, setting
+from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
+
+WORKERS_KEY = "workers"  # of extra_state: by rank, None for the first
+_PARTS = ("model", "criterion", "last_optimizer_state")
+_AVERAGES = ("ema", "ema_fp32_params")
+_BLOCKS = "bmuf"  # in the optimizer's state
+# Of a block's state: what all workers have alike.
+_ALIKE = ("num_updates", "model", "momentum")
+
+State = dict[str, Any]
+
+
+def own_part(state: State) -> State:
+    """What of a checkpoint's dictionary is this worker's alone."""
+    own = {name: state[name] for name in _PARTS}
+    optimizer = state["last_optimizer_state"]
+    if _BLOCKS in optimizer:
+        blocks = {k: v for k, v in optimizer[_BLOCKS].items() if k not in _ALIKE}
+        own["last_optimizer_state"] = {**optimizer, _BLOCKS: blocks}
+    extra = state["extra_state"]
+    return {**own, **{name: extra[name] for name in _AVERAGES if name in extra}}
+
+
+def collect_parts(group: _C.Communicator, mine: State) -> list[State | None]:
+    """What own_part() gave on each worker, on the first; all call this.
+
+    One worker after the other sends, so that no more than one is in memory twice.
+    """
+    found: list[State | None] = [None]
+    for rank in range(1, group.world_size):
+        data = tools.to_bytes(mine) if rank == group.rank else None
+        sent = group.broadcast_bytes(data, rank)
+        if group.rank == 0:
+            found.append(tools.from_bytes(sent, f"what worker {rank} has of its own"))
+    return found
+
+
+def take_own(state: State, rank: int, workers: int, filename: str) -> State:
+    """A checkpoint's dictionary with this worker's part in the place of the first's.
+
+    Raises ValueError where another number of workers wrote it.
+    """
+    extra = state["extra_state"]
+    saved = extra.get(WORKERS_KEY)
+    if saved is None and workers == 1:
+        return state
+    if saved is None:
+        logger.warning(
+            "%s has the first worker's state alone, which all go on from: call "
+            "consolidate_optimizer() on all workers before save_checkpoint()",
+            filename,
+        )
+        return state
+    if len(saved) != workers:
+        raise ValueError(
+            f"{filename} was written by {len(saved)} workers with models of their own, "
+            f"and these are {workers}: run as many, or begin a block with the "
+            "first worker's model (--reset-optimizer)"
+        )
+    own = saved[rank]
+    if own is None:
+        return state
+    parts = {name: own[name] for name in _PARTS}
+    optimizer = own["last_optimizer_state"]
+    if _BLOCKS in optimizer:
+        shared = state["last_optimizer_state"][_BLOCKS]
+        alike = {k: v for k, v in shared.items() if k in _ALIKE}
+        blocks = {**alike, **optimizer[_BLOCKS]}
+        parts["last_optimizer_state"] = {**optimizer, _BLOCKS: blocks}
+    averages = {name: own[name] for name in _AVERAGES if name in own}
+    return {**state, **parts, "extra_state": {**extra, **averages}}
+
+
+# What codes have missed of gradients, in fairseq's checkpoints.
+
+
+RESIDUALS_KEY = "code_feedback"  # of extra_state: a list, what each process missed
+
+
+def collect_residuals(module: Any, own: bool) -> list[Any]:
+    """By process, on the first; with `own` this process's alone. Collective, then not.
+
+    As large as the gradients of the whole model, in float32, for each process.
+    """
+    state = module.feedback_state_dict()
+    if own:
+        return [state]
+    group, mine = module.communicator, tools.to_bytes(state)
+    found = []
+    for rank in range(group.world_size):
+        data = group.broadcast_bytes(mine if rank == group.rank else None, rank)
+        if group.rank == 0:
+            found.append(tools.from_bytes(data, "what codes have missed"))
+    return found
+
+
+def load_residuals(
+    module: Any, extra_state: dict[str, Any], filename: str, own: bool
+) -> None:
+    """Resume with what collect_residuals() gave, of as many processes; else from
+    nothing, with a warning."""
+    saved = extra_state.get(RESIDUALS_KEY) or []
+    expected = 1 if own else module.world_size
+    if len(saved) != expected:
+        logger.warning(
+            "%s has what codes have missed of %d processes, and these are %d: it "
+            "begins with nothing",
+            filename,
+            len(saved),
+            expected,
+        )
+        return
+    module.load_feedback_state_dict(saved[0 if own else module.rank])
+
+
+# fairseq's checkpoints: its dictionary, written whole or not at all.
+
 
 _SLOWMO = "slowmo"  # of extra_state: what LocalDistributed has of its blocks
 
@@ -56,11 +179,11 @@ class Checkpoints(Core):
         saved."""
         if self.data_parallel_world_size == 1:
             return
-        if _zero.is_wanted(self.cfg):
+        if _sharding.shards_optimizer_state(self.cfg):
             self.optimizer.optimizer.consolidate_state_dict()
         if self._trains_apart:
-            mine = _worker_states.own_part(self._state_dict())
-            states = _worker_states.collect(self._communicator, mine)
+            mine = own_part(self._state_dict())
+            states = collect_parts(self._communicator, mine)
             self._worker_states = (self.get_num_updates(), states)
 
     @property
@@ -79,7 +202,7 @@ class Checkpoints(Core):
             updates, states = self._worker_states
             self._worker_states = None
             if updates == self.get_num_updates():
-                state["extra_state"][_worker_states.KEY] = states
+                state["extra_state"][WORKERS_KEY] = states
         return state
 
     def _state_dict(self) -> dict[str, Any]:
@@ -107,8 +230,8 @@ class Checkpoints(Core):
             if self._averages_models:
                 state["extra_state"][_SLOWMO] = self.model.blocks_state_dict()
             if _sharding.reduces_to_codes(self.cfg):
-                missed = _code_feedback.collect(self.model, self._saves_shards)
-                state["extra_state"][_code_feedback.KEY] = missed
+                missed = collect_residuals(self.model, self._saves_shards)
+                state["extra_state"][RESIDUALS_KEY] = missed
         return state
 
     @property
@@ -202,11 +325,11 @@ class Checkpoints(Core):
         wrapper = self.model if self._averages_models else None
         if saved is not None and not reset_optimizer and self._has_own_model:
             rank, workers = self.data_parallel_rank, self.data_parallel_world_size
-            state = _worker_states.take_own(state, rank, workers, filename)
+            state = take_own(state, rank, workers, filename)
         self._load_weights(filename, state)
         extra_state: dict[str, Any] | None = state.get("extra_state")
         if extra_state is not None:
-            extra_state.pop(_worker_states.KEY, None)
+            extra_state.pop(WORKERS_KEY, None)
         self._optim_history = state.get("optimizer_history") or []
         saved = state.get("last_optimizer_state")
         if saved is not None and not reset_optimizer:
@@ -217,7 +340,7 @@ class Checkpoints(Core):
             if wrapper is not None:
                 wrapper.load_blocks_state_dict((extra_state or {}).get(_SLOWMO, {}))
             if _sharding.reduces_to_codes(self.cfg):
-                _code_feedback.load(
+                load_residuals(
                     self.model, extra_state or {}, filename, self._saves_shards
                 )
         if extra_state is not None:
@@ -342,3 +465,89 @@ class Checkpoints(Core):
     def _load_sharded_ema(self, extra: dict[str, Any]) -> None:
         own = extra["ema"] if "ema" in extra else self.model.local_state_dict()
         self.ema.get_model().load_local_state_dict(own)
+
+
+# What fairseq's Trainer leaves behind when an update fails, and how to repeat it.
+
+
+class Failures(Checkpoints):
+    """Reports of the C half: out of memory, crash.pt, and where NaN comes from."""
+
+    def _log_oom(self, error: BaseException, in_update: bool = False) -> None:
+        logger.warning("OOM: Ran out of memory with exception: %s", error)
+        for summary in tools.memory_summaries():
+            logger.warning(summary)
+        if in_update:
+            logger.error("OOM during optimization, irrecoverable")
+        sys.stderr.flush()
+
+    def crash_extra_state(self) -> dict[str, Any]:
+        """What crash.pt has in extra_state beside the trainer's own: the position in
+        the data. A program that keeps more, such as the best metric, overrides it."""
+        itr = self._epoch_itr
+        return {} if itr is None else {"train_iterator": itr.state_dict()}
+
+    def _save_crash(
+        self, error: BaseException, samples: list[Any], place: int | None, rng: Any
+    ) -> None:
+        """Write crash.pt, unless the trainer has not got as far as an optimizer."""
+        if self._optimizer is None:
+            return
+        folder = setting(self.cfg, "checkpoint", "save_dir", "checkpoints")
+        rank = self.data_parallel_rank
+        path = os.path.join(folder, f"crash.rank{rank}.pt" if rank else "crash.pt")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            tools.save_file(path, self._crash_state(error, samples, place, rng))
+        except Exception:
+            logger.exception("%s could not be written", path)
+            return
+        logger.error(
+            "update %s failed; `python -m ctrainer replay %s` repeats it",
+            self.get_num_updates() + 1,
+            path,
+        )
+
+    def _crash_state(
+        self, error: BaseException, samples: list[Any], place: int | None, rng: Any
+    ) -> dict[str, Any]:
+        """A checkpoint of before the update, and what made it fail."""
+        state = self.state_dict()
+        state["extra_state"].update(self.crash_extra_state())
+        state["crash"] = {
+            "samples": samples,
+            "dummy_batch": self._dummy_batch,
+            "failed_sample": place,
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+            "rng": rng,
+            "folder": os.getcwd(),
+        }
+        return state
+
+    def _find_nonfinite(
+        self, error: BaseException, samples: list[Any], rng: Any
+    ) -> None:
+        """Name the gradients that are not finite, then repeat the update's forward and
+        backward, with the same random numbers, to name what was the first."""
+        bad = nonfinite_grads(self.get_model())
+        if bad:
+            logger.error(
+                "gradients of %s parameters are not finite: %s%s",
+                len(bad),
+                ", ".join(bad[:5]),
+                ", ..." if len(bad) > 5 else "",
+            )
+        tools.set_rng_state(rng)
+        with NanDetector(self._watched()) as detector:
+            self._repeat_step(samples)
+        first = (
+            f"first not finite: {detector.findings[0]}"
+            if detector.findings
+            else ("a second run of the update met nothing that is not finite")
+        )
+        logger.error(first)
+        error.add_note(first)
+
+    def _watched(self) -> dict[str, Any]:
+        return {"model": self.get_model(), "criterion": self.get_criterion()}

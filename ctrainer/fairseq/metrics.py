@@ -15,13 +15,13 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ctrainer.fairseq._tensors import Scalar
 from ctrainer.fairseq.meters import (
     AverageMeter,
     ConcatTensorMeter,
     DerivedMeter,
     Meter,
     MetersDict,
+    Scalar,
     StopwatchMeter,
     SumMeter,
     TimeMeter,

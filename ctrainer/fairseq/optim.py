@@ -7,30 +7,410 @@ clipped and used without being written. Parameters have to be in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import ast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 from ctrainer import _C, optim
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.bmuf import BMUF
-from ctrainer.fairseq import _zero
-from ctrainer.fairseq._composite import groups_of, is_composite, schedules_of
-from ctrainer.fairseq._optim_options import OPTIMIZERS, name_of, options_of
-from ctrainer.fairseq._optimizers import (
-    CLASSES,
-    SGD,
-    Adadelta,
-    Adagrad,
-    FairseqAdafactor,
-    FairseqAdam,
-    FairseqAdamax,
-    FairseqCompositeOptimizer,
-    FairseqCPUAdam,
-    FairseqLAMB,
-    FairseqNAG,
-    FairseqOptimizer,
-)
+from ctrainer.fairseq import _sharding
 from ctrainer.fairseq._sharding import is_sharded
+from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
+
+# fairseq's options of each optimizer, as the arguments of ours.
+
+
+# The class of ctrainer.optim for each name of --optimizer.
+OPTIMIZERS = {
+    "adafactor": "Adafactor",
+    "adam": "FairseqAdam",
+    "adamax": "FairseqAdamax",
+    "nag": "FairseqNAG",
+    "sgd": "SGD",
+    "adadelta": "Adadelta",
+    "adagrad": "Adagrad",
+    "composite": "Composite",
+    "cpu_adam": "AdamW",
+    "lamb": "LAMB",
+}
+
+
+def name_of(cfg: Any) -> str:
+    """The optimizer that a config group names. Raises ValueError where none is."""
+    name = getattr(cfg, "_name", None) or getattr(cfg, "optimizer", None)
+    if not isinstance(name, str) or name not in OPTIMIZERS:
+        raise ValueError(f"optimizer is {name!r}; expected one of {list(OPTIMIZERS)}")
+    return name
+
+
+def options_of(cfg: Any) -> tuple[str, dict[str, Any]]:
+    """The optimizer's name and the arguments of the class in ctrainer.optim; not of
+    composite, whose groups have them.
+
+    Raises ValueError for a name or an option that this package does not have.
+    """
+    name = name_of(cfg)
+    if name not in _READERS:
+        raise ValueError(f"optimizer {name!r} is made of groups and cannot be in one")
+    return name, {"lr": _rate(cfg), **_READERS[name](cfg)}
+
+
+def _rate(cfg: Any) -> float:
+    lr = cfg.lr
+    return float(lr if isinstance(lr, int | float) else lr[0])
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    """(0.9, 0.98) or its text, as --adam-betas has it."""
+    first, second = ast.literal_eval(value) if isinstance(value, str) else value
+    return float(first), float(second)
+
+
+def _take(cfg: Any, **names: Any) -> dict[str, Any]:
+    """Argument = cfg's value of the option named, or its default."""
+    return {key: getattr(cfg, name, value) for key, (name, value) in names.items()}
+
+
+_DECAY = ("weight_decay", 0.0)
+
+
+def _adam(cfg: Any) -> dict[str, Any]:
+    if getattr(cfg, "fp16_adam_stats", False):
+        raise ValueError(
+            "fp16_adam_stats: the state is kept in float32 here; leave it off"
+        )
+    taken = _take(cfg, eps=("adam_eps", 1e-8), weight_decay=_DECAY)
+    return {"betas": _pair(getattr(cfg, "adam_betas", (0.9, 0.999))), **taken}
+
+
+def _adafactor(cfg: Any) -> dict[str, Any]:
+    """fairseq refuses relative_step beside its lr, which is always there; here it takes
+    the place of lr."""
+    names = ("weight_decay", "scale_parameter", "relative_step", "warmup_init")
+    defaults = dict.fromkeys(names, False) | {"weight_decay": 0.0}
+    taken = _take(
+        cfg,
+        clip_threshold=("clip_threshold", 1.0),
+        decay_rate=("decay_rate", -0.8),
+        beta1=("beta1", None),
+        **{name: (name, defaults[name]) for name in names},
+    )
+    taken["eps"] = _pair(getattr(cfg, "adafactor_eps", (1e-30, 1e-3)))
+    return taken | ({"lr": None} if taken["relative_step"] else {})
+
+
+def _lamb(cfg: Any) -> dict[str, Any]:
+    taken = _take(cfg, eps=("lamb_eps", 1e-8), weight_decay=_DECAY)
+    return {"betas": _pair(getattr(cfg, "lamb_betas", (0.9, 0.999))), **taken}
+
+
+def _adamax(cfg: Any) -> dict[str, Any]:
+    taken = _take(cfg, eps=("adamax_eps", 1e-8), weight_decay=_DECAY)
+    taken["betas"] = _pair(getattr(cfg, "adamax_betas", (0.9, 0.999)))
+    taken["bias_correction"] = not getattr(cfg, "no_bias_correction", False)
+    return taken
+
+
+def _nag(cfg: Any) -> dict[str, Any]:
+    return _take(cfg, momentum=("momentum", 0.99), weight_decay=_DECAY)
+
+
+def _sgd(cfg: Any) -> dict[str, Any]:
+    return _take(cfg, momentum=("momentum", 0.0), weight_decay=_DECAY)
+
+
+def _adadelta(cfg: Any) -> dict[str, Any]:
+    named = {"rho": ("adadelta_rho", 0.9), "eps": ("adadelta_eps", 1e-6)}
+    return _take(cfg, **named, weight_decay=_DECAY)
+
+
+def _adagrad(cfg: Any) -> dict[str, Any]:
+    return _take(cfg, weight_decay=_DECAY)
+
+
+_READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "adafactor": _adafactor,
+    "adam": _adam,
+    "adamax": _adamax,
+    "cpu_adam": _adam,
+    "lamb": _lamb,
+    "nag": _nag,
+    "sgd": _sgd,
+    "adadelta": _adadelta,
+    "adagrad": _adagrad,
+}
+
+
+# fairseq's optimizers by its class names, over ours.
+
+
+class FairseqOptimizer(_C.FairseqOptimizer):
+    """fairseq's interface over a torch.optim.Optimizer or the like.
+
+    optimizer: what updates. cfg: its config group, kept for those who read it.
+    """
+
+    supports_memory_efficient_fp16: ClassVar[bool] = False
+    supports_step_with_scale: ClassVar[bool] = True
+    supports_groups: ClassVar[bool] = False
+    supports_flat_params: ClassVar[bool] = False
+    lr_scheduler: Any = None
+
+    def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
+        groups = optimizer.param_groups
+        super().__init__(optimizer, on_host=tools.on_host(_all(groups)), **options)
+        self.cfg = cfg
+        if any(hasattr(p, "expert") for p in _all(groups)):
+            raise ValueError(
+                "a parameter is marked as an expert's: mixtures of experts need "
+                "several processes that hold different ones, and here all are alike"
+            )
+
+    @property
+    def params(self) -> list[Any]:
+        """Every parameter, group by group."""
+        return list(_all(self.param_groups))
+
+    @property
+    def optimizer_config(self) -> dict[str, Any]:
+        """The options of the first group, without its parameters."""
+        return {k: v for k, v in self.param_groups[0].items() if k != "params"}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, in torch's layout."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
+
+    def load_state_dict(
+        self, state_dict: dict[str, Any], optimizer_overrides: Any = None
+    ) -> None:
+        """Load a state; optimizer_overrides then replace options of every group."""
+        self.optimizer.load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.update(optimizer_overrides or {})
+
+    def average_params(self) -> None:
+        """Average the state over processes, which all have the same."""
+
+    def broadcast_global_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Send the state to all processes, which have all loaded it."""
+        return state_dict
+
+    _scalar = staticmethod(tools.scalar)
+
+    def _device_norm(self) -> Any:
+        return tools.grad_norm(self.param_groups)
+
+    def _device_divide(self, by: float) -> None:
+        tools.divide_grads(self.param_groups, by)
+
+
+def _all(groups: list[dict[str, Any]]) -> Iterable[Any]:
+    return (p for group in groups for p in group["params"])
+
+
+class FairseqAdam(FairseqOptimizer):
+    """Adam with decoupled weight decay and eps outside of the bias correction."""
+
+    supports_memory_efficient_fp16 = True
+    supports_flat_params = True
+
+
+class FairseqAdamax(FairseqOptimizer):
+    """Adamax with decoupled weight decay."""
+
+    supports_memory_efficient_fp16 = True
+    supports_flat_params = True
+
+
+class FairseqNAG(FairseqOptimizer):
+    """Nesterov's accelerated gradient, whose momentum follows the learning rate."""
+
+    supports_memory_efficient_fp16 = True
+    supports_flat_params = True
+
+
+class SGD(FairseqOptimizer):
+    """torch's SGD."""
+
+    supports_flat_params = True
+
+
+class Adadelta(FairseqOptimizer):
+    """torch's Adadelta."""
+
+    supports_flat_params = True
+
+
+class Adagrad(FairseqOptimizer):
+    """torch's Adagrad."""
+
+
+class FairseqAdafactor(FairseqOptimizer):
+    """Adafactor, without fairseq's compounding of scaled rates."""
+
+    supports_memory_efficient_fp16 = True
+
+
+class FairseqLAMB(FairseqOptimizer):
+    """apex's LAMB, which clips all gradients to a norm of 1 as well."""
+
+
+class FairseqCPUAdam(FairseqOptimizer):
+    """DeepSpeed's Adam of the host, which is torch's AdamW."""
+
+    supports_memory_efficient_fp16 = True
+    supports_flat_params = True
+
+
+class FairseqCompositeOptimizer(FairseqOptimizer):
+    """An optimizer for each group of parameters, all in one step.
+
+    lr_scheduler: the groups' schedules, where the config has them; for pass_through.
+    """
+
+    supports_groups = True
+
+
+CLASSES: dict[str, type[FairseqOptimizer]] = {
+    "adafactor": FairseqAdafactor,
+    "composite": FairseqCompositeOptimizer,
+    "cpu_adam": FairseqCPUAdam,
+    "lamb": FairseqLAMB,
+    "adam": FairseqAdam,
+    "adamax": FairseqAdamax,
+    "nag": FairseqNAG,
+    "sgd": SGD,
+    "adadelta": Adadelta,
+    "adagrad": Adagrad,
+}
+
+
+# fairseq's composite: an optimizer and a schedule for each group of parameters.
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters whose param_group is the name, and their two config groups."""
+
+    name: str
+    params: list[Any]
+    optimizer: Any
+    lr_scheduler: Any
+
+
+def groups_of(cfg: Any, params: Iterable[Any]) -> list[Group]:
+    """The groups of a config `composite`, in the order of their names.
+
+    A parameter belongs to the group that its attribute param_group names, "default"
+    where it has none. A group's own `lr` overrides that of its two configs.
+
+    Raises ValueError for groups without parameters or parameters without a group, for a
+    group without a rate, and for dynamic_groups.
+    """
+    if getattr(cfg, "dynamic_groups", False):
+        raise ValueError(
+            "optimizer.dynamic_groups: groups are not made of the parameters' "
+            "optim_overrides here; name each of them in optimizer.groups"
+        )
+    members: dict[str, list[Any]] = {}
+    for param in params:
+        members.setdefault(getattr(param, "param_group", "default"), []).append(param)
+    configs = cfg.groups
+    if set(configs) != set(members):
+        raise ValueError(
+            f"optimizer.groups has {sorted(configs)}, and the parameters are of "
+            f"{sorted(members)}: these have to be the same (a parameter without the "
+            "attribute param_group is of 'default')"
+        )
+    return [_group(name, configs[name], members[name]) for name in sorted(members)]
+
+
+def _options(cfg: Any) -> dict[str, Any]:
+    return dict(cfg) if isinstance(cfg, Mapping) else dict(vars(cfg))
+
+
+def _group(name: str, cfg: Any, params: list[Any]) -> Group:
+    options = _options(cfg)
+    rate = {"lr": options["lr"]} if options.get("lr") is not None else {}
+    made = {
+        key: SimpleNamespace(**{**_options(options[key]), **rate})
+        for key in ("optimizer", "lr_scheduler")
+        if options.get(key) is not None
+    }
+    if not hasattr(made.get("optimizer"), "lr"):
+        raise ValueError(
+            f"optimizer.groups[{name!r}] has no rate: give it `lr`, or its `optimizer`"
+        )
+    return Group(name, params, made["optimizer"], made.get("lr_scheduler"))
+
+
+class CompositeLRScheduler:
+    """A schedule for each group, as the optimizer's lr_scheduler: the schedule
+    pass_through hands everything on to it."""
+
+    def __init__(self, schedules: dict[str, Any]) -> None:
+        self.lr_schedulers = schedules
+
+    def _each(self, method: str, *args: Any) -> dict[str, Any]:
+        return {k: getattr(s, method)(*args) for k, s in self.lr_schedulers.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states by the groups' names."""
+        return self._each("state_dict")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what state_dict() of the same groups gave."""
+        for name, schedule in self.lr_schedulers.items():
+            schedule.load_state_dict(state_dict[name])
+
+    def step_begin_epoch(self, epoch: int) -> dict[str, Any]:
+        """Begin an epoch in every group; the rates by the groups' names."""
+        return self._each("step_begin_epoch", epoch)
+
+    def step(self, epoch: int, val_loss: float | None = None) -> dict[str, Any]:
+        """End an epoch in every group; the rates by the groups' names."""
+        return self._each("step", epoch, val_loss)
+
+    def step_update(self, num_updates: int) -> dict[str, Any]:
+        """Set every group's rate; the rates by the groups' names."""
+        return self._each("step_update", num_updates)
+
+
+def schedules_of(cfg: Any, optimizer: Any) -> CompositeLRScheduler | None:
+    """The schedules of a config `composite` over an optimizer made of its groups, or
+    None where no group has one.
+
+    Raises ValueError where some have and others have not.
+    """
+    from ctrainer.adapters.torch_fairseq import OneGroup
+
+    groups = groups_of(cfg, (p for g in optimizer.param_groups for p in g["params"]))
+    without = [group.name for group in groups if group.lr_scheduler is None]
+    if len(without) == len(groups):
+        return None
+    if without:
+        raise ValueError(
+            f"optimizer.groups {without} have no lr_scheduler, and others have: give "
+            "every group one, or none"
+        )
+    return CompositeLRScheduler(
+        {
+            group.name: build_lr_scheduler(
+                group.lr_scheduler._name, group.lr_scheduler, OneGroup(optimizer, index)
+            )
+            for index, group in enumerate(groups)
+        }
+    )
+
+
+def is_composite(cfg: Any) -> bool:
+    """Whether a config group names composite."""
+    return name_of(cfg) == "composite"
+
 
 __all__ = [
     "SGD",
@@ -86,7 +466,7 @@ def _inner(
         return _composite(cfg, params, **precision)
     cls, options = _face(cfg, params)
     if sharing is not None:
-        return _zero.share_out(sharing, cls, precision, **options)
+        return _sharding.share_out(sharing, cls, precision, **options)
     return cls(**options, **precision)
 
 
@@ -238,7 +618,7 @@ def build_trainer_optimizer(
 
     communicator: the group of the workers; None: this process trains alone.
     """
-    sharing = communicator if _zero.is_wanted(cfg) else None
+    sharing = communicator if _sharding.shards_optimizer_state(cfg) else None
     optimizer = build_precise_optimizer(cfg, params, sharing)
     if not getattr(cfg.optimization, "use_bmuf", False):
         return optimizer

@@ -13,11 +13,10 @@ from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import metrics as own_metrics
-from ctrainer.fairseq._background_saves import BackgroundSaves
 from ctrainer.fairseq._sharding import is_sharded
-from ctrainer.fairseq._trainer_checks import check_config, setting
-from ctrainer.fairseq._trainer_data import Iterators
-from ctrainer.fairseq._trainer_failures import Failures
+from ctrainer.fairseq._trainer_base import Iterators, check_config, setting
+from ctrainer.fairseq._trainer_checkpoint import Failures
+from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
 from ctrainer.fairseq.config import as_config
 
 __all__ = ["Trainer"]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ctrainer.adapters import torch_fairseq as tools
-from ctrainer.fairseq._trainer_data import resolve_max_positions
+from ctrainer.fairseq._trainer_base import resolve_max_positions
 from ctrainer.fairseq.meters import safe_round
 
 __all__ = [

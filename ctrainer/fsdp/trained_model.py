@@ -450,9 +450,6 @@ def _same_units(model: Any, folder: str) -> bool:
 # A Trainer's model, sharded: which modules become units, and names as before.
 
 
-logger = logging.getLogger("ctrainer.trainer")
-
-
 class TrainedModel(FullyShardedDataParallel):
     """The outermost unit, with parameters and modules by their names before wrapping.
 

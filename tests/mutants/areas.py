@@ -322,15 +322,14 @@ AREAS = {
                 "binding/test_blocks.py core/test_shard.c "
                 "python/data/test_batch_shard.py",
             "ctrainer/fairseq/meters.py":
-                "python/fairseq/test_fairseq_meters.py",
+                "python/fairseq/test_fairseq_meters.py "
+                "python/fairseq/test_fairseq_metrics.py",
             "ctrainer/fairseq/metrics.py":
                 "python/fairseq/test_fairseq_metrics.py",
             "ctrainer/fairseq/data_utils.py ctrainer/fairseq/data/dictionary.py":
                 "python/fairseq/test_fairseq_data.py "
                 "python/fairseq/test_fairseq_text.py",
-            "ctrainer/fairseq/_epoch_iterators.py "
-            "ctrainer/fairseq/_counting_iterators.py "
-            "ctrainer/fairseq/_buffered_iterator.py":
+            "ctrainer/fairseq/iterators.py":
                 "python/fairseq/test_fairseq_iterators.py "
                 "python/fairseq/test_fairseq_epochs.py",
         },
@@ -591,18 +590,19 @@ AREAS = {
             "ctrainer/fairseq/config/status.py":
                 "python/fairseq/test_fairseq_config.py "
                 "python/fairseq/test_fairseq_distributed.py",
-            "ctrainer/fairseq/_trainer_checks.py":
+            "ctrainer/fairseq/_trainer_base.py":
                 "python/fairseq/test_fairseq_config_ranges.py "
-                "python/fairseq/test_fairseq_facts.py",
+                "python/fairseq/test_fairseq_facts.py "
+                "python/fairseq/test_fairseq_trainer.py",
             "ctrainer/fairseq/distributed.py":
                 "python/fairseq/test_fairseq_distributed.py",
             "ctrainer/fairseq/registry.py":
                 "python/fairseq/test_fairseq_user_dir.py",
             "ctrainer/fairseq/aliases.py":
                 "python/fairseq/test_fairseq_aliases.py",
-            "ctrainer/fairseq/_cures.py ctrainer/fairseq/_guest.py "
-            "ctrainer/fairseq/_install.py ctrainer/fairseq/_patches.py "
-            "ctrainer/fairseq/original.py":
+            "ctrainer/fairseq/_guest.py ctrainer/fairseq/original.py":
+                "python/fairseq/test_fairseq_install.py",
+            "ctrainer/fairseq/_install.py":
                 "python/fairseq/test_fairseq_install.py",
         },
         "python/fairseq/test_fairseq_command_line.py "
@@ -611,41 +611,51 @@ AREAS = {
     ),
     "fairseq's runs": Area(
         {
-            "ctrainer/fairseq/train.py ctrainer/fairseq/_background_saves.py":
+            "ctrainer/fairseq/train.py":
                 "python/fairseq/test_fairseq_loop.py "
                 "python/fairseq/test_fairseq_save_async.py "
                 "python/fairseq/test_fairseq_program.py",
-            "ctrainer/fairseq/_trainer_core.py ctrainer/fairseq/trainer.py "
-            "ctrainer/fairseq/_trainer_data.py":
+            "ctrainer/fairseq/checkpoint_utils.py":
+                "python/fairseq/test_fairseq_loop.py "
+                "python/fairseq/test_fairseq_save_async.py "
+                "python/fairseq/test_fairseq_program.py "
+                "python/fairseq/test_fairseq_checkpoint_policies.py "
+                "python/fairseq/test_fairseq_checkpoints.py "
+                "python/checkpoint/test_durable_files.py "
+                "python/fairseq/test_fairseq_old_checkpoints.py",
+            "ctrainer/fairseq/trainer.py":
                 "python/fairseq/test_fairseq_facts.py "
                 "python/fairseq/test_fairseq_trainer.py",
-            "ctrainer/fairseq/_trainer_failures.py ctrainer/fairseq/replay.py":
+            "ctrainer/fairseq/replay.py":
                 "python/fairseq/test_fairseq_checkpoints.py "
                 "python/fairseq/test_fairseq_replay.py",
+            "ctrainer/fairseq/_trainer_checkpoint.py":
+                "python/fairseq/test_fairseq_checkpoints.py "
+                "python/fairseq/test_fairseq_replay.py "
+                "python/fairseq/test_fairseq_sharding.py "
+                "python/fairseq/test_fairseq_trainer.py "
+                "python/fairseq/test_fairseq_ranks.py "
+                "python/fairseq/test_fairseq_layouts.py",
             "ctrainer/adapters/torch_fairseq.py ctrainer/adapters/nan_detector.py":
                 "python/fairseq/test_fairseq_trainer.py "
                 "python/fairseq/test_fairseq_precision.py "
                 "python/fairseq/test_fairseq_checkpoints.py",
-            "ctrainer/fairseq/_composite.py ctrainer/fairseq/_optim_options.py "
-            "ctrainer/fairseq/_optimizers.py ctrainer/fairseq/optim.py":
+            "ctrainer/fairseq/optim.py":
                 "python/fairseq/test_fairseq_optimizers.py "
                 "python/fairseq/test_fairseq_precision.py "
                 "python/fairseq/test_fairseq_checkpoints.py",
-            "ctrainer/fairseq/_lr_base.py ctrainer/fairseq/_lr_by_epoch.py "
-            "ctrainer/fairseq/_lr_by_update.py ctrainer/fairseq/lr_scheduler.py":
+            "ctrainer/fairseq/lr_scheduler.py":
                 "python/fairseq/test_fairseq_schedules.py",
-            "ctrainer/fairseq/ema.py ctrainer/fairseq/_sharded_ema.py "
-            "ctrainer/fairseq/_sharding.py ctrainer/fairseq/_zero.py "
-            "ctrainer/fairseq/_code_feedback.py "
-            "ctrainer/fairseq/_worker_states.py":
+            "ctrainer/fairseq/ema.py":
                 "python/fairseq/test_fairseq_sharding.py "
                 "python/fairseq/test_fairseq_trainer.py "
                 "python/fairseq/test_fairseq_ranks.py",
-            "ctrainer/fairseq/_bars.py ctrainer/fairseq/progress_bar.py "
-            "ctrainer/fairseq/trackers.py":
+            "ctrainer/fairseq/_sharding.py":
+                "python/fairseq/test_fairseq_sharding.py "
+                "python/fairseq/test_fairseq_trainer.py "
+                "python/fairseq/test_fairseq_ranks.py",
+            "ctrainer/fairseq/progress_bar.py":
                 "python/fairseq/test_fairseq_progress.py",
-            "ctrainer/fairseq/_tensors.py":
-                "python/fairseq/test_fairseq_metrics.py",
             "ctrainer/fairseq/utils.py":
                 "python/fairseq/test_fairseq_user_dir.py "
                 "python/fairseq/test_fairseq_trainer.py",
@@ -655,15 +665,6 @@ AREAS = {
     ),
     "fairseq's files": Area(
         {
-            "ctrainer/fairseq/_trainer_ckpt.py":
-                "python/fairseq/test_fairseq_checkpoints.py "
-                "python/fairseq/test_fairseq_layouts.py",
-            "ctrainer/fairseq/checkpoint_utils.py":
-                "python/fairseq/test_fairseq_checkpoint_policies.py "
-                "python/fairseq/test_fairseq_checkpoints.py "
-                "python/checkpoint/test_durable_files.py",
-            "ctrainer/fairseq/_checkpoint_upgrade.py":
-                "python/fairseq/test_fairseq_old_checkpoints.py",
             "ctrainer/adapters/fairseq_parameters.py":
                 "python/fairseq/test_fairseq_layouts.py "
                 "python/fairseq/test_fairseq_old_checkpoints.py",
@@ -704,15 +705,12 @@ AREAS = {
                 "python/fairseq/test_fairseq_data.py "
                 "python/fairseq/test_fairseq_text.py "
                 "python/fairseq/test_fairseq_translation.py",
-            "ctrainer/fairseq/_file_pair.py ctrainer/fairseq/_mmap_dataset.py "
             "ctrainer/fairseq/indexed_dataset.py":
                 "python/fairseq/test_fairseq_indexed.py "
                 "python/checkpoint/test_durable_files.py",
             "ctrainer/fairseq/concat_dataset.py "
             "ctrainer/fairseq/fairseq_dataset.py":
                 "python/fairseq/test_fairseq_data.py",
-            "ctrainer/fairseq/_epoch_iterating.py":
-                "python/fairseq/test_fairseq_epochs.py",
             "ctrainer/fairseq/binarizer.py ctrainer/fairseq/preprocess.py":
                 "python/fairseq/test_fairseq_text.py",
             "ctrainer/fairseq/tasks/fairseq_task.py "

@@ -21,8 +21,8 @@ from draws import draws
 from places import PYTHONPATH
 
 from ctrainer.checkpoint import CheckpointWriter
-from ctrainer.fairseq._buffered_iterator import BufferedIterator
 from ctrainer.fairseq.indexed_dataset import MMapIndexedDataset, make_builder
+from ctrainer.fairseq.iterators import BufferedIterator
 
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 

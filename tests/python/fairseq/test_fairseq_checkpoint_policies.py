@@ -13,7 +13,7 @@ import torch
 from draws import draws
 
 from ctrainer.fairseq import checkpoint_utils
-from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
+from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
 from ctrainer.fairseq.config import as_config
 
 

@@ -21,7 +21,7 @@ import pytest
 from draws import draws
 
 from ctrainer.arguments.settings import hints
-from ctrainer.fairseq._trainer_checks import check_config
+from ctrainer.fairseq._trainer_base import check_config
 from ctrainer.fairseq.config import as_config, component_class
 from ctrainer.fairseq.config.command_line import only_refers
 from ctrainer.fairseq.config.optimizers import OPTIMIZERS

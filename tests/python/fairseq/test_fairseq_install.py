@@ -16,9 +16,9 @@ import torch
 from places import ROOT
 
 from ctrainer.adapters.torch_fairseq import allow_namespaces
-from ctrainer.fairseq import _cures as cures
 from ctrainer.fairseq import _install, install, uninstall
-from ctrainer.fairseq._patches import Patches
+from ctrainer.fairseq import _install as cures
+from ctrainer.fairseq._install import Patches
 
 INSTALLED = importlib.util.find_spec("fairseq") is not None
 needs_fairseq = pytest.mark.skipif(

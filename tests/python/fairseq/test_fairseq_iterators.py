@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ctrainer.fairseq import _buffered_iterator
+from ctrainer.fairseq import iterators
 from ctrainer.fairseq.iterators import (
     BufferedIterator,
     CountingIterator,
@@ -228,7 +228,7 @@ def test_an_empty_buffer_is_warned_of_after_five_minutes_and_then_every_fifteen(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(_buffered_iterator.time, "monotonic", lambda: now)
+    monkeypatch.setattr(iterators.time, "monotonic", lambda: now)
     itr = BufferedIterator(8, range(8))
     wanted = threading.Semaphore(0)
     itr._iterable = (wanted.acquire() and i for i in range(8))

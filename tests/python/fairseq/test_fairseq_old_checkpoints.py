@@ -15,7 +15,7 @@ import pytest
 import torch
 from places import PYTHONPATH
 
-from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
+from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
 from ctrainer.fairseq.config import checkpoint_config
 
 ADAM = {"criterion_name": "Criterion", "optimizer_name": "FairseqAdam"}
@@ -181,7 +181,7 @@ from ctrainer.fairseq import install
 install(trainer=False)
 from fairseq import checkpoint_utils as theirs
 from omegaconf import OmegaConf
-from ctrainer.fairseq._checkpoint_upgrade import upgrade_state_dict
+from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
 from test_fairseq_old_checkpoints import LAYOUTS
 theirs.convert_namespace_to_omegaconf = lambda args: None
 for name, make in LAYOUTS.items():

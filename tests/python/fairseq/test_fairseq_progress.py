@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ctrainer.fairseq import as_config, trackers
+from ctrainer.fairseq import as_config, progress_bar
 from ctrainer.fairseq import progress_bar as bars
 from ctrainer.fairseq.meters import AverageMeter, StopwatchMeter, SumMeter, TimeMeter
 
@@ -281,7 +281,7 @@ def events(folder: Path) -> list[tuple[str, float, int]]:
     length, its checksum, the event, its checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
-    trackers._close_writers()
+    progress_bar._close_writers()
     found = []
     for path in sorted(folder.glob("events.*")):
         data = path.read_bytes()
@@ -302,7 +302,7 @@ class TestTensorBoard:
     def _close(self) -> Iterator[None]:
         pytest.importorskip("tensorboardX")
         yield
-        trackers._close_writers()
+        progress_bar._close_writers()
 
     def test_numbers_go_into_a_folder_of_their_tag(self, tmp_path: Path) -> None:
         mean = AverageMeter()
