@@ -36,8 +36,9 @@ BINDING := $(wildcard csrc/binding/*.c csrc/binding/*/*.c)
 HEADERS := $(wildcard csrc/*/*.h csrc/*/*.def csrc/*/*/*.h csrc/*/*/*.def)
 # A communicator whose ranks are threads, for the tests.
 RANKS := $(patsubst tests/core/%.c,$(BUILD)/obj/tests/%.o,$(wildcard tests/core/ct_*.c))
-TESTS := $(patsubst tests/core/%.c,$(BUILD)/%,$(wildcard tests/core/test_*.c))
-FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] \
+CORE_TESTS := $(wildcard tests/core/*/test_*.c)
+TESTS := $(patsubst %.c,$(BUILD)/%,$(notdir $(CORE_TESTS)))
+FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] tests/core/*/*.c \
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
@@ -93,7 +94,8 @@ check-core: $(TESTS)
 	failed=; for t in $(TESTS); do $$t || failed="$$failed $$t"; done; \
 	  test -z "$$failed" || { echo "FAILED:$$failed"; exit 1; }
 
-$(BUILD)/test_%: tests/core/test_%.c $(wildcard tests/core/*.h) $(BUILD)/libcore.a
+vpath test_%.c $(sort $(dir $(CORE_TESTS)))
+$(BUILD)/test_%: test_%.c $(wildcard tests/core/*.h) $(BUILD)/libcore.a
 	$(CC) $(CFLAGS) -Itests/core -o $@ $< $(BUILD)/libcore.a -lm
 
 $(BUILD)/libcore.a: $(CORE:csrc/%.c=$(BUILD)/obj/%.o) $(RANKS)

@@ -46,48 +46,48 @@ AREAS = {
     "optimizers": Area(
         {
             core("optim/optim"):
-                "core/test_optim.c binding/test_optimizer.py",
+                "core/optim/test_optim.c binding/test_optimizer.py",
             core("optim/kinds"):
-                "core/test_optim.c binding/test_optimizer.py "
-                "core/test_optim_parts.c",
+                "core/optim/test_optim.c binding/test_optimizer.py "
+                "core/optim/test_optim_parts.c",
             core("optim/run"):
-                "core/test_optim.c core/test_optim_parts.c "
+                "core/optim/test_optim.c core/optim/test_optim_parts.c "
                 "binding/test_optimizer.py binding/test_layerwise.py "
                 "binding/test_matrix_optimizers.py",
             core("optim/muon", "optim/layerwise", "optim/adafactor") + " " +
             math("adafactor", "formula/lamb", "lamb", "lars", "formula/muon",
                  "muon"):
-                "core/test_optim_parts.c binding/test_layerwise.py "
+                "core/optim/test_optim_parts.c binding/test_layerwise.py "
                 "binding/test_matrix_optimizers.py",
             core("optim/adagrad", "optim/adam", "optim/sgd", "optim/schedule_free",
                  "device/update") + " " +
             math("formula/adamw", "formula/lion", "formula/nag", "formula/parts",
                  "parts", "formula/rmsprop", "formula/schedule_free"):
-                "core/test_adamw.c core/test_sgd.c core/test_hyper.c "
-                "core/test_kernels.c binding/test_optimizer_rules.py",
+                "core/optim/test_adamw.c core/optim/test_sgd.c core/optim/test_hyper.c "
+                "core/cpu/test_kernels.c binding/test_optimizer_rules.py",
             core("optim/hyper"):
-                "core/test_hyper.c",
+                "core/optim/test_hyper.c",
             core("engine/clip"):
-                "core/test_clip.c",
+                "core/engine/test_clip.c",
             core("device/factored") + " " +
             "csrc/cpu/factor.c csrc/cpu/body/factor.h":
-                "core/test_factor.c",
+                "core/cpu/test_factor.c",
             core("engine/step", "optim/grads"):
-                "core/test_step.c",
+                "core/engine/test_step.c",
             core("engine/noise"):
-                "core/test_step.c core/test_noise.c",
+                "core/engine/test_step.c core/engine/test_noise.c",
             core("engine/average"):
-                "core/test_average.c",
+                "core/engine/test_average.c",
             "csrc/cpu/update.c":
-                "core/test_kernels.c core/test_half.c",
+                "core/cpu/test_kernels.c core/cpu/test_half.c",
             "csrc/cpu/norm.c csrc/cpu/body/norm.h" + " " +
             math("norm"):
-                "core/test_norm.c",
+                "core/cpu/test_norm.c",
             "csrc/cpu/quant.c":
-                "core/test_quant.c",
+                "core/cpu/test_quant.c",
             "csrc/cpu/quant_gather.c csrc/cpu/body/quant.h" + " " +
             math("quant"):
-                "core/test_quant.c binding/test_eight_bit.py",
+                "core/cpu/test_quant.c binding/test_eight_bit.py",
             binding("optim/engine"):
                 "binding/test_optimizer.py python/optim/test_trainer_average.py "
                 "binding/test_weight_average.py binding/test_clipping.py",
@@ -130,16 +130,16 @@ AREAS = {
     "schedules": Area(
         {
             core("schedule/schedule", "schedule/transformers"):
-                "core/test_schedule.c binding/test_scheduler.py",
+                "core/schedule/test_schedule.c binding/test_scheduler.py",
             core("schedule/fairseq"):
-                "core/test_schedule.c python/fairseq/test_fairseq_schedules.py",
+                "core/schedule/test_schedule.c python/fairseq/test_fairseq_schedules.py",
             core("schedule/deepspeed"):
-                "core/test_schedule.c python/compat/test_deepspeed_schedules.py",
+                "core/schedule/test_schedule.c python/compat/test_deepspeed_schedules.py",
             binding("schedule/schedule", "schedule/scheduler") + " " +
             "ctrainer/schedules.py":
                 "binding/test_scheduler.py",
             "csrc/core/schedule/family.h":
-                "core/test_schedule.c",
+                "core/schedule/test_schedule.c",
             "ctrainer/deepspeed_schedules.py":
                 "python/compat/test_deepspeed_schedules.py",
         },
@@ -148,7 +148,7 @@ AREAS = {
     "scaler": Area(
         {
             core("engine/scaler"):
-                "core/test_scaler.c binding/test_loss_scaler.py",
+                "core/engine/test_scaler.c binding/test_loss_scaler.py",
             binding("engine/loss_scaler"):
                 "binding/test_loss_scaler.py",
             "ctrainer/arguments/loss_scaler.py":
@@ -182,12 +182,12 @@ AREAS = {
     "bmuf": Area(
         {
             core("bmuf/bmuf", "bmuf/quantized"):
-                "core/test_bmuf.c python/bmuf/test_bmuf_ranks.py",
+                "core/bmuf/test_bmuf.c python/bmuf/test_bmuf_ranks.py",
             binding("bmuf/bmuf") + " " +
             "ctrainer/bmuf.py":
                 "python/bmuf/test_bmuf.py python/bmuf/test_bmuf_ranks.py",
             math("formula/block", "block"):
-                "core/test_bmuf.c core/test_kernels.c",
+                "core/bmuf/test_bmuf.c core/cpu/test_kernels.c",
             "ctrainer/arguments/bmuf.py ctrainer/trainer/blocks.py "
             "ctrainer/adapters/blocks.py":
                 "python/bmuf/test_ranks_blocks.py",
@@ -265,12 +265,12 @@ AREAS = {
     "evaluation": Area(
         {
             core("data/rows"):
-                "core/test_rows.c binding/test_arrays.py core/test_pad.c "
+                "core/data/test_rows.c binding/test_arrays.py core/data/test_pad.c "
                 "binding/test_collate.py",
             binding("data/accumulator"):
                 "binding/test_arrays.py",
             core("base/buf", "base/region"):
-                "core/test_rows.c core/test_safetensors.c",
+                "core/data/test_rows.c core/checkpoint/test_safetensors.c",
             binding("runtime/nested"):
                 "python/trainer/test_trainer_pt_utils.py "
                 "binding/test_trainer_eval.py",
@@ -318,8 +318,8 @@ AREAS = {
                 "binding/test_batches.py binding/test_blocks.py "
                 "binding/test_collate.py",
             core("data/batches"):
-                "core/test_batches.c binding/test_batches.py core/test_blocks.c "
-                "binding/test_blocks.py core/test_shard.c "
+                "core/data/test_batches.c binding/test_batches.py core/data/test_blocks.c "
+                "binding/test_blocks.py core/data/test_shard.c "
                 "python/data/test_batch_shard.py",
             "ctrainer/fairseq/meters.py":
                 "python/fairseq/test_fairseq_meters.py "
@@ -340,26 +340,26 @@ AREAS = {
     "checkpoints": Area(
         {
             core("checkpoint/staging"):
-                "core/test_staging.c core/test_files.c core/test_writer.c",
+                "core/checkpoint/test_staging.c core/checkpoint/test_files.c core/checkpoint/test_writer.c",
             core("base/io"):
-                "core/test_staging.c core/test_files.c core/test_writer.c "
-                "core/test_zip.c",
+                "core/checkpoint/test_staging.c core/checkpoint/test_files.c core/checkpoint/test_writer.c "
+                "core/checkpoint/test_zip.c",
             core("checkpoint/writer"):
-                "core/test_writer.c",
+                "core/checkpoint/test_writer.c",
             core("checkpoint/plan"):
-                "core/test_writer.c core/test_plan.c binding/test_checkpoint.py",
+                "core/checkpoint/test_writer.c core/checkpoint/test_plan.c binding/test_checkpoint.py",
             core("checkpoint/arena"):
-                "core/test_writer.c core/test_plan.c",
+                "core/checkpoint/test_writer.c core/checkpoint/test_plan.c",
             core("base/crc"):
-                "core/test_crc.c",
+                "core/base/test_crc.c",
             core("checkpoint/source"):
-                "core/test_files.c core/test_zip.c",
+                "core/checkpoint/test_files.c core/checkpoint/test_zip.c",
             core("checkpoint/zip"):
-                "core/test_zip.c",
+                "core/checkpoint/test_zip.c",
             core("checkpoint/safetensors", "base/json"):
-                "core/test_safetensors.c",
+                "core/checkpoint/test_safetensors.c",
             core("checkpoint/manifest"):
-                "core/test_plan.c binding/test_checkpoint.py",
+                "core/checkpoint/test_plan.c binding/test_checkpoint.py",
             binding("checkpoint/writer", "checkpoint/files", "checkpoint/tensors"):
                 "binding/test_checkpoint.py",
             binding("trainer/checkpoint"):
@@ -396,32 +396,32 @@ AREAS = {
     "ranks": Area(
         {
             core("comm/comm", "comm/self", "comm/split"):
-                "core/test_comm.c",
+                "core/comm/test_comm.c",
             core("comm/bytes"):
-                "core/test_comm.c core/test_packet.c",
+                "core/comm/test_comm.c core/comm/test_packet.c",
             core("comm/padded", "data/targets"):
-                "core/test_comm_padded.c core/test_count.c",
+                "core/comm/test_comm_padded.c core/data/test_count.c",
             core("comm/sync"):
-                "core/test_reducer.c binding/test_communicator.py",
+                "core/ddp/test_reducer.c binding/test_communicator.py",
             core("base/copy_far"):
-                "core/test_copy_far.c",
+                "core/base/test_copy_far.c",
             core("comm/reduce") + " " +
             "csrc/core/comm/reduce_body.h":
-                "core/test_reduce.c",
+                "core/comm/test_reduce.c",
             core("ddp/codec"):
-                "core/test_codecs.c",
+                "core/ddp/test_codecs.c",
             core("comm/shm", "comm/exchange", "comm/process_barrier", "base/wait",
                  "base/pages", "base/segment"):
-                "core/test_comm_shm.c core/test_comm_shm_memory.c "
-                "core/test_comm_shm_faults.c",
+                "core/comm/test_comm_shm.c core/comm/test_comm_shm_memory.c "
+                "core/comm/test_comm_shm_faults.c",
             core("comm/hierarchical"):
-                "core/test_comm_levels.c",
+                "core/comm/test_comm_levels.c",
             core("comm/history"):
-                "core/test_history.c python/comm/test_ranks_differ.py",
+                "core/comm/test_history.c python/comm/test_ranks_differ.py",
             core("base/pool"):
-                "core/test_pool.c",
+                "core/base/test_pool.c",
             core("ddp/reducer", "ddp/bucket"):
-                "core/test_reducer.c",
+                "core/ddp/test_reducer.c",
             binding("comm/communicator", "comm/sync"):
                 "binding/test_communicator.py "
                 "python/comm/test_ranks_of_one_machine.py",
@@ -458,8 +458,8 @@ AREAS = {
     "fsdp": Area(
         {
             core("fsdp/unit"):
-                "core/test_fsdp.c python/fsdp/test_fsdp_codes.py "
-                "core/test_fsdp_codes.c "
+                "core/fsdp/test_fsdp.c python/fsdp/test_fsdp_codes.py "
+                "core/fsdp/test_fsdp_codes.c "
                 "python/fsdp/test_fsdp_missing_gradients.py",
             binding("fsdp/unit", "fsdp/passes"):
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py",
@@ -470,7 +470,7 @@ AREAS = {
                 "python/fsdp/test_fsdp_prefetch.py "
                 "python/fsdp/test_fsdp_hybrid.py",
             core("base/mapping"):
-                "core/test_mapping.c core/test_alloc.c",
+                "core/base/test_mapping.c core/base/test_alloc.c",
             "ctrainer/arguments/fsdp.py":
                 "python/fsdp/test_fsdp_options.py python/fsdp/test_fsdp_errors.py",
             "ctrainer/fsdp/full_params.py ctrainer/fsdp/module.py "
@@ -726,32 +726,32 @@ AREAS = {
     "kernels": Area(
         {
             core("base/alloc"):
-                "core/test_alloc.c",
+                "core/base/test_alloc.c",
             core("base/status") + " " +
             "csrc/core/base/check.h" + " " +
             math("half"):
-                "core/test_dtype.c core/test_half.c core/test_copy.c",
+                "core/base/test_dtype.c core/cpu/test_half.c core/cpu/test_copy.c",
             core("data/index"):
-                "core/test_index.c",
+                "core/data/test_index.c",
             "csrc/cpu/add.c csrc/cpu/average.c csrc/cpu/body/average.h "
             "csrc/cpu/copy.c csrc/cpu/body/dither.h csrc/cpu/scale.c "
             "csrc/cpu/body/scale.h csrc/cpu/stretch.c csrc/cpu/tile.c "
             "csrc/cpu/body/tile.h csrc/cpu/zero.c csrc/cpu/device.c" + " " +
             math("ema", "philox", "formula/scale"):
-                "core/test_kernels.c core/test_copy.c core/test_half.c",
+                "core/cpu/test_kernels.c core/cpu/test_copy.c core/cpu/test_half.c",
             "csrc/cpu/codes.c csrc/cpu/body/codes.h" + " " +
             math("codes"):
-                "core/test_codes.c",
+                "core/cpu/test_codes.c",
             "csrc/cpu/cuts.c":
-                "core/test_cuts.c",
+                "core/cpu/test_cuts.c",
             "csrc/cpu/isa.c":
-                "core/test_isa.c",
+                "core/cpu/test_isa.c",
             "csrc/cpu/measure.c":
-                "core/test_measure.c",
+                "core/cpu/test_measure.c",
             "csrc/cpu/blas.c csrc/cpu/gemm.c csrc/cpu/body/gemm.h":
-                "core/test_gemm.c",
+                "core/cpu/test_gemm.c",
         },
-        "core/test_optim.c core/test_step.c core/test_codecs.c",
+        "core/optim/test_optim.c core/engine/test_step.c core/ddp/test_codecs.c",
     ),
     "cuda": Area(
         {

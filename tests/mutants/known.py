@@ -35,7 +35,7 @@ FIXED = (
         "ct_sync_folder(staging->parent, err)",
         "CT_OK",
         "the parent is not synced after the rename",
-        "core/test_staging.c",
+        "core/checkpoint/test_staging.c",
     ),
     Fixed(
         "csrc/core/bmuf/bmuf.c",
@@ -43,7 +43,7 @@ FIXED = (
         "b->alike && flat != &b->global",
         "b->alike",
         "a global model that was loaded counts as agreed",
-        "core/test_bmuf.c",
+        "core/bmuf/test_bmuf.c",
     ),
     Fixed(
         "ctrainer/trainer/checkpoint.py",
