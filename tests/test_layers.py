@@ -3,13 +3,13 @@
 import ast
 import re
 import subprocess
-import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks import run_alone
 
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -350,12 +350,8 @@ def test_lower_python_modules_do_not_know_the_trainer() -> None:
 
 
 def test_import_ctrainer_loads_no_framework() -> None:
-    names = ", ".join(map(repr, FRAMEWORKS))
-    code = f"import sys, ctrainer; print([n for n in ({names},) if n in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
+    done = run_alone("loaded", "ctrainer", "--", *FRAMEWORKS)
+    done.check_returncode()
     assert done.stdout.strip() == "[]"
 
 

@@ -1,13 +1,12 @@
 """Tensors and arrays to spans: what is read, and how a refusal speaks."""
 
 import gc
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import run_alone
 from torch.nn import Parameter
 
 from ctrainer import optim
@@ -276,43 +275,11 @@ class TestHostileAttributes:
 
 
 def test_torch_without_the_exchange_table_is_read_by_its_methods() -> None:
-    code = """
-import torch
-del torch.Tensor.__dlpack_c_exchange_api__
-from ctrainer import optim
-params = [torch.nn.Parameter(torch.ones(3, 2, dtype=d))
-          for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
-opt = optim.SGD(params, lr=0.5, momentum=0.9)
-for p in params:
-    p.grad = torch.ones_like(p)
-opt.step(max_norm=1e9, zero_grads=True)
-assert all((p == 0.5).all() and not p.grad.any() for p in params)
-for bad in (torch.ones(2, 3).t(), torch.ones(3, 2).to_sparse(),
-            torch.ones(3, 2, dtype=torch.complex64), torch.ones(3, 2, device="meta")):
-    class Holder:
-        data, grad = torch.ones(3, 2), bad
-    opt.param_groups[0]["params"] = [Holder()]
-    try:
-        opt.step()
-    except (TypeError, ValueError) as error:
-        assert "['params'][0].grad" in str(error), error
-    else:
-        raise AssertionError(bad)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_alone("optim.without_exchange_table").check_returncode()
 
 
 def test_numpy_is_trained_without_importing_torch() -> None:
-    code = """
-import sys
-import numpy as np
-from ctrainer.adapters.numpy import AdamW, Parameter
-p = Parameter(np.ones(3, np.float32)); p.grad = np.ones(3, np.float32)
-AdamW([p], lr=0.5, weight_decay=0).step(max_norm=1.0)
-assert abs(p.data - 0.5).max() < 1e-6
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_alone("optim.numpy_alone").check_returncode()
 
 
 def test_survives_every_failed_allocation() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import run_alone
 
 from ctrainer import _C
 from ctrainer.checkpoint import (
@@ -263,29 +264,13 @@ def test_another_thread_is_refused_while_one_is_inside(tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "checkpoint-1") == []
 
 
-AT_EXIT = """
-import shutil, sys
-import numpy as np
-from ctrainer.checkpoint import CheckpointWriter
-kept = CheckpointWriter()
-made = kept.begin(sys.argv[1])
-kept.add_safetensors("model.safetensors", {"w": np.ones(1 << 22, np.float32)})
-kept.add_bytes("trainer_state.json", b"{}")
-if sys.argv[2] == "lost":
-    shutil.rmtree(made)
-kept.commit()
-"""
-
-
 @pytest.mark.parametrize("fate", ["kept", "lost"])
 def test_a_process_that_ends_finishes_its_save_or_says_why_not(
     tmp_path: Path, fate: str
 ) -> None:
     folder = tmp_path / "checkpoint-1"
-    done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT, str(folder), fate],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = run_alone("checkpoint.at_exit", str(folder), fate)
+    done.check_returncode()
     if fate == "kept":
         assert verify_checkpoint(folder) == []
         assert done.stderr == ""

@@ -4,7 +4,6 @@ import copy
 import gc
 import inspect
 import pickle
-import subprocess
 import sys
 import threading
 import weakref
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_alone
 from torch.nn import Parameter
 
 from ctrainer import optim
@@ -379,14 +379,7 @@ class TestTorchConventions:
         assert param.tolist() == [0.0, 0.0]
 
     def test_step_does_not_import_dynamo(self) -> None:
-        code = (
-            "import sys, torch; from ctrainer import optim\n"
-            "p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2)\n"
-            "o = optim.AdamW([p]); o.step(max_norm=1.0)\n"
-            "o.load_state_dict(o.state_dict())\n"
-            "assert 'torch._dynamo' not in sys.modules\n"
-        )
-        subprocess.run([sys.executable, "-c", code], check=True)
+        run_alone("optim.no_dynamo").check_returncode()
 
 
 class TestRefusals:

@@ -1,12 +1,12 @@
 """Threads, instruction set and allocator settings of the process."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from ranks import run_alone
 
 from ctrainer import _C
 from ctrainer.adapters.numpy import AdamW, Parameter
@@ -73,45 +73,27 @@ def test_unknown_instruction_set_is_named() -> None:
         _C.set_cpu_isa(3)  # type: ignore[arg-type]
 
 
-def faults(setting: str, environment: dict[str, str]) -> tuple[bool, int]:
+def faults(function: str, value: int, **environ: str) -> tuple[bool, int]:
     """Whether tuning was applied, and page faults of 20 blocks of 16 MiB in turn."""
-    code = f"""
-import resource
-import numpy as np
-from ctrainer import _C
-applied = {setting}
-np.ones(1 << 22, np.float32)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    np.ones(1 << 22, np.float32)
-print(applied, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    done = run_alone("optim.page_faults", function, str(int(value)), **environ)
+    done.check_returncode()
     applied, count = done.stdout.split()
     return applied == "True", int(count)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
-def test_tuned_allocator_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    applied, tuned = faults("_C.malloc_tune(True)", dict(os.environ))
+def test_tuned_allocator_keeps_its_pages() -> None:
+    applied, tuned = faults("malloc_tune", True)
     if not applied:
         pytest.skip("not glibc")
-    _, plain = faults("_C.malloc_tune(False)", dict(os.environ))
+    _, plain = faults("malloc_tune", False)
     assert tuned < plain / 2
-    _, kept = faults("_C.malloc_keep(1 << 25)", dict(os.environ))
-    _, mapped = faults("_C.malloc_keep(1 << 20)", dict(os.environ))
+    _, kept = faults("malloc_keep", 1 << 25)
+    _, mapped = faults("malloc_keep", 1 << 20)
     assert kept < plain / 2 < mapped
-    own = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    assert faults("_C.malloc_tune(True)", own)[0] is False
-    assert faults("_C.malloc_keep(1 << 20)", own)[0] is False
+    own = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+    assert faults("malloc_tune", True, **own)[0] is False
+    assert faults("malloc_keep", 1 << 20, **own)[0] is False
 
 
 @pytest.mark.parametrize("nbytes", [0, 1 << 62])

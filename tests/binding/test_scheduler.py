@@ -6,7 +6,6 @@ import gc
 import inspect
 import pickle
 import random
-import subprocess
 import sys
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 import transformers
 from draws import draws
+from ranks import run_alone
 
 from ctrainer import optim
 from ctrainer._C import LRScheduler, write_rates
@@ -297,33 +297,9 @@ def test_an_option_of_none_counts_as_not_given() -> None:
     assert rates(opt) == [0.1, 3e-5]
 
 
-WITHOUT_FRAMEWORKS = """
-import sys
-sys.modules.update(dict.fromkeys(("torch", "transformers"), None))  # imports now fail
-import numpy as np
-import ctrainer
-from ctrainer.adapters.numpy import SGD, Parameter
-from ctrainer.schedules import get_scheduler
-
-needed = {
-    "cosine_with_min_lr": {"min_lr": 1e-3},
-    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
-    "warmup_stable_decay": {"num_decay_steps": 5},
-}
-for name in set(ctrainer.SchedulerType) - {"reduce_lr_on_plateau", "greedy"}:
-    optimizer = SGD([Parameter(np.zeros(2, np.float32))], lr=0.1)
-    scheduler = get_scheduler(name, optimizer, 2, 20, needed.get(str(name)))
-    for _ in range(5):
-        scheduler.step()
-    print(name, scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]])
-"""
-
-
 def test_schedules_of_the_step_work_without_torch_and_transformers() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_FRAMEWORKS], capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
+    done = run_alone("optim.schedules_alone")
+    done.check_returncode()
     names = {kind.value for kind in transformers.SchedulerType} - set(ON_METRIC)
     assert sorted(done.stdout.split("\n")) == ["", *sorted(f"{n} True" for n in names)]
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from places import PYTHONPATH
+from ranks import run_alone
 from tiny import Net, arguments, make, rows
 from torch import nn
 
@@ -405,35 +402,14 @@ def test_gradients_outside_the_optimizer_do_not_pile_up() -> None:
 
 # Signals
 
-CHILD = """
-import os, signal, sys, torch
-from tiny import Net, make, rows
-import ctrainer
-
-class Kills(ctrainer.TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            os.kill(os.getpid(), signal.{name})
-
-trainer = make(ctrainer.Trainer, Net(), rows(), max_steps=10, save_strategy="steps",
-               save_steps=100, output_dir={folder!r}, callbacks=[Kills()])
-try:
-    trainer.train()
-finally:
-    print("steps", trainer.state.global_step, flush=True)
-"""
-
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_leaves_a_checkpoint_and_ends_the_process(
     name: str, tmp_path: Path
 ) -> None:
-    code = CHILD.format(name=name, folder=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    flags = ["-X", "dev", "-W", "ignore"]
+    program = "trainer.killed_by_signal"
+    done = run_alone(program, str(tmp_path), name, flags=flags)
     number = getattr(signal, name)
     assert done.returncode in (-number, 128 + number), done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]

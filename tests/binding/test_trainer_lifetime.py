@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from places import PYTHONPATH
+from ranks import run_alone
 from tiny import Net, make, rows
 
 import ctrainer
@@ -90,19 +88,8 @@ def test_the_signal_handlers_are_as_before() -> None:
 
 
 def test_a_run_in_development_mode_is_silent() -> None:
-    code = """
-from tiny import Net, make, rows
-import ctrainer
-trainer = make(ctrainer.Trainer, Net(), rows(), max_steps=3, save_steps=2,
-               save_strategy="steps")
-trainer.train()
-del trainer
-"""
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error:::ctrainer", "-c", code],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    flags = ["-X", "dev", "-W", "error:::ctrainer"]
+    done = run_alone("trainer.development", flags=flags)
     assert done.returncode == 0, done.stderr
     assert "ctrainer" not in done.stderr
 

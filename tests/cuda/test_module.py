@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_alone
 
 cuda = pytest.importorskip("ctrainer._cuda", reason="ctrainer._cuda is not built")
 
@@ -87,12 +88,6 @@ def test_it_needs_neither_a_cuda_library_nor_the_cpp_runtime() -> None:
 
 
 def test_importing_it_loads_no_driver() -> None:
-    code = (
-        "import ctrainer._cuda\n"
-        "print([l for l in open('/proc/self/maps') if 'libcuda.so' in l])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        cwd=ROOT,
-    )  # fmt: skip
+    done = run_alone("cuda_libraries")
+    done.check_returncode()
     assert done.stdout.strip() == "[]"

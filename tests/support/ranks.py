@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,11 +106,12 @@ def run(folder: Path, program: str, world: int = 2, **options: Any) -> list[Rank
 
 
 def run_alone(
-    program: str, *arguments: str, **environ: str
+    program: str, *arguments: str, flags: Sequence[str] = (), **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module of tests/programs in a process of its own, with these variables."""
+    """Run a module of tests/programs in a process of its own, with these flags of the
+    interpreter and these variables."""
     return subprocess.run(
-        [sys.executable, "-m", f"programs.{program}", *arguments],
+        [sys.executable, *flags, "-m", f"programs.{program}", *arguments],
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **environ},
         capture_output=True, text=True, timeout=LIMIT_SECONDS,
     )  # fmt: skip

@@ -9,14 +9,13 @@ import json
 import logging
 import pickle
 import re
-import subprocess
-import sys
 import warnings
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from places import ROOT
+from ranks import run_alone
 
 from ctrainer.arguments import table
 from ctrainer.arguments.older_fields import ALIASES, OlderFields, default_of
@@ -477,18 +476,8 @@ class TestOldNames:
 
 class TestObject:
     def test_making_one_imports_neither_torch_nor_transformers(self) -> None:
-        code = (
-            "import sys; from ctrainer.training_args import TrainingArguments; "
-            "a = TrainingArguments('x'); repr(a), a.to_dict(); "
-            "print('torch' in sys.modules, 'transformers' in sys.modules)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=ROOT,
-        )
+        done = run_alone("trainer.arguments_alone")
+        done.check_returncode()
         assert done.stdout.split() == ["False", "False"]
 
     def test_output_dir_by_position_and_default(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from places import PYTHONPATH
 
 torch = pytest.importorskip("torch")
 
@@ -404,24 +405,14 @@ def test_numpy_model_resumes_bit_equal_without_torch_files(tmp_path: Path) -> No
     assert np.array_equal(whole.model.w.data, resumed.model.w.data)
 
 
-VICTIM = """
-import sys
-sys.path.insert(0, sys.argv[2])
-import torch
-torch.set_num_threads(1)
-import test_trainer_checkpoints as t
-t.make(t.Path(sys.argv[1]), save_steps=1, max_steps=100000, logging_steps=1000,
-       save_total_limit=3).train()
-"""
-
-
 def test_killed_at_any_instant_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
-    here = str(Path(__file__).parent)
+    paths = os.pathsep.join([PYTHONPATH, str(Path(__file__).parent)])
     chance = random.Random(0)
     newest = 0
     for _ in range(6):
         child = subprocess.Popen(
-            [sys.executable, "-c", VICTIM, str(tmp_path), here],
+            [sys.executable, "-m", "programs.checkpoint.saving_always", str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": paths},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         deadline = time.monotonic() + 200

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import multiprocessing
+import os
 import pickle
 import random
 import signal
@@ -34,6 +35,7 @@ from data_kinds import (
     stack,
 )
 from draws import EXHAUSTIVE, draws
+from places import PYTHONPATH
 from tiny import Net, arguments
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
@@ -368,16 +370,6 @@ def test_the_place_in_a_large_data_set_is_found_without_its_rows() -> None:
     assert time.process_time() - started < 1.0
 
 
-KILLED = """
-import sys
-sys.path[:0] = sys.argv[2:]
-from pathlib import Path
-from test_data_resume import make, slow
-slow()
-make(Path(sys.argv[1]), "stream with a state", 2, False).train()
-"""
-
-
 def slow() -> None:
     """Let rows take their time."""
     made = data_kinds.row
@@ -391,9 +383,11 @@ def slow() -> None:
 
 def test_a_killed_stream_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "killed"
-    paths = [str(Path(data_kinds.__file__).parent), str(Path(__file__).parent)]
-    command = [sys.executable, "-c", KILLED, str(folder), *paths]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    paths = os.pathsep.join([PYTHONPATH, str(Path(__file__).parent)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "programs.data.killed_stream", str(folder)],
+        env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (folder / "checkpoint-8").exists() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,16 +1,14 @@
 """Our modules under fairseq's names."""
 
-import os
 import pkgutil
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from draws import draws
-from places import ROOT
+from ranks import run_alone
 
 from ctrainer import fairseq
 from ctrainer.fairseq import config, meters, metrics
@@ -32,27 +30,6 @@ def public_modules() -> list[str]:
 
 # Reads "NAME..." of either package, imports them in that order, and looks for files
 # that have run twice.
-IMPORT_ALL = """
-import sys
-from importlib import import_module
-from ctrainer.fairseq import install_fairseq_aliases
-install_fairseq_aliases()
-for name in sys.argv[1:]:
-    import_module(name)
-for name in sys.argv[1:]:
-    short = name.removeprefix("ctrainer.")
-    ours, theirs = (import_module(p + short) for p in ("ctrainer.", ""))
-    assert ours is theirs, name
-    package, _, last = short.rpartition(".")
-    assert getattr(sys.modules[package], last, ours) is ours, name
-    assert ours.__spec__.name.startswith("ctrainer."), name
-by_file = {}
-for name, module in list(sys.modules.items()):
-    file = getattr(module, "__file__", None) or name
-    if name.split(".")[0] in ("fairseq", "ctrainer") and file[-3:] == ".py":
-        assert by_file.setdefault(file, module) is module, file
-print(len(by_file))
-"""
 
 
 @pytest.mark.parametrize("seed", range(draws(2, 40)))
@@ -65,13 +42,7 @@ def test_no_module_runs_twice_under_two_names(seed: int) -> None:
         for package in ("fairseq.", "ctrainer.fairseq.")
     ]
     generator.shuffle(names)
-    run = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, *names],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = run_alone("fairseq.import_all", *names)
     assert run.returncode == 0, run.stderr[-2000:]
     assert int(run.stdout) >= len(public_modules()) - len(MOVED)
 

@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 from places import ROOT
+from ranks import run_alone
 
 from ctrainer.arguments.settings import describe, hints
 from ctrainer.fairseq.config import (
@@ -101,13 +102,9 @@ def test_every_option_has_help_but_those_that_refer() -> None:
 
 
 def test_importing_it_loads_no_torch_and_no_omegaconf() -> None:
-    code = (
-        "import sys, ctrainer.fairseq.config\n"
-        "print([n for n in ('torch', 'omegaconf', 'yaml') if n in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    )
+    frameworks = ("torch", "omegaconf", "yaml")
+    done = run_alone("loaded", "ctrainer.fairseq.config", "--", *frameworks)
+    done.check_returncode()
     assert done.stdout.strip() == "[]"
 
 

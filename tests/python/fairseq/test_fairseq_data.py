@@ -1,8 +1,6 @@
 """Batching, filtering and collation of fairseq's data sets."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_alone
 
 from ctrainer.fairseq import data_utils
 from ctrainer.fairseq.concat_dataset import ConcatDataset
@@ -362,12 +361,10 @@ def test_gradients_pass_through_collation() -> None:
 
 
 def test_the_modules_of_data_need_no_torch() -> None:
-    code = "import sys, ctrainer.fairseq.data_utils, ctrainer.fairseq.iterators\n"
-    code += "import ctrainer.fairseq.indexed_dataset; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False"
+    names = ("data_utils", "iterators", "indexed_dataset")
+    done = run_alone("loaded", *(f"ctrainer.fairseq.{n}" for n in names), "--", "torch")
+    done.check_returncode()
+    assert done.stdout.strip() == "[]"
 
 
 # ---- several data sets ---------------------------------------------------------------

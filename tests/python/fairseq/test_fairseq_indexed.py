@@ -3,8 +3,6 @@
 import os
 import pickle
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ranks import run_alone
 
 torch = pytest.importorskip("torch")
 
@@ -269,42 +268,10 @@ def test_a_set_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path) -> Non
 def test_a_full_disk_leaves_the_old_set(tmp_path: Path) -> None:
     """Under a limit on the size of files, which is what a full disk looks like."""
     prefix = build(tmp_path)
-    code = FULL_DISK + "builder.finalize(sys.argv[1] + '.idx')"
-    done = subprocess.run(
-        [sys.executable, "-c", code, prefix],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_alone("fairseq.full_disk", prefix)
     assert "OSError" in done.stderr.splitlines()[-1]
     assert lists(MMapIndexedDataset(prefix)) == ITEMS
     assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.idx"]
-
-
-FULL_DISK = """
-import contextlib, resource, signal, sys, numpy as np
-from ctrainer.fairseq.indexed_dataset import make_builder
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
-builder = make_builder(sys.argv[1] + ".bin", "mmap")
-for i in range(5):
-    with contextlib.suppress(OSError):
-        builder.add_item(np.arange(300_000))
-"""
-
-KILLED_BETWEEN_RENAMES = """
-import os, sys, numpy as np
-from ctrainer.fairseq.indexed_dataset import make_builder
-builder = make_builder(sys.argv[1] + ".bin", "mmap")
-builder.add_item(np.array([1, 2]))
-replace = os.replace
-def dies(source, target):
-    if target.endswith(sys.argv[2]):
-        os._exit(9)
-    replace(source, target)
-os.replace = dies
-builder.finalize(sys.argv[1] + ".idx")
-"""
 
 
 @pytest.mark.parametrize("at", [".bin", ".idx"])
@@ -312,9 +279,7 @@ def test_a_process_killed_while_it_renames_leaves_no_mixture(
     tmp_path: Path, at: str
 ) -> None:
     prefix = build(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_BETWEEN_RENAMES, prefix, at], check=False
-    )
+    done = run_alone("fairseq.killed_between_renames", prefix, at)
     assert done.returncode == 9
     assert not MMapIndexedDataset.exists(prefix)
     assert lists(MMapIndexedDataset(build(tmp_path))) == ITEMS

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from types import ModuleType
@@ -14,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from places import ROOT
+from ranks import run_alone
 
 from ctrainer.adapters.torch_fairseq import allow_namespaces
 from ctrainer.fairseq import _install, install, uninstall
@@ -187,27 +189,6 @@ NAG = """--optimizer nag --lr 0.05 --lr-scheduler polynomial_decay
 --total-num-update 20 --update-freq 3 --criterion label_smoothed_cross_entropy
 --label-smoothing 0.1""".split()
 MINE = "--optimizer mine --lr 0.1 --lr-scheduler falling".split()
-PLUGIN = """
-import torch
-from fairseq.optim import FairseqOptimizer, register_optimizer
-from fairseq.optim.lr_scheduler import FairseqLRScheduler, register_lr_scheduler
-
-@register_optimizer("mine")
-class Mine(FairseqOptimizer):
-    def __init__(self, args, params):
-        super().__init__(args)
-        self._optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.5)
-
-    @property
-    def optimizer_config(self):
-        return {"lr": 0.1}
-
-@register_lr_scheduler("falling")
-class Falling(FairseqLRScheduler):
-    def step_update(self, updates):
-        self.optimizer.set_lr(0.1 / (updates + 1))
-        return self.optimizer.get_lr()
-"""
 SHOWN = ("loss", "gnorm", "lr", "clip", "num_updates", "wpb", "bsz", "ppl")
 
 
@@ -301,7 +282,8 @@ class TestFairseq:
     def test_what_a_user_registers_is_used(self, data, tmp_path):
         plugin = tmp_path / "plugin"
         plugin.mkdir()
-        (plugin / "__init__.py").write_text(PLUGIN)
+        mine = ROOT / "tests/programs/fairseq/user_dir/optimizer.py"
+        shutil.copy(mine, plugin / "__init__.py")
         how = [*MINE, "--user-dir", plugin]
         theirs, ours = (
             _train(data, tmp_path / str(keep), 4, keep, how)[:2]
@@ -317,23 +299,5 @@ class TestFairseq:
         assert "done training" in log
 
     def test_it_is_idempotent_and_undone(self):
-        code = (
-            "from ctrainer.fairseq import install, uninstall\n"
-            "import dataclasses, numpy; plain = dataclasses.dataclass\n"
-            "lines = install(); assert install() == lines, lines\n"
-            "import fairseq.trainer, fairseq_cli.train as program, ctrainer.fairseq\n"
-            "from fairseq import metrics\n"
-            "assert issubclass(program.Trainer, ctrainer.fairseq.Trainer)\n"
-            "assert metrics is ctrainer.fairseq.metrics\n"
-            "uninstall()\n"
-            "assert fairseq.trainer.Trainer.__module__ == 'fairseq.trainer'\n"
-            "assert dataclasses.dataclass is plain and 'float' not in vars(numpy)\n"
-            "install()\n"
-            "assert issubclass(fairseq.trainer.Trainer, ctrainer.fairseq.Trainer)\n"
-        )
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            check=True,
-            timeout=120,
-        )
+        done = run_alone("fairseq.installed", flags=["-W", "ignore"])
+        assert done.returncode == 0, done.stderr

@@ -3,8 +3,6 @@ and a run goes on from one."""
 
 import copy
 import os
-import subprocess
-import sys
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +12,7 @@ import fairseq_tiny as tiny
 import pytest
 import torch
 from places import PYTHONPATH
+from ranks import run_alone
 
 from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
 from ctrainer.fairseq.config import checkpoint_config
@@ -176,29 +175,7 @@ def test_a_run_goes_on_from_an_old_checkpoint(tmp_path: Path) -> None:
 )
 def test_fairseq_makes_the_same_of_them() -> None:
     """Of the options too, but for those that it then hands to its parsers."""
-    code = """
-from ctrainer.fairseq import install
-install(trainer=False)
-from fairseq import checkpoint_utils as theirs
-from omegaconf import OmegaConf
-from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
-from test_fairseq_old_checkpoints import LAYOUTS
-theirs.convert_namespace_to_omegaconf = lambda args: None
-for name, make in LAYOUTS.items():
-    state, other = upgrade_state_dict(make()), make()
-    if other.get("cfg") is not None:
-        other["cfg"] = OmegaConf.create(other["cfg"])
-    other = theirs._upgrade_state_dict(other)
-    cfg = other.pop("cfg", None)
-    if cfg is not None:
-        assert OmegaConf.to_container(cfg) == state["cfg"], (name, cfg)
-    state.pop("cfg", None)
-    assert other == state, (name, other, state)
-"""
     paths = os.pathsep.join([PYTHONPATH, str(Path(__file__).parent)])
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": paths},
-        check=True,
-        timeout=120,
-    )
+    flags = ["-W", "ignore"]
+    done = run_alone("fairseq.old_checkpoints", flags=flags, PYTHONPATH=paths)
+    assert done.returncode == 0, done.stderr

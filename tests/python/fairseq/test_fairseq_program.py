@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import fairseq_program as program
 import pytest
 import torch
-from places import ROOT
+from ranks import run_alone
 
 from ctrainer.__main__ import main
 
@@ -59,24 +56,7 @@ def test_numbers_are_logged_every_interval_and_every_epoch(
 
 def _die_at(update: int, arguments: list[str]) -> str:
     """Run the program in a process that is killed before an update; its output."""
-    code = (
-        "import os, signal, sys\n"
-        "from ctrainer.__main__ import main\n"
-        "from ctrainer.fairseq.tasks import FairseqTask\n"
-        "step = FairseqTask.train_step\n"
-        "def deadly(self, *args, **kwargs):\n"
-        f"    if kwargs['update_num'] == {update}:\n"
-        "        sys.stdout.flush()\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return step(self, *args, **kwargs)\n"
-        "FairseqTask.train_step = deadly\n"
-        "main(sys.argv[1:])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_alone("fairseq.killed_program", str(update), *arguments)
     assert done.returncode == -signal.SIGKILL, done.stderr
     return done.stdout
 

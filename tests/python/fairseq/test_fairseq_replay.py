@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,29 +17,6 @@ from ctrainer.adapters.torch_fairseq import load_file, save_file
 from ctrainer.fairseq import metrics
 
 # Registers a criterion that fails at the third update, once a run has got so far.
-PLUGIN = """
-from ctrainer.fairseq.criterions import register_criterion
-from ctrainer.fairseq.criterions.cross_entropy import CrossEntropyCriterion
-from ctrainer.fairseq.config import FairseqDataclass
-from dataclasses import dataclass, field
-
-
-@dataclass
-class Fragile(FairseqDataclass):
-    most: int = field(default=0, metadata={"help": "words of a batch at most"})
-
-
-@register_criterion("fragile", dataclass=Fragile)
-class FragileCriterion(CrossEntropyCriterion):
-    def __init__(self, task, most):
-        super().__init__(task, False)
-        self.most = most
-
-    def forward(self, model, sample, reduce=True):
-        if sample["ntokens"] > self.most:
-            raise RuntimeError(f"{sample['ntokens']} words")
-        return super().forward(model, sample, reduce)
-"""
 
 
 @pytest.fixture
@@ -92,7 +70,9 @@ def test_an_exception_of_a_user_s_own_criterion_is_raised_again(
 ) -> None:
     plugin = folder / "fragile_plugin"
     plugin.mkdir()
-    (plugin / "__init__.py").write_text(PLUGIN)
+    shutil.copy(
+        ROOT / "tests/programs/fairseq/user_dir/fragile.py", plugin / "__init__.py"
+    )
     options = ["--user-dir", "fragile_plugin", "--criterion", "fragile"]
     crash = crashed(RuntimeError, *options, "--most", "0")
     words = load_file(str(crash))["crash"]["samples"][0]["ntokens"]

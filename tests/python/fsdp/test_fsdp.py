@@ -7,8 +7,6 @@ import math
 import re
 import resource
 import signal
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,8 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+from places import ROOT
+from ranks import run_alone
 from torch import nn
 
 from ctrainer import _C
@@ -284,25 +284,12 @@ def test_modules_on_the_meta_device_are_given_values() -> None:
 
 
 def test_a_released_parameter_ends_the_process_where_it_is_watched() -> None:
-    code = """
-import torch
-from ctrainer import _C
-from ctrainer.fsdp import FullyShardedDataParallel as FSDP
-model = FSDP(torch.nn.Linear(2, 2), process_group=_C.Communicator(),
-             watch_released=True, disable_reshard_on_root=False)
-with torch.no_grad():
-    model(torch.ones(1, 2))
-print("alive", flush=True)
-model.module.module.weight.sum().item()
-"""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code], capture_output=True,
-        text=True, check=False, timeout=120,
-    )  # fmt: skip
+    done = run_alone("fsdp.released", flags=["-X", "faulthandler"])
     assert done.stdout == "alive\n"
     assert done.returncode == -signal.SIGSEGV
-    last = code.count("\n")  # Python tells the line that has used the parameter
-    assert re.search(rf'Segmentation fault.*File "<string>", line {last} in <module>',
+    program = (ROOT / "tests/programs/fsdp/released.py").read_text()
+    last = program.count("\n")  # Python tells the line that has used the parameter
+    assert re.search(rf'Segmentation fault.*released.py", line {last} in <module>',
                      done.stderr, re.DOTALL)  # fmt: skip
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from fsdp_shards import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ranks import run_alone
 
 from ctrainer import _C, __main__
 from ctrainer.fsdp import (
@@ -313,26 +312,13 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-KILLED_WHILE_WRITING = """
-import os, resource, signal, sys
-from ctrainer import _C
-source, result = sys.argv[1:]
-n = os.path.getsize(source)
-signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-resource.setrlimit(resource.RLIMIT_FSIZE, (n // 2, n // 2))
-_C.write_safetensors(result, {"w": (((source.encode(), 0, n),), "U8", (n,))}, {})
-"""
-
-
 def test_a_process_killed_while_it_writes_leaves_the_earlier_file(
     tmp_path: Path,
 ) -> None:
     source, result = tmp_path / "source", tmp_path / "full.safetensors"
     source.write_bytes(bytes(1 << 22))
     result.write_bytes(b"earlier")
-    command = [sys.executable, "-c", KILLED_WHILE_WRITING, str(source), str(result)]
-    done = subprocess.run(command, timeout=200, check=False)
+    done = run_alone("checkpoint.killed_in_write", str(source), str(result))
     assert done.returncode < 0  # by the signal that the limit sends
     assert result.read_bytes() == b"earlier"
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_shards import Job, Unit, nested_job, save, values, whole
+from ranks import run_alone
 
 from ctrainer import __main__
 from ctrainer.fsdp import (
@@ -46,20 +45,6 @@ def as_safetensors(folder: Path) -> None:
 
 
 # First a disk with room for half of the file, then one that kills who overfills it.
-TWICE_TOO_LARGE = """
-import resource, signal, sys
-from ctrainer import __main__
-prefix, result, half = sys.argv[1:]
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(half), int(half)))
-command = ["consolidate", "--ckpt_prefix", prefix, "--save_path", result]
-try:
-    __main__.main(command)
-except SystemExit as left:
-    print(left.code, flush=True)
-signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-__main__.main(command)
-"""
 
 
 @pytest.mark.parametrize("ending", ["pth", "safetensors"])
@@ -69,10 +54,7 @@ def test_a_full_disk_and_a_killed_command_leave_nothing_half_written(
     job = Job([Unit("", {"w": values(400, 1000)})], 2)
     prefix, result = save(job, tmp_path), tmp_path / f"ckpt.{ending}"
     shards = contents(tmp_path)
-    command = [sys.executable, "-c", TWICE_TOO_LARGE, prefix, str(result), "800000"]
-    done = subprocess.run(
-        command, timeout=120, check=False, capture_output=True, text=True
-    )
+    done = run_alone("fsdp.disk_too_small", prefix, str(result), "800000")
     assert done.stdout == "1\n"
     assert f"{result}" in done.stderr
     assert "File too large" in done.stderr

@@ -1,9 +1,7 @@
 """Classes of others, made before or after, on our engine."""
 
-import subprocess
-import sys
-
 import pytest
+from ranks import run_alone
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -73,19 +71,5 @@ def test_native_leaves_ours_alone_and_refuses_others() -> None:
 
 
 def test_patching_puts_ours_in_transformers_and_back() -> None:
-    code = """
-import transformers
-from ctrainer import hf
-from ctrainer.trainer import Trainer
-from ctrainer.seq2seq import Seq2SeqTrainer
-original = transformers.Trainer
-hf.patch_transformers()
-hf.patch_transformers()
-class Third(transformers.Trainer): pass
-assert issubclass(Third, Trainer) and transformers.trainer.Trainer is Trainer
-assert transformers.Seq2SeqTrainer is Seq2SeqTrainer
-hf.unpatch_transformers()
-assert transformers.Trainer is original and transformers.trainer.Trainer is original
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_alone("trainer.patching")
     assert done.returncode == 0, done.stderr

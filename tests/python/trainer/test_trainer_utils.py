@@ -2,11 +2,10 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from ranks import run_alone
 
 from ctrainer import trainer_utils as utils
 
@@ -46,26 +45,15 @@ def test_set_seed_gives_transformers_numbers(hf) -> None:
 
 def test_set_seed_seeds_a_torch_that_is_not_loaded_yet() -> None:
     torch = pytest.importorskip("torch")
-    code = (
-        "import sys; from ctrainer.trainer_utils import set_seed; "
-        "assert 'torch' not in sys.modules; set_seed(7); "
-        "import torch; print(torch.rand(1).item())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = run_alone("trainer.set_seed")
+    done.check_returncode()
     expected = torch.rand(1, generator=torch.Generator().manual_seed(7)).item()
     assert float(done.stdout) == expected
 
 
 def test_seeding_what_is_loaded_does_not_load_torch() -> None:
-    code = (
-        "import sys; from ctrainer.trainer_utils import seed_loaded; seed_loaded(1); "
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = run_alone("trainer.seed_loaded")
+    done.check_returncode()
     assert done.stdout.strip() == "False"
 
 

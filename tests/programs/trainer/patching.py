@@ -1,0 +1,23 @@
+"""transformers' Trainer becomes ours, and transformers' again."""
+
+import transformers
+
+from ctrainer import hf
+from ctrainer.seq2seq import Seq2SeqTrainer
+from ctrainer.trainer import Trainer
+
+original = transformers.Trainer
+hf.patch_transformers()
+hf.patch_transformers()
+
+
+class Third(transformers.Trainer):
+    pass
+
+
+assert issubclass(Third, Trainer)
+assert transformers.trainer.Trainer is Trainer
+assert transformers.Seq2SeqTrainer is Seq2SeqTrainer
+hf.unpatch_transformers()
+assert transformers.Trainer is original
+assert transformers.trainer.Trainer is original
