@@ -112,8 +112,52 @@ class TrainerCallback:
         """The model is about to be pushed to the Hub."""
 
 
-class DefaultFlowCallback(_C.DefaultFlow, TrainerCallback):  # type: ignore[misc]
+def _is_multiple(step: int, period: float | None) -> bool:
+    return bool(period) and period > 0 and step % period == 0  # type: ignore[operator]
+
+
+def _logs(args: Any, state: Any, step: int) -> bool:
+    by_steps = args.logging_strategy == "steps"
+    return (by_steps and _is_multiple(step, state.logging_steps)) or bool(
+        step == 1 and args.logging_first_step
+    )
+
+
+def is_log_due(args: Any, state: Any, epoch_ends: bool) -> bool:
+    """Will DefaultFlowCallback log after the update that has begun, or after the epoch
+    if that ends with it?"""
+    at_its_end = bool(epoch_ends) and args.logging_strategy == "epoch"
+    return at_its_end or _logs(args, state, state.global_step + 1)
+
+
+class DefaultFlowCallback(TrainerCallback):
     """Logs, evaluates, saves and stops when the arguments say so."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """By steps, the last step is evaluated and saved, whatever the period."""
+        step = state.global_step
+        last = step >= state.max_steps
+        if _logs(args, state, step):
+            control.should_log = True
+        if args.eval_strategy == "steps":
+            due = last or _is_multiple(step, state.eval_steps)
+            if due and (args.eval_delay or 0) <= step:
+                control.should_evaluate = True
+        if args.save_strategy == "steps":
+            if last or _is_multiple(step, state.save_steps):
+                control.should_save = True
+        if last:
+            control.should_training_stop = True
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if args.logging_strategy == "epoch":
+            control.should_log = True
+        if args.eval_strategy == "epoch" and (args.eval_delay or 0) <= state.epoch:
+            control.should_evaluate = True
+        if args.save_strategy == "epoch":
+            control.should_save = True
+        return control
 
 
 class PrinterCallback(TrainerCallback):

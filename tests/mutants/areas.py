@@ -162,9 +162,6 @@ AREAS = {
             binding("callbacks/handler"):
                 "python/callbacks/test_callbacks.py "
                 "binding/test_callback_handler.py binding/test_trainer_hooks.py",
-            binding("callbacks/flow"):
-                "python/callbacks/test_callbacks.py "
-                "binding/test_gradient_metrics.py",
             "ctrainer/runtime/events.py ctrainer/callbacks.py":
                 "python/callbacks/test_callbacks.py",
             "ctrainer/display/html.py ctrainer/display/plotting.py "

@@ -903,21 +903,25 @@ Trainer__clip_grad_norm(PyObject *op, PyObject *Py_UNUSED(model))
 /* ---- when -------------------------------------------------------------------------
  */
 
+/* Does a log follow this update? ctrainer.callbacks.is_log_due() knows. */
 static int
 log_follows(PyObject *op, const ctpy_run *run, PyObject *batches, PyObject *args,
             bool *due)
 {
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *state = PyObject_GetAttr(op, names->str_state);
-    int64_t step;
-    int result = -1;
-    if (state != NULL && ctpy_get_int64(state, names->str_global_step, &step) == 0) {
-        const bool epoch_ends =
-            run->micro_step + PyList_GET_SIZE(batches) >= run->steps_in_epoch;
-        result = ctpy_flow_log_due(names, args, state, step + 1, epoch_ends, due);
-    }
+    const long epoch_ends =
+        run->micro_step + PyList_GET_SIZE(batches) >= run->steps_in_epoch;
+    PyObject *state = PyObject_GetAttr(op, ctpy_state_borrow(op)->str_state);
+    PyObject *module =
+        state == NULL ? NULL : PyImport_ImportModule("ctrainer.callbacks");
+    PyObject *answer = module == NULL ? NULL
+                                      : PyObject_CallMethod(module, "is_log_due", "OOl",
+                                                            args, state, epoch_ends);
+    const int truth = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    *due = truth > 0;
+    Py_XDECREF(answer);
+    Py_XDECREF(module);
     Py_XDECREF(state);
-    return result;
+    return truth < 0 ? -1 : 0;
 }
 
 /* Examples in these batches; where a batch does not show how many it has,

@@ -261,8 +261,7 @@ def test_states_that_no_copy_had_are_refused() -> None:
 # The types of the extension that keep copies of what they hold, and those whose copies
 # nobody needs, which Python refuses by itself.
 COPIED = {
-    "CallbackHandler", "DefaultFlow", "LRScheduler", "LossScaler", "Schedule",
-    "Trainer",
+    "CallbackHandler", "LRScheduler", "LossScaler", "Schedule", "Trainer",
 }  # fmt: skip
 OF_PYTHON = {"ArrayAccumulator", "FairseqOptimizer", "OptimEngine", "WeightAverage"}
 TYPES = {
