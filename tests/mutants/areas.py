@@ -132,9 +132,11 @@ AREAS = {
             core("schedule/schedule", "schedule/transformers"):
                 "core/schedule/test_schedule.c binding/test_scheduler.py",
             core("schedule/fairseq"):
-                "core/schedule/test_schedule.c python/fairseq/test_fairseq_schedules.py",
+                "core/schedule/test_schedule.c "
+                "python/fairseq/test_fairseq_schedules.py",
             core("schedule/deepspeed"):
-                "core/schedule/test_schedule.c python/compat/test_deepspeed_schedules.py",
+                "core/schedule/test_schedule.c "
+                "python/compat/test_deepspeed_schedules.py",
             binding("schedule/schedule", "schedule/scheduler") + " " +
             "ctrainer/schedules.py":
                 "binding/test_scheduler.py",
@@ -315,7 +317,8 @@ AREAS = {
                 "binding/test_batches.py binding/test_blocks.py "
                 "binding/test_collate.py",
             core("data/batches"):
-                "core/data/test_batches.c binding/test_batches.py core/data/test_blocks.c "
+                "core/data/test_batches.c binding/test_batches.py "
+                "core/data/test_blocks.c "
                 "binding/test_blocks.py core/data/test_shard.c "
                 "python/data/test_batch_shard.py",
             "ctrainer/fairseq/meters.py":
@@ -337,14 +340,17 @@ AREAS = {
     "checkpoints": Area(
         {
             core("checkpoint/staging"):
-                "core/checkpoint/test_staging.c core/checkpoint/test_files.c core/checkpoint/test_writer.c",
+                "core/checkpoint/test_staging.c core/checkpoint/test_files.c "
+                "core/checkpoint/test_writer.c",
             core("base/io"):
-                "core/checkpoint/test_staging.c core/checkpoint/test_files.c core/checkpoint/test_writer.c "
+                "core/checkpoint/test_staging.c core/checkpoint/test_files.c "
+                "core/checkpoint/test_writer.c "
                 "core/checkpoint/test_zip.c",
             core("checkpoint/writer"):
                 "core/checkpoint/test_writer.c",
             core("checkpoint/plan"):
-                "core/checkpoint/test_writer.c core/checkpoint/test_plan.c binding/test_checkpoint.py",
+                "core/checkpoint/test_writer.c core/checkpoint/test_plan.c "
+                "binding/test_checkpoint.py",
             core("checkpoint/arena"):
                 "core/checkpoint/test_writer.c core/checkpoint/test_plan.c",
             core("base/crc"):

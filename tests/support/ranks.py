@@ -1,4 +1,4 @@
-"""Runs code as the ranks of a run, as torchrun would start them on one machine."""
+"""Runs modules of tests/programs: as ranks that torchrun would start here, or alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import textwrap
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,31 +17,6 @@ from typing import Any
 from places import PYTHONPATH
 
 LIMIT_SECONDS = 280  # below the time-out of a test
-
-PROLOGUE = """
-import json, os, sys
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-folder = sys.argv[1]
-
-def tell(value):
-    with open(f"{folder}/told{rank}.json", "w") as file:
-        json.dump(value, file)
-"""
-
-# For bodies whose ranks are a gloo group of torch.distributed. It is left at the end:
-# gloo's threads may otherwise find the process half taken down.
-GLOO = """
-import atexit
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-
-dist.init_process_group(
-    "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world,
-    timeout=timedelta(seconds=60.0),
-)
-atexit.register(dist.destroy_process_group)
-"""
 
 
 @dataclass
@@ -88,36 +62,11 @@ def started(
         yield processes
 
 
-def run_ranks(folder: Path, body: str, world: int = 2) -> list[Rank]:
-    """Run `body` in `world` processes; it sees rank, world, folder and tell(value),
-    which hands a JSON value back. A body after GLOO also sees torch and dist."""
-    folder.mkdir(parents=True, exist_ok=True)
-    script = folder / "rank.py"
-    script.write_text(PROLOGUE + textwrap.dedent(body))
-    return _run(folder, [str(script), str(folder)], world)
-
-
 def run(folder: Path, program: str, world: int = 2, **options: Any) -> list[Rank]:
     """Run a module of tests/programs in `world` processes, which find what they are
     in programs.run: rank, world, folder, these options (of JSON), and tell()."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = ["-m", f"programs.{program}", str(folder), json.dumps(options)]
-    return _run(folder, arguments, world)
-
-
-def run_alone(
-    program: str, *arguments: str, flags: Sequence[str] = (), **environ: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a module of tests/programs in a process of its own, with these flags of the
-    interpreter and these variables."""
-    return subprocess.run(
-        [sys.executable, *flags, "-m", f"programs.{program}", *arguments],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **environ},
-        capture_output=True, text=True, timeout=LIMIT_SECONDS,
-    )  # fmt: skip
-
-
-def _run(folder: Path, arguments: list[str], world: int) -> list[Rank]:
     job, port = uuid.uuid4().hex, free_port()
     environs = [torchrun(rank, world, job, port) for rank in range(world)]
     with started(
@@ -130,6 +79,18 @@ def _run(folder: Path, arguments: list[str], world: int) -> list[Rank]:
         Rank(process.returncode, output, _told(folder / f"told{rank}.json"))
         for rank, (process, output) in enumerate(zip(processes, outputs, strict=True))
     ]
+
+
+def run_alone(
+    program: str, *arguments: str, flags: Sequence[str] = (), **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a module of tests/programs in a process of its own, with these flags of the
+    interpreter and these variables."""
+    return subprocess.run(
+        [sys.executable, *flags, "-m", f"programs.{program}", *arguments],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True, text=True, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
 
 
 def _told(path: Path) -> Any:

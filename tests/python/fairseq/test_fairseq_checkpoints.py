@@ -276,15 +276,9 @@ def test_replay_of_a_checkpoint_is_refused() -> None:
 def test_replay_from_the_command_line() -> None:
     sample = tiny.batches(1)[0] | {"factor": torch.tensor(float("nan"))}
     crashed(sample, FloatingPointError)
-    Path("mine.py").write_text(
-        "import fairseq_tiny as tiny\n"
-        "def setup(cfg):\n"
-        "    assert cfg['common']['seed'] == 7\n"
-        "    return tiny.trainer()\n"
-    )
     done = subprocess.run(
         [sys.executable, "-m", "ctrainer", "replay", "checkpoints/crash.pt",
-         "--setup", "mine:setup"],
+         "--setup", "programs.fairseq.replayed:setup"],
         capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
