@@ -418,7 +418,7 @@ AREAS = {
                 "core/comm/test_comm_shm.c core/comm/test_comm_shm_memory.c "
                 "core/comm/test_comm_shm_faults.c",
             core("comm/hierarchical"):
-                "core/comm/test_comm_levels.c",
+                "core/comm/test_hierarchical.c",
             core("comm/history"):
                 "core/comm/test_history.c python/comm/test_ranks_differ.py",
             core("base/pool"):

@@ -116,8 +116,8 @@ ctpy_two_level_communicator(PyObject *module, PyObject *args)
     if (compares < 0) {
         return NULL;
     }
-    return ct_comm_levels_new_steal(&comm, take(inner), take(outer), take(whole),
-                                    compares > 0, &err) == CT_OK
+    return ct_comm_hierarchical_new_steal(&comm, take(inner), take(outer), take(whole),
+                                          compares > 0, &err) == CT_OK
                ? ctpy_communicator_steal(state->Communicator, comm)
                : ctpy_raise(&err);
 }

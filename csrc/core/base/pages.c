@@ -153,51 +153,51 @@ ct_pages_free(ct_pages *p)
 }
 
 ct_status
-ct_lanes_reserve(ct_lanes *lanes, ct_error *err)
+ct_peer_buffers_reserve(ct_peer_buffers *buffers, ct_error *err)
 {
-    void *own = (void *)lanes->own;
+    void *own = (void *)buffers->own;
     const ct_status status =
-        ct_grow(&own, &lanes->room, lanes->n + 1, sizeof(ct_pages *), err);
-    lanes->own = (ct_pages **)own;
+        ct_grow(&own, &buffers->room, buffers->n + 1, sizeof(ct_pages *), err);
+    buffers->own = (ct_pages **)own;
     return status;
 }
 
 void
-ct_lanes_add(ct_lanes *lanes, ct_pages *own)
+ct_peer_buffers_add(ct_peer_buffers *buffers, ct_pages *own)
 {
     ct_pages_hold(own);
-    lanes->own[lanes->n++] = own;
+    buffers->own[buffers->n++] = own;
 }
 
-ct_lane_place
-ct_lanes_find(const ct_lanes *lanes, const void *data, size_t bytes)
+ct_peer_place
+ct_peer_buffers_find(const ct_peer_buffers *buffers, const void *data, size_t bytes)
 {
-    for (size_t i = 0; i < lanes->n && data != NULL; i++) {
-        const ct_pages *lane = lanes->own[i];
-        const size_t offset = (uintptr_t)data - (uintptr_t)lane->data;
-        if (offset < lane->bytes && bytes <= lane->bytes - offset) {
-            return (ct_lane_place){(int)i, offset};
+    for (size_t i = 0; i < buffers->n && data != NULL; i++) {
+        const ct_pages *buffer = buffers->own[i];
+        const size_t offset = (uintptr_t)data - (uintptr_t)buffer->data;
+        if (offset < buffer->bytes && bytes <= buffer->bytes - offset) {
+            return (ct_peer_place){(int)i, offset};
         }
     }
-    return (ct_lane_place){-1, 0};
+    return (ct_peer_place){-1, 0};
 }
 
 char *
-ct_lanes_at(const ct_lanes *lanes, int rank, ct_lane_place place)
+ct_peer_buffers_at(const ct_peer_buffers *buffers, int rank, ct_peer_place place)
 {
-    if (place.lane < 0) {
+    if (place.buffer < 0) {
         return NULL;
     }
-    const ct_pages *lane = lanes->own[place.lane];
-    return (char *)lane->segment.base + (size_t)rank * lane->bytes + place.offset;
+    const ct_pages *buffer = buffers->own[place.buffer];
+    return (char *)buffer->segment.base + (size_t)rank * buffer->bytes + place.offset;
 }
 
 void
-ct_lanes_fini(ct_lanes *lanes)
+ct_peer_buffers_fini(ct_peer_buffers *buffers)
 {
-    for (size_t i = 0; i < lanes->n; i++) {
-        ct_pages_drop(lanes->own[i]);
+    for (size_t i = 0; i < buffers->n; i++) {
+        ct_pages_drop(buffers->own[i]);
     }
-    ct_free((void *)lanes->own);
-    *lanes = (ct_lanes){0};
+    ct_free((void *)buffers->own);
+    *buffers = (ct_peer_buffers){0};
 }

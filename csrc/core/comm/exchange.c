@@ -17,10 +17,10 @@ enum {
  * lengths, dtypes and the like mean something to others, not the request's pointers. */
 typedef struct ct_note {
     ct_request request;
-    ct_lane_place place;
+    ct_peer_place place;
 } ct_note;
 
-/* Bytes of all slots, which lie behind the crew. */
+/* Bytes of all slots, which lie behind the barrier. */
 
 /* The note in the slot of that piece. */
 
@@ -50,7 +50,7 @@ static char *
 slot_of(const ct_exchange *self, int rank, uint32_t piece)
 {
     const size_t slot = (size_t)rank * CT_SLOTS + piece % CT_SLOTS;
-    return (char *)self->segment->base + ct_crew_bytes(self->world_size) +
+    return (char *)self->segment->base + ct_process_barrier_bytes(self->world_size) +
            slot * (NOTE_BYTES + SLOT_BYTES);
 }
 
@@ -65,7 +65,8 @@ ct_slot_note(const ct_exchange *self, int rank, uint32_t piece)
 static char *
 located(const ct_exchange *self, int rank)
 {
-    return ct_lanes_at(&self->lanes, rank, ct_slot_note(self, rank, self->done)->place);
+    return ct_peer_buffers_at(&self->peer_buffers, rank,
+                              ct_slot_note(self, rank, self->done)->place);
 }
 
 /* ---- giving ------------------------------------------------------------------------
@@ -95,20 +96,20 @@ write_note(const ct_exchange *self, const ct_transfer *t, ct_note *n)
         .request = *t->request, .place = {-1, 0}
     };
     if (gives(t, self->rank)) {
-        n->place = ct_lanes_find(&self->lanes, t->from, given * t->item);
+        n->place = ct_peer_buffers_find(&self->peer_buffers, t->from, given * t->item);
     }
 }
 
 /* Whether that counter of the others is there, waiting for it if told to. */
 static ct_status
-reach(const ct_exchange *self, const ct_transfer *t, ct_crew_count which,
+reach(const ct_exchange *self, const ct_transfer *t, ct_process_barrier_count which,
       uint32_t value, bool waits, bool *reached, ct_error *err)
 {
     ct_status status = CT_OK;
-    *reached = ct_crew_has(self->crew, which, value);
+    *reached = ct_process_barrier_has(self->barrier, which, value);
     if (!*reached && waits) {
-        status = ct_crew_wait(self->crew, which, value,
-                              ct_collective_name(t->request->what), err);
+        status = ct_process_barrier_wait(self->barrier, which, value,
+                                         ct_collective_name(t->request->what), err);
         *reached = status == CT_OK;
     }
     return status;
@@ -160,7 +161,8 @@ give(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error 
     ct_status status = CT_OK;
     *given = true;
     if (!in_place) {
-        status = reach(self, t, CT_CREW_USED, piece + 1 - CT_SLOTS, waits, given, err);
+        status =
+            reach(self, t, CT_BARRIER_USED, piece + 1 - CT_SLOTS, waits, given, err);
     }
     if (!*given) {
         return status;
@@ -172,7 +174,7 @@ give(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error 
     if (self->direct[rank] == NULL && gives(t, rank)) {
         ct_slot_fill(self, t, piece, t->given * t->piece);
     }
-    ct_crew_raise(self->crew, CT_CREW_MADE, piece + 1);
+    ct_process_barrier_raise(self->barrier, CT_BARRIER_MADE, piece + 1);
     t->given++;
     return CT_OK;
 }
@@ -187,7 +189,7 @@ noted_request(const void *group, int rank)
     return &ct_slot_note(self, rank, self->done)->request;
 }
 
-/* Finds what is given in lanes; true when all of it is. */
+/* Finds what is given in peer buffers; true when all of it is. */
 static bool
 find_direct(ct_exchange *self, const ct_transfer *t)
 {
@@ -218,8 +220,8 @@ post(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
     }
     t->piece = ct_slot_length(self, t);
     t->stage = CT_STAGE_MEET;
-    ct_status status =
-        ct_crew_check(self->crew, ct_collective_name(t->request->what), err);
+    ct_status status = ct_process_barrier_check(
+        self->barrier, ct_collective_name(t->request->what), err);
     if (status == CT_OK) {
         status = give(self, t, waits, moved, err);
     }
@@ -232,7 +234,8 @@ post(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 static ct_status
 meet(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 {
-    ct_status status = reach(self, t, CT_CREW_MADE, self->done + 1, waits, moved, err);
+    ct_status status =
+        reach(self, t, CT_BARRIER_MADE, self->done + 1, waits, moved, err);
     if (status != CT_OK || !*moved) {
         return status;
     }
@@ -242,7 +245,7 @@ meet(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
         status = ct_request_check(t->request, self->world_size, err);
     }
     if (status != CT_OK) {
-        ct_crew_raise(self->crew, CT_CREW_USED, ++self->done);
+        ct_process_barrier_raise(self->barrier, CT_BARRIER_USED, ++self->done);
         return status;
     }
     t->in_place = find_direct(self, t);
@@ -251,8 +254,8 @@ meet(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
     return CT_OK;
 }
 
-/* What `rank` gives to us of the elements from `at` on: its own, in its lane, or in
- * its slot. */
+/* What `rank` gives to us of the elements from `at` on: its own, in its peer buffer, or
+ * in its slot. */
 static const char *
 given_by(const ct_exchange *self, const ct_transfer *t, int rank, uint32_t piece,
          size_t at)
@@ -375,7 +378,7 @@ static ct_status
 take(const ct_exchange *self, ct_transfer *t, bool waits, bool *taken, ct_error *err)
 {
     const uint32_t piece = self->done + t->taken;
-    ct_status status = reach(self, t, CT_CREW_MADE, piece + 1, waits, taken, err);
+    ct_status status = reach(self, t, CT_BARRIER_MADE, piece + 1, waits, taken, err);
     if (status != CT_OK || !*taken) {
         return status;
     }
@@ -385,7 +388,7 @@ take(const ct_exchange *self, ct_transfer *t, bool waits, bool *taken, ct_error 
     else {
         ct_slots_take(self, t, piece, t->taken * t->piece);
     }
-    ct_crew_raise(self->crew, CT_CREW_USED, piece + 1);
+    ct_process_barrier_raise(self->barrier, CT_BARRIER_USED, piece + 1);
     t->taken++;
     return CT_OK;
 }
@@ -428,7 +431,7 @@ finish(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err
 {
     ct_status status = CT_OK;
     if (self->direct[self->rank] != NULL) {
-        status = reach(self, t, CT_CREW_USED, self->done, waits, moved, err);
+        status = reach(self, t, CT_BARRIER_USED, self->done, waits, moved, err);
     }
     if (*moved) {
         t->stage = CT_STAGE_ENDED;
@@ -469,14 +472,14 @@ ct_slots_bytes(int world_size)
 size_t
 ct_exchange_bytes(int world_size)
 {
-    return ct_crew_bytes(world_size) + ct_slots_bytes(world_size);
+    return ct_process_barrier_bytes(world_size) + ct_slots_bytes(world_size);
 }
 
 void
 ct_exchange_fini(ct_exchange *self)
 {
-    ct_crew_leave(self->crew);
-    ct_lanes_fini(&self->lanes);
+    ct_process_barrier_leave(self->barrier);
+    ct_peer_buffers_fini(&self->peer_buffers);
     ct_free((void *)self->rows);
     ct_free((void *)self->direct);
     *self = (ct_exchange){0};
@@ -496,8 +499,8 @@ ct_exchange_init(ct_exchange *self, const ct_segment *segment, int rank, int wor
             ct_fail(err, CT_ENOMEM, "no memory for a group of %d ranks", world_size);
     }
     if (status == CT_OK) {
-        status = ct_crew_join(&made.crew, segment, rank, world_size, names,
-                              timeout_seconds, err);
+        status = ct_process_barrier_join(&made.barrier, segment, rank, world_size,
+                                         names, timeout_seconds, err);
     }
     if (status != CT_OK) {
         ct_exchange_fini(&made);

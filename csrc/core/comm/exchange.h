@@ -4,7 +4,7 @@
  * their slots what it needs itself. There are a few slots, so a rank may be ahead by as
  * many pieces; it waits for a slot until all have used what was there. The first slot
  * carries what the rank was asked to do, and nobody goes on before all have compared.
- * What lies in lanes, memory that all can read, stays there. */
+ * What lies in peer buffers, memory that all can read, stays there. */
 #ifndef CORE_COMM_EXCHANGE_H
 #define CORE_COMM_EXCHANGE_H
 
@@ -14,14 +14,14 @@
 #include "core/comm/process_barrier.h"
 
 typedef struct ct_exchange {
-    const ct_segment *segment; /* the caller's; begins with the crew */
-    ct_crew *crew;
+    const ct_segment *segment; /* the caller's; begins with the barrier */
+    ct_process_barrier *barrier;
     int rank, world_size;
     const ct_rank_names *names; /* the caller's */
     uint32_t done;              /* pieces of all transfers before */
     const void **rows;          /* of a reduction, by rank */
-    char **direct;              /* by rank: what it gives, if it lies in lanes */
-    ct_lanes lanes;             /* the owner adds them, between transfers */
+    char **direct;              /* by rank: what it gives, if it lies in peer buffers */
+    ct_peer_buffers peer_buffers; /* the owner adds them, between transfers */
 } ct_exchange;
 
 /* What becomes of the parts that a rank is given. */
@@ -55,13 +55,14 @@ typedef struct ct_transfer {
     ct_stage stage;
     size_t piece;                  /* elements of a part at a time */
     uint32_t pieces, given, taken; /* how many there are, and how far it is */
-    bool in_place;                 /* where all give lies in lanes */
+    bool in_place;                 /* where all give lies in peer buffers */
 } ct_transfer;
 
 /* What the exchange takes of a segment, from its start. */
 size_t ct_exchange_bytes(int world_size);
 
-/* Joins the crew; the names have to outlive it. On failure there is nothing to release.
+/* Joins the barrier; the names have to outlive it. On failure nothing is to be
+ * released.
  */
 CT_NODISCARD ct_status ct_exchange_init(ct_exchange *exchange,
                                         const ct_segment *segment, int rank,
@@ -75,12 +76,12 @@ CT_NODISCARD ct_status ct_exchange_init(ct_exchange *exchange,
  * All ranks are refused alike (CT_EINVAL) or none is; of a request that is refused
  * nothing is read. CT_ECOMM when a rank is gone or late, CT_EHOST when interrupted.
  *
- * Where what all give lies in lanes, it is read there, in one piece; of an all_reduce
- * then all is done, with the results written into all lanes. */
+ * Where what all give lies in peer buffers, it is read there, in one piece; of an
+ * all_reduce then all is done, with the results written into all peer buffers. */
 CT_NODISCARD ct_status ct_exchange_step(ct_exchange *exchange, ct_transfer *transfer,
                                         bool waits, ct_error *err);
 
-/* Leaves the crew and the lanes; all zeros is fine. */
+/* Leaves the barrier and the peer buffers; all zeros is fine. */
 void ct_exchange_fini(ct_exchange *exchange);
 
 #endif

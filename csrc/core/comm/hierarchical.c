@@ -28,15 +28,15 @@ struct ct_work {
     ct_work *next;
 };
 
-typedef struct ct_levels {
-    ct_comm base; /* first: a ct_comm * of ours is a ct_levels * */
+typedef struct ct_hierarchical {
+    ct_comm base; /* first: a ct_comm * of ours is a ct_hierarchical * */
     ct_comm *inner, *outer, *whole;
     bool compares; /* all ranks' requests, over `whole`, before each collective */
     void *scratch;
     size_t room;
     ct_work *first, *last; /* all_reduces under way, in the order of their starts */
     ct_work *spare;        /* to be used again, with their memory */
-} ct_levels;
+} ct_hierarchical;
 
 /* Says in *err where a failure was: "all_reduce on rank 5 of 8, across machines: ...".
  */
@@ -54,7 +54,7 @@ typedef struct ct_levels {
 /* all_reduce in one rounding: all ranks' elements on every rank, in their order. */
 
 static void
-ct_levels_free_works(ct_levels *self)
+ct_hierarchical_free_works(ct_hierarchical *self)
 {
     while (self->spare != NULL) {
         ct_work *w = self->spare;
@@ -66,14 +66,14 @@ ct_levels_free_works(ct_levels *self)
 
 /* core/comm/hierarchical.c, entries of the table: an all_reduce of shares works while
  * the caller does; other requests have ended when they have been started. */
-void ct_levels_free_works(ct_levels *self); /* none is under way */
+void ct_hierarchical_free_works(ct_hierarchical *self); /* none is under way */
 
 /* ---- the two levels ----------------------------------------------------------------
  */
 
 static ct_status
-ct_levels_say(const ct_levels *self, const char *what, const char *where,
-              ct_status status, ct_error *err)
+ct_hierarchical_say(const ct_hierarchical *self, const char *what, const char *where,
+                    ct_status status, ct_error *err)
 {
     char text[sizeof err->message];
     if (status == CT_OK || status == CT_EHOST || err == NULL) {
@@ -85,14 +85,15 @@ ct_levels_say(const ct_levels *self, const char *what, const char *where,
 }
 
 static ct_status
-ct_levels_compare(const ct_levels *self, const ct_request *r, ct_error *err)
+ct_hierarchical_compare(const ct_hierarchical *self, const ct_request *r, ct_error *err)
 {
     const ct_request own = ct_request_labelled(&self->base, r);
     return self->compares ? ct_requests_exchange(self->whole, &own, err) : CT_OK;
 }
 
 static ct_status
-run_labelled(const ct_levels *self, ct_comm *level, const ct_request *r, ct_error *err)
+run_labelled(const ct_hierarchical *self, ct_comm *level, const ct_request *r,
+             ct_error *err)
 {
     level->label = self->base.label;
     const ct_status status = ct_comm_run(level, r, err);
@@ -101,37 +102,40 @@ run_labelled(const ct_levels *self, ct_comm *level, const ct_request *r, ct_erro
 }
 
 static ct_status
-ct_levels_within(ct_levels *self, const char *what, const ct_request *r, ct_error *err)
+ct_hierarchical_within(ct_hierarchical *self, const char *what, const ct_request *r,
+                       ct_error *err)
 {
-    return ct_levels_say(self, what, "within its machine",
-                         run_labelled(self, self->inner, r, err), err);
+    return ct_hierarchical_say(self, what, "within its machine",
+                               run_labelled(self, self->inner, r, err), err);
 }
 
 static ct_status
-ct_levels_across(ct_levels *self, const char *what, const ct_request *r, ct_error *err)
+ct_hierarchical_across(ct_hierarchical *self, const char *what, const ct_request *r,
+                       ct_error *err)
 {
-    return ct_levels_say(self, what, "across machines",
-                         run_labelled(self, self->outer, r, err), err);
+    return ct_hierarchical_say(self, what, "across machines",
+                               run_labelled(self, self->outer, r, err), err);
 }
 
 static ct_status
-ct_levels_make_room(ct_levels *self, size_t bytes, ct_error *err)
+ct_hierarchical_make_room(ct_hierarchical *self, size_t bytes, ct_error *err)
 {
     return ct_grow(&self->scratch, &self->room, bytes, 1, err);
 }
 
 static ct_span
-ct_levels_part(const ct_span *span, size_t at, size_t n)
+ct_hierarchical_part(const ct_span *span, size_t at, size_t n)
 {
     const size_t offset = at * ct_dtype_size(span->dtype);
     return (ct_span){n == 0 ? span->data : (char *)span->data + offset, n, span->dtype};
 }
 
 static ct_span
-ct_levels_scratch(const ct_levels *self, size_t at, size_t n, ct_dtype dtype)
+ct_hierarchical_scratch(const ct_hierarchical *self, size_t at, size_t n,
+                        ct_dtype dtype)
 {
     const ct_span all = {self->scratch, at + n, dtype};
-    return ct_levels_part(&all, at, n);
+    return ct_hierarchical_part(&all, at, n);
 }
 
 /* ---- what several collectives are made of ------------------------------------------
@@ -140,26 +144,26 @@ ct_levels_scratch(const ct_levels *self, size_t at, size_t n, ct_dtype dtype)
 /* Each rank fetches the parts of those with its place on the other machines; a
  * machine's parts then come together in the block of that machine. */
 static ct_status
-ct_levels_gather(ct_levels *self, const char *what, const ct_span *out,
-                 const ct_span *in, ct_error *err)
+ct_hierarchical_gather(ct_hierarchical *self, const char *what, const ct_span *out,
+                       const ct_span *in, ct_error *err)
 {
     const size_t machines = (size_t)self->outer->world_size;
     const size_t block = in->n * (size_t)self->inner->world_size;
-    ct_status status =
-        ct_levels_make_room(self, machines * in->n * ct_dtype_size(in->dtype), err);
+    ct_status status = ct_hierarchical_make_room(
+        self, machines * in->n * ct_dtype_size(in->dtype), err);
     if (status == CT_OK) {
         const ct_request r = {
             .what = CT_ALL_GATHER,
             .in = *in,
-            .out = ct_levels_scratch(self, 0, machines * in->n, in->dtype)};
-        status = ct_levels_across(self, what, &r, err);
+            .out = ct_hierarchical_scratch(self, 0, machines * in->n, in->dtype)};
+        status = ct_hierarchical_across(self, what, &r, err);
     }
     for (size_t m = 0; status == CT_OK && m < machines; m++) {
-        const ct_request r = {.what = CT_ALL_GATHER,
-                              .in =
-                                  ct_levels_scratch(self, m * in->n, in->n, in->dtype),
-                              .out = ct_levels_part(out, m * block, block)};
-        status = ct_levels_within(self, what, &r, err);
+        const ct_request r = {
+            .what = CT_ALL_GATHER,
+            .in = ct_hierarchical_scratch(self, m * in->n, in->n, in->dtype),
+            .out = ct_hierarchical_part(out, m * block, block)};
+        status = ct_hierarchical_within(self, what, &r, err);
     }
     return status;
 }
@@ -182,8 +186,8 @@ reduce_rows(const char *rows, size_t ranks, const ct_span *span, ct_reduce_op op
 }
 
 static ct_status
-ct_levels_reduce_gathered(ct_levels *self, const ct_span *span, ct_reduce_op op,
-                          ct_error *err)
+ct_hierarchical_reduce_gathered(ct_hierarchical *self, const ct_span *span,
+                                ct_reduce_op op, ct_error *err)
 {
     const size_t ranks = (size_t)self->base.world_size;
     const ct_span rows = {ct_alloc(ranks * span->n * ct_dtype_size(span->dtype)),
@@ -191,7 +195,7 @@ ct_levels_reduce_gathered(ct_levels *self, const ct_span *span, ct_reduce_op op,
     if (rows.data == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for %zu elements", rows.n);
     }
-    ct_status status = ct_levels_gather(self, "all_reduce", &rows, span, err);
+    ct_status status = ct_hierarchical_gather(self, "all_reduce", &rows, span, err);
     if (status == CT_OK) {
         status = reduce_rows(rows.data, ranks, span, op, err);
     }
@@ -203,9 +207,9 @@ ct_levels_reduce_gathered(ct_levels *self, const ct_span *span, ct_reduce_op op,
  */
 
 static ct_status
-check(const ct_levels *self, const ct_request *r, ct_error *err)
+check(const ct_hierarchical *self, const ct_request *r, ct_error *err)
 {
-    const ct_status status = ct_levels_compare(self, r, err);
+    const ct_status status = ct_hierarchical_compare(self, r, err);
     return status == CT_OK ? ct_request_check(r, self->base.world_size, err) : status;
 }
 
@@ -213,29 +217,29 @@ check(const ct_levels *self, const ct_request *r, ct_error *err)
  */
 
 static ct_status
-scatter(ct_levels *self, const ct_span *out, const ct_span *in, ct_reduce_op op,
+scatter(ct_hierarchical *self, const ct_span *out, const ct_span *in, ct_reduce_op op,
         ct_error *err)
 {
     const char *what = "reduce_scatter";
     const size_t machines = (size_t)self->outer->world_size;
     const size_t block = out->n * (size_t)self->inner->world_size;
-    ct_status status =
-        ct_levels_make_room(self, machines * out->n * ct_dtype_size(in->dtype), err);
+    ct_status status = ct_hierarchical_make_room(
+        self, machines * out->n * ct_dtype_size(in->dtype), err);
     for (size_t m = 0; status == CT_OK && m < machines; m++) {
         const ct_request r = {
             .what = CT_REDUCE_SCATTER,
             .op = op,
-            .in = ct_levels_part(in, m * block, block),
-            .out = ct_levels_scratch(self, m * out->n, out->n, in->dtype)};
-        status = ct_levels_within(self, what, &r, err);
+            .in = ct_hierarchical_part(in, m * block, block),
+            .out = ct_hierarchical_scratch(self, m * out->n, out->n, in->dtype)};
+        status = ct_hierarchical_within(self, what, &r, err);
     }
     if (status == CT_OK) {
         const ct_request r = {
             .what = CT_REDUCE_SCATTER,
             .op = op,
-            .in = ct_levels_scratch(self, 0, machines * out->n, in->dtype),
+            .in = ct_hierarchical_scratch(self, 0, machines * out->n, in->dtype),
             .out = *out};
-        status = ct_levels_across(self, what, &r, err);
+        status = ct_hierarchical_across(self, what, &r, err);
     }
     return status;
 }
@@ -244,18 +248,19 @@ scatter(ct_levels *self, const ct_span *out, const ct_span *in, ct_reduce_op op,
  */
 
 static ct_status
-levels_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+hierarchical_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in,
+                        ct_error *err)
 {
     const ct_request r = {.what = CT_ALL_GATHER, .out = *out, .in = *in};
-    const ct_status status = check((ct_levels *)comm, &r, err);
-    return status == CT_OK
-               ? ct_levels_gather((ct_levels *)comm, "all_gather", out, in, err)
-               : status;
+    const ct_status status = check((ct_hierarchical *)comm, &r, err);
+    return status == CT_OK ? ct_hierarchical_gather((ct_hierarchical *)comm,
+                                                    "all_gather", out, in, err)
+                           : status;
 }
 
 /* A mean of integers has to see all of them before it is rounded. */
 static ct_status
-scatter_integer_means(ct_levels *self, const ct_span *out, const ct_span *in,
+scatter_integer_means(ct_hierarchical *self, const ct_span *out, const ct_span *in,
                       ct_error *err)
 {
     const size_t bytes = in->n * ct_dtype_size(in->dtype);
@@ -264,8 +269,10 @@ scatter_integer_means(ct_levels *self, const ct_span *out, const ct_span *in,
         return ct_fail(err, CT_ENOMEM, "no memory for %zu bytes", bytes);
     }
     memcpy(copy.data, in->data, bytes);
-    ct_status status = ct_levels_reduce_gathered(self, &copy, CT_REDUCE_MEAN, err);
-    const ct_span own = ct_levels_part(&copy, (size_t)self->base.rank * out->n, out->n);
+    ct_status status =
+        ct_hierarchical_reduce_gathered(self, &copy, CT_REDUCE_MEAN, err);
+    const ct_span own =
+        ct_hierarchical_part(&copy, (size_t)self->base.rank * out->n, out->n);
     if (status == CT_OK) {
         memcpy(out->data, own.data, out->n * ct_dtype_size(out->dtype));
     }
@@ -274,113 +281,116 @@ scatter_integer_means(ct_levels *self, const ct_span *out, const ct_span *in,
 }
 
 static ct_status
-levels_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
-                      ct_reduce_op op, ct_error *err)
+hierarchical_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
+                            ct_reduce_op op, ct_error *err)
 {
     const ct_request r = {.what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
-    const ct_status status = check((ct_levels *)comm, &r, err);
+    const ct_status status = check((ct_hierarchical *)comm, &r, err);
     if (status != CT_OK || in->n == 0) {
         return status;
     }
     return op == CT_REDUCE_MEAN && !ct_dtype_is_float(in->dtype)
-               ? scatter_integer_means((ct_levels *)comm, out, in, err)
-               : scatter((ct_levels *)comm, out, in, op, err);
+               ? scatter_integer_means((ct_hierarchical *)comm, out, in, err)
+               : scatter((ct_hierarchical *)comm, out, in, op, err);
 }
 
 /* First within machines, to the rank with the place of the receiver: the parts for each
  * machine lie side by side. */
 static ct_status
-levels_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+hierarchical_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in,
+                        ct_error *err)
 {
-    ct_levels *self = (ct_levels *)comm;
+    ct_hierarchical *self = (ct_hierarchical *)comm;
     const char *what = "all_to_all";
     const ct_request whole = {.what = CT_ALL_TO_ALL, .out = *out, .in = *in};
     const size_t machines = (size_t)self->outer->world_size, block = in->n / machines;
     ct_status status = check(self, &whole, err);
     if (status == CT_OK) {
-        status = ct_levels_make_room(self, in->n * ct_dtype_size(in->dtype), err);
+        status = ct_hierarchical_make_room(self, in->n * ct_dtype_size(in->dtype), err);
     }
     for (size_t m = 0; status == CT_OK && m < machines; m++) {
-        const ct_request r = {.what = CT_ALL_TO_ALL,
-                              .in = ct_levels_part(in, m * block, block),
-                              .out =
-                                  ct_levels_scratch(self, m * block, block, in->dtype)};
-        status = ct_levels_within(self, what, &r, err);
+        const ct_request r = {
+            .what = CT_ALL_TO_ALL,
+            .in = ct_hierarchical_part(in, m * block, block),
+            .out = ct_hierarchical_scratch(self, m * block, block, in->dtype)};
+        status = ct_hierarchical_within(self, what, &r, err);
     }
     if (status == CT_OK) {
         const ct_request r = {.what = CT_ALL_TO_ALL,
-                              .in = ct_levels_scratch(self, 0, in->n, in->dtype),
+                              .in = ct_hierarchical_scratch(self, 0, in->n, in->dtype),
                               .out = *out};
-        status = ct_levels_across(self, what, &r, err);
+        status = ct_hierarchical_across(self, what, &r, err);
     }
     return status;
 }
 
 static ct_status
-levels_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
+hierarchical_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
 {
-    ct_levels *self = (ct_levels *)comm;
+    ct_hierarchical *self = (ct_hierarchical *)comm;
     const int ranks = self->inner->world_size;
     ct_request r = {.what = CT_BROADCAST, .in = *span, .root = root};
     ct_status status = check(self, &r, err);
     if (status == CT_OK && self->inner->rank == root % ranks) {
         r.root = root / ranks;
-        status = ct_levels_across(self, "broadcast", &r, err);
+        status = ct_hierarchical_across(self, "broadcast", &r, err);
     }
     r.root = root % ranks;
-    return status == CT_OK ? ct_levels_within(self, "broadcast", &r, err) : status;
+    return status == CT_OK ? ct_hierarchical_within(self, "broadcast", &r, err)
+                           : status;
 }
 
 /* To the rank of its own machine that has the root's place, and from those to it. */
 static ct_status
-reduce_shares(ct_levels *self, const ct_span *span, ct_reduce_op op, int root,
+reduce_shares(ct_hierarchical *self, const ct_span *span, ct_reduce_op op, int root,
               ct_error *err)
 {
     const int ranks = self->inner->world_size;
     ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root % ranks};
-    ct_status status = ct_levels_within(self, "reduce", &r, err);
+    ct_status status = ct_hierarchical_within(self, "reduce", &r, err);
     if (status == CT_OK && self->inner->rank == root % ranks) {
         r.root = root / ranks;
-        status = ct_levels_across(self, "reduce", &r, err);
+        status = ct_hierarchical_across(self, "reduce", &r, err);
     }
     return status;
 }
 
 static ct_status
-levels_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
-              ct_error *err)
+hierarchical_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
+                    ct_error *err)
 {
-    ct_levels *self = (ct_levels *)comm;
+    ct_hierarchical *self = (ct_hierarchical *)comm;
     const ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
     const ct_status status = check(self, &r, err);
     if (status != CT_OK) {
         return status;
     }
     return op == CT_REDUCE_MEAN && !ct_dtype_is_float(span->dtype)
-               ? ct_levels_reduce_gathered(self, span, op, err)
+               ? ct_hierarchical_reduce_gathered(self, span, op, err)
                : reduce_shares(self, span, op, root, err);
 }
 
 /* The second within holds a machine's ranks until the last machine has come. */
 static ct_status
-levels_barrier(ct_comm *comm, ct_error *err)
+hierarchical_barrier(ct_comm *comm, ct_error *err)
 {
-    ct_levels *self = (ct_levels *)comm;
+    ct_hierarchical *self = (ct_hierarchical *)comm;
     const ct_request r = {.what = CT_BARRIER};
-    ct_status status = ct_levels_compare(self, &r, err);
+    ct_status status = ct_hierarchical_compare(self, &r, err);
     if (status == CT_OK) {
-        status = ct_levels_within(self, "barrier", &r, err);
+        status = ct_hierarchical_within(self, "barrier", &r, err);
     }
     if (status == CT_OK) {
-        status = ct_levels_across(self, "barrier", &r, err);
+        status = ct_hierarchical_across(self, "barrier", &r, err);
     }
-    return status == CT_OK ? ct_levels_within(self, "barrier", &r, err) : status;
+    return status == CT_OK ? ct_hierarchical_within(self, "barrier", &r, err) : status;
 }
 
 static ct_status
-levels_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err)
+hierarchical_group(ct_comm *comm, const ct_members *members, ct_comm **made,
+                   ct_error *err)
 {
-    ct_comm *whole = ((ct_levels *)comm)->whole;
+    ct_comm *whole = ((ct_hierarchical *)comm)->whole;
     if (whole->ops->group == NULL) {
         return ct_fail(err, CT_EINVAL, "a group of the %s backend cannot be split",
                        whole->ops->name);
@@ -389,9 +399,9 @@ levels_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error 
 }
 
 static ct_status
-levels_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
+hierarchical_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
 {
-    return ct_comm_memory(((ct_levels *)comm)->inner, bytes, memory, err);
+    return ct_comm_memory(((ct_hierarchical *)comm)->inner, bytes, memory, err);
 }
 
 static void
@@ -403,13 +413,13 @@ free_one(ct_comm *comm)
 }
 
 static void
-levels_free(ct_comm *comm)
+hierarchical_free(ct_comm *comm)
 {
-    ct_levels *self = (ct_levels *)comm;
+    ct_hierarchical *self = (ct_hierarchical *)comm;
     free_one(self->inner);
     free_one(self->outer);
     free_one(self->whole);
-    ct_levels_free_works(self);
+    ct_hierarchical_free_works(self);
     ct_free(self->scratch);
     ct_free(self);
 }
@@ -427,7 +437,7 @@ goes_by_shares(const ct_request *r)
 }
 
 static ct_work *
-take_spare(ct_levels *self)
+take_spare(ct_hierarchical *self)
 {
     ct_work *w = self->spare;
     if (w == NULL) {
@@ -439,14 +449,14 @@ take_spare(ct_levels *self)
 }
 
 static void
-give_back(ct_levels *self, ct_work *w)
+give_back(ct_hierarchical *self, ct_work *w)
 {
     w->next = self->spare;
     self->spare = w;
 }
 
 static void
-append(ct_levels *self, ct_work *w)
+append(ct_hierarchical *self, ct_work *w)
 {
     if (self->first == NULL) {
         self->first = w;
@@ -459,7 +469,8 @@ append(ct_levels *self, ct_work *w)
 }
 
 static ct_status
-divide(const ct_levels *self, ct_work *w, const ct_request *request, ct_error *err)
+divide(const ct_hierarchical *self, ct_work *w, const ct_request *request,
+       ct_error *err)
 {
     const ct_span *span = &request->in;
     const size_t ranks = (size_t)self->inner->world_size;
@@ -467,8 +478,8 @@ divide(const ct_levels *self, ct_work *w, const ct_request *request, ct_error *e
     ct_status status =
         ct_grow(&w->memory, &w->room, share * ct_dtype_size(span->dtype), 1, err);
     w->request = *request;
-    w->even = ct_levels_part(span, 0, even);
-    w->rest = ct_levels_part(span, even, span->n - even);
+    w->even = ct_hierarchical_part(span, 0, even);
+    w->rest = ct_hierarchical_part(span, even, span->n - even);
     w->share = (ct_span){w->memory, share, span->dtype};
     return status;
 }
@@ -476,34 +487,35 @@ divide(const ct_levels *self, ct_work *w, const ct_request *request, ct_error *e
 static const char name[] = "all_reduce";
 
 static ct_status
-start_within(const ct_levels *self, ct_work *w, ct_error *err)
+start_within(const ct_hierarchical *self, ct_work *w, ct_error *err)
 {
     const ct_request r = {
         .what = CT_REDUCE_SCATTER, .op = w->request.op, .in = w->even, .out = w->share};
     self->inner->label = self->base.label;
     const ct_status status = ct_comm_start(self->inner, &r, &w->step, err);
     self->inner->label = NULL;
-    return ct_levels_say(self, name, "within its machine", status, err);
+    return ct_hierarchical_say(self, name, "within its machine", status, err);
 }
 
 static void
-send_across(const ct_levels *self, ct_work *w)
+send_across(const ct_hierarchical *self, ct_work *w)
 {
     const ct_request r = {.what = CT_ALL_REDUCE, .op = w->request.op, .in = w->share};
-    w->status = ct_levels_say(self, name, "within its machine",
-                              ct_comm_wait(self->inner, w->step, &w->error), &w->error);
+    w->status =
+        ct_hierarchical_say(self, name, "within its machine",
+                            ct_comm_wait(self->inner, w->step, &w->error), &w->error);
     w->step = NULL;
     if (w->status == CT_OK) {
-        w->status = ct_levels_say(self, name, "across machines",
-                                  ct_comm_start(self->outer, &r, &w->step, &w->error),
-                                  &w->error);
+        w->status = ct_hierarchical_say(
+            self, name, "across machines",
+            ct_comm_start(self->outer, &r, &w->step, &w->error), &w->error);
     }
     w->stage = w->status == CT_OK ? ACROSS : ENDED;
 }
 
 /* Everything that is still within its machine, in order. */
 static void
-send_all_across(const ct_levels *self)
+send_all_across(const ct_hierarchical *self)
 {
     for (ct_work *w = self->first; w != NULL; w = w->next) {
         if (w->stage == WITHIN) {
@@ -514,7 +526,8 @@ send_all_across(const ct_levels *self)
 
 /* NULL, with *status and *err, on failure. */
 static ct_work *
-begin(ct_levels *self, const ct_request *request, ct_status *status, ct_error *err)
+begin(ct_hierarchical *self, const ct_request *request, ct_status *status,
+      ct_error *err)
 {
     ct_work *w = take_spare(self);
     if (w == NULL) {
@@ -535,38 +548,41 @@ begin(ct_levels *self, const ct_request *request, ct_status *status, ct_error *e
 }
 
 static ct_status
-ct_levels_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
+ct_hierarchical_start(ct_comm *comm, const ct_request *request, ct_work **work,
+                      ct_error *err)
 {
     ct_status status = CT_OK;
     if (!goes_by_shares(request)) {
         return ct_comm_run(comm, request, err);
     }
-    status = ct_levels_compare((ct_levels *)comm, request, err);
+    status = ct_hierarchical_compare((ct_hierarchical *)comm, request, err);
     if (status != CT_OK) {
         return status;
     }
-    *work = begin((ct_levels *)comm, request, &status, err);
+    *work = begin((ct_hierarchical *)comm, request, &status, err);
     return status;
 }
 
 static void
-hand_round(ct_levels *self, ct_work *w)
+hand_round(ct_hierarchical *self, ct_work *w)
 {
     const ct_request r = {.what = CT_ALL_GATHER, .in = w->share, .out = w->even};
-    w->status = ct_levels_say(self, name, "across machines",
-                              ct_comm_wait(self->outer, w->step, &w->error), &w->error);
+    w->status =
+        ct_hierarchical_say(self, name, "across machines",
+                            ct_comm_wait(self->outer, w->step, &w->error), &w->error);
     if (w->status == CT_OK) {
-        w->status = ct_levels_within(self, name, &r, &w->error);
+        w->status = ct_hierarchical_within(self, name, &r, &w->error);
     }
     if (w->status == CT_OK && w->rest.n != 0) {
-        w->status = ct_levels_reduce_gathered(self, &w->rest, w->request.op, &w->error);
+        w->status =
+            ct_hierarchical_reduce_gathered(self, &w->rest, w->request.op, &w->error);
     }
     w->stage = ENDED;
 }
 
 /* Ends the first of those under way. */
 static void
-end_first(ct_levels *self)
+end_first(ct_hierarchical *self)
 {
     ct_work *w = self->first;
     if (w->stage == ACROSS) {
@@ -577,7 +593,7 @@ end_first(ct_levels *self)
 }
 
 static ct_status
-end(ct_levels *self, ct_work *w, ct_error *err)
+end(ct_hierarchical *self, ct_work *w, ct_error *err)
 {
     send_all_across(self);
     while (w->under_way) {
@@ -592,41 +608,42 @@ end(ct_levels *self, ct_work *w, ct_error *err)
 }
 
 static ct_status
-ct_levels_wait(ct_comm *comm, ct_work *work, ct_error *err)
+ct_hierarchical_wait(ct_comm *comm, ct_work *work, ct_error *err)
 {
-    return end((ct_levels *)comm, work, err);
+    return end((ct_hierarchical *)comm, work, err);
 }
 
 static ct_status
-ct_levels_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
+ct_hierarchical_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op,
+                           ct_error *err)
 {
     const ct_request r = {.what = CT_ALL_REDUCE, .op = op, .in = *span};
-    ct_levels *self = (ct_levels *)comm;
-    ct_status status = ct_levels_compare(self, &r, err);
+    ct_hierarchical *self = (ct_hierarchical *)comm;
+    ct_status status = ct_hierarchical_compare(self, &r, err);
     if (status != CT_OK) {
         return status;
     }
     if (!goes_by_shares(&r)) {
-        return ct_levels_reduce_gathered(self, span, op, err);
+        return ct_hierarchical_reduce_gathered(self, span, op, err);
     }
     ct_work *work = begin(self, &r, &status, err);
     return work != NULL ? end(self, work, err) : status;
 }
 
-static const ct_comm_ops levels_ops = {
+static const ct_comm_ops hierarchical_ops = {
     .name = "levels",
-    .all_reduce = ct_levels_all_reduce,
-    .all_gather = levels_all_gather,
-    .reduce_scatter = levels_reduce_scatter,
-    .all_to_all = levels_all_to_all,
-    .broadcast = levels_broadcast,
-    .reduce = levels_reduce,
-    .barrier = levels_barrier,
-    .start = ct_levels_start,
-    .wait = ct_levels_wait,
-    .group = levels_group,
-    .memory = levels_memory,
-    .free = levels_free,
+    .all_reduce = ct_hierarchical_all_reduce,
+    .all_gather = hierarchical_all_gather,
+    .reduce_scatter = hierarchical_reduce_scatter,
+    .all_to_all = hierarchical_all_to_all,
+    .broadcast = hierarchical_broadcast,
+    .reduce = hierarchical_reduce,
+    .barrier = hierarchical_barrier,
+    .start = ct_hierarchical_start,
+    .wait = ct_hierarchical_wait,
+    .group = hierarchical_group,
+    .memory = hierarchical_memory,
+    .free = hierarchical_free,
 };
 
 static ct_status
@@ -645,10 +662,10 @@ check_ranks(const ct_comm *inner, const ct_comm *outer, const ct_comm *whole,
 }
 
 ct_status
-ct_comm_levels_new_steal(ct_comm **comm, ct_comm *inner, ct_comm *outer, ct_comm *whole,
-                         bool compares, ct_error *err)
+ct_comm_hierarchical_new_steal(ct_comm **comm, ct_comm *inner, ct_comm *outer,
+                               ct_comm *whole, bool compares, ct_error *err)
 {
-    ct_levels *self = ct_calloc(1, sizeof *self);
+    ct_hierarchical *self = ct_calloc(1, sizeof *self);
     ct_status status = self == NULL ? ct_fail(err, CT_ENOMEM, "no memory for a group")
                                     : check_ranks(inner, outer, whole, err);
     if (self == NULL || status != CT_OK) {
@@ -661,8 +678,8 @@ ct_comm_levels_new_steal(ct_comm **comm, ct_comm *inner, ct_comm *outer, ct_comm
     const int ranks = inner->world_size, of = whole->world_size;
     inner->names = (ct_rank_names){outer->rank * ranks, 1, of};
     outer->names = (ct_rank_names){inner->rank, ranks, of};
-    *self = (ct_levels){
-        .base = ct_comm_made(&levels_ops, whole->rank, of),
+    *self = (ct_hierarchical){
+        .base = ct_comm_made(&hierarchical_ops, whole->rank, of),
         .compares = compares,
         .inner = inner,
         .outer = outer,

@@ -17,8 +17,8 @@
  *
  * Takes all three over, on failure too: CT_EINVAL when their ranks do not fit together,
  * CT_ENOMEM. Released with ops->free. */
-CT_NODISCARD ct_status ct_comm_levels_new_steal(ct_comm **comm, ct_comm *inner,
-                                                ct_comm *outer, ct_comm *whole,
-                                                bool compares, ct_error *err);
+CT_NODISCARD ct_status ct_comm_hierarchical_new_steal(ct_comm **comm, ct_comm *inner,
+                                                      ct_comm *outer, ct_comm *whole,
+                                                      bool compares, ct_error *err);
 
 #endif

@@ -38,17 +38,17 @@ typedef struct tally {
 } tally;
 
 typedef struct place {
-    tally tallies[2];                             /* by ct_crew_count */
+    tally tallies[2];                             /* by ct_process_barrier_count */
     _Alignas(LINE_BYTES) _Atomic int32_t process; /* 0 until it has come */
     atomic_bool has_left;
 } place;
 
 typedef struct board {
-    _Alignas(LINE_BYTES) _Atomic uint32_t fault; /* 0 while the crew is whole */
+    _Alignas(LINE_BYTES) _Atomic uint32_t fault; /* 0 while the barrier is whole */
     place places[];
 } board;
 
-struct ct_crew {
+struct ct_process_barrier {
     const ct_segment *segment;
     board *board;
     ct_owner owner; /* whose place it is: a forked child must not give it up */
@@ -59,17 +59,18 @@ struct ct_crew {
 };
 
 size_t
-ct_crew_bytes(int world_size)
+ct_process_barrier_bytes(int world_size)
 {
     const size_t bytes = sizeof(board) + (size_t)world_size * sizeof(place);
     return (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
 }
 
 ct_status
-ct_crew_join(ct_crew **crew, const ct_segment *segment, int rank, int world_size,
-             const ct_rank_names *names, double timeout_seconds, ct_error *err)
+ct_process_barrier_join(ct_process_barrier **barrier, const ct_segment *segment,
+                        int rank, int world_size, const ct_rank_names *names,
+                        double timeout_seconds, ct_error *err)
 {
-    ct_crew *c = ct_alloc(sizeof *c);
+    ct_process_barrier *c = ct_alloc(sizeof *c);
     if (c == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for a group of processes");
     }
@@ -78,7 +79,7 @@ ct_crew_join(ct_crew **crew, const ct_segment *segment, int rank, int world_size
         ct_free(c);
         return status;
     }
-    *c = (ct_crew){
+    *c = (ct_process_barrier){
         .segment = segment,
         .board = segment->base,
         .owner = ct_owner_here(),
@@ -89,7 +90,7 @@ ct_crew_join(ct_crew **crew, const ct_segment *segment, int rank, int world_size
         .timeout_seconds = timeout_seconds,
     };
     atomic_store(&c->board->places[rank].process, (int32_t)getpid());
-    *crew = c;
+    *barrier = c;
     return CT_OK;
 }
 
@@ -115,7 +116,8 @@ sleep_while(tally *t, uint32_t seen)
 }
 
 void
-ct_crew_raise(ct_crew *c, ct_crew_count which, uint32_t value)
+ct_process_barrier_raise(ct_process_barrier *c, ct_process_barrier_count which,
+                         uint32_t value)
 {
     tally *t = &c->board->places[c->rank].tallies[which];
     atomic_store(&t->count, value);
@@ -123,13 +125,13 @@ ct_crew_raise(ct_crew *c, ct_crew_count which, uint32_t value)
 }
 
 void
-ct_crew_leave(ct_crew *c)
+ct_process_barrier_leave(ct_process_barrier *c)
 {
     if (c != NULL && ct_owner_is_here(c->owner)) {
         place *own = &c->board->places[c->rank];
         atomic_store(&own->has_left, true);
-        wake(&own->tallies[CT_CREW_MADE]);
-        wake(&own->tallies[CT_CREW_USED]);
+        wake(&own->tallies[CT_BARRIER_MADE]);
+        wake(&own->tallies[CT_BARRIER_USED]);
     }
     ct_free(c);
 }
@@ -139,19 +141,19 @@ ct_crew_leave(ct_crew *c)
 
 /* The first to be found is what all ranks report. */
 static void
-break_crew(ct_crew *c, reason why, int culprit)
+break_barrier(ct_process_barrier *c, reason why, int culprit)
 {
     uint32_t whole = 0;
     const uint32_t fault = (uint32_t)why << REASON_SHIFT | (uint32_t)culprit;
     (void)atomic_compare_exchange_strong(&c->board->fault, &whole, fault);
     for (int rank = 0; rank < c->world_size; rank++) {
-        wake(&c->board->places[rank].tallies[CT_CREW_MADE]);
-        wake(&c->board->places[rank].tallies[CT_CREW_USED]);
+        wake(&c->board->places[rank].tallies[CT_BARRIER_MADE]);
+        wake(&c->board->places[rank].tallies[CT_BARRIER_USED]);
     }
 }
 
 static ct_status
-fail_broken(const ct_crew *c, const char *what, ct_error *err)
+fail_broken(const ct_process_barrier *c, const char *what, ct_error *err)
 {
     static const char *const reasons[] = {
         [LATE] = "did not come within",
@@ -175,26 +177,26 @@ fail_broken(const ct_crew *c, const char *what, ct_error *err)
 }
 
 ct_status
-ct_crew_check(const ct_crew *c, const char *what, ct_error *err)
+ct_process_barrier_check(const ct_process_barrier *c, const char *what, ct_error *err)
 {
     return atomic_load(&c->board->fault) == 0 ? CT_OK : fail_broken(c, what, err);
 }
 
-/* Breaks the crew when that rank will not come any more. */
+/* Breaks the barrier when that rank will not come any more. */
 static void
-look_after(ct_crew *c, int rank, ct_deadline deadline)
+look_after(ct_process_barrier *c, int rank, ct_deadline deadline)
 {
     place *p = &c->board->places[rank];
     const int32_t process = atomic_load(&p->process);
     if (atomic_load(&p->has_left)) {
-        break_crew(c, GONE, rank);
+        break_barrier(c, GONE, rank);
     }
     else if (process != 0 && process != (int32_t)getpid() &&
              !ct_segment_is_held(c->segment, rank)) {
-        break_crew(c, DEAD, rank);
+        break_barrier(c, DEAD, rank);
     }
     else if (ct_deadline_left(deadline) <= 0.0) {
-        break_crew(c, LATE, rank);
+        break_barrier(c, LATE, rank);
     }
 }
 
@@ -225,7 +227,7 @@ pause_core(void)
 /* Spins for as long as it has paid lately: where ranks share cores, it only takes them
  * from who is waited for. */
 static bool
-spin(ct_crew *c, tally *t, uint32_t value)
+spin(ct_process_barrier *c, tally *t, uint32_t value)
 {
     for (int i = 0; i < c->spins; i++) {
         if (has_reached(t, value)) {
@@ -247,8 +249,8 @@ spin(ct_crew *c, tally *t, uint32_t value)
 /* The last look at the counter comes after the look at its owner: a rank that made its
  * part and then died has done its part. */
 static ct_status
-sleep_until(ct_crew *c, int rank, ct_crew_count which, uint32_t value, const char *what,
-            ct_error *err)
+sleep_until(ct_process_barrier *c, int rank, ct_process_barrier_count which,
+            uint32_t value, const char *what, ct_error *err)
 {
     tally *t = &c->board->places[rank].tallies[which];
     const ct_deadline deadline = ct_deadline_after(c->timeout_seconds);
@@ -259,7 +261,7 @@ sleep_until(ct_crew *c, int rank, ct_crew_count which, uint32_t value, const cha
         }
         sleep_while(t, seen);
         if (ct_interrupted()) {
-            break_crew(c, INTERRUPTED, c->rank);
+            break_barrier(c, INTERRUPTED, c->rank);
             return ct_fail(err, CT_EHOST, "%s was interrupted", what);
         }
         look_after(c, rank, deadline);
@@ -269,7 +271,8 @@ sleep_until(ct_crew *c, int rank, ct_crew_count which, uint32_t value, const cha
 }
 
 bool
-ct_crew_has(const ct_crew *c, ct_crew_count which, uint32_t value)
+ct_process_barrier_has(const ct_process_barrier *c, ct_process_barrier_count which,
+                       uint32_t value)
 {
     for (int rank = 0; rank < c->world_size; rank++) {
         if (rank != c->rank &&
@@ -281,8 +284,8 @@ ct_crew_has(const ct_crew *c, ct_crew_count which, uint32_t value)
 }
 
 ct_status
-ct_crew_wait(ct_crew *c, ct_crew_count which, uint32_t value, const char *what,
-             ct_error *err)
+ct_process_barrier_wait(ct_process_barrier *c, ct_process_barrier_count which,
+                        uint32_t value, const char *what, ct_error *err)
 {
     ct_status status = CT_OK;
     for (int rank = 0; status == CT_OK && rank < c->world_size; rank++) {

@@ -380,18 +380,18 @@ agree_on_bytes(member *self, size_t bytes, ct_error *err)
 }
 
 static ct_status
-join_lane(const member *self, size_t bytes, ct_pages **lane, ct_error *err)
+join_peer_buffer(const member *self, size_t bytes, ct_pages **buffer, ct_error *err)
 {
     char key[LONGEST_KEY + 64];
     ct_segment segment = {.fd = -1};
     const size_t rank = (size_t)self->base.rank;
-    (void)snprintf(key, sizeof key, "memory %zu of %s", self->queue.exchange.lanes.n,
-                   self->key);
+    (void)snprintf(key, sizeof key, "memory %zu of %s",
+                   self->queue.exchange.peer_buffers.n, self->key);
     ct_status status = ct_segment_join(
         &segment, key, self->base.rank, self->base.world_size,
         bytes * (size_t)self->base.world_size, self->timeout_seconds, err);
     return status == CT_OK
-               ? ct_pages_new_steal(lane, &segment, rank * bytes, bytes, err)
+               ? ct_pages_new_steal(buffer, &segment, rank * bytes, bytes, err)
                : status;
 }
 
@@ -399,23 +399,23 @@ static ct_status
 shm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
 {
     member *self = (member *)comm;
-    ct_pages *lane = NULL;
-    ct_status status = ct_lanes_reserve(&self->queue.exchange.lanes, err);
+    ct_pages *buffer = NULL;
+    ct_status status = ct_peer_buffers_reserve(&self->queue.exchange.peer_buffers, err);
     if (status == CT_OK) {
         status = agree_on_bytes(self, bytes, err);
     }
     if (status == CT_OK) {
-        status = join_lane(self, ct_pages_round(bytes), &lane, err);
+        status = join_peer_buffer(self, ct_pages_round(bytes), &buffer, err);
     }
     if (status == CT_OK) {
-        ct_lanes_add(&self->queue.exchange.lanes, lane);
+        ct_peer_buffers_add(&self->queue.exchange.peer_buffers, buffer);
         status = shm_barrier(comm, err);
     }
     if (status != CT_OK) {
-        ct_pages_drop(lane);
+        ct_pages_drop(buffer);
         return status;
     }
-    *memory = lane;
+    *memory = buffer;
     return CT_OK;
 }
 

@@ -115,14 +115,15 @@ check_reductions(ct_comm *levels, ct_comm *plain, ct_dtype dtype, size_t n)
 }
 
 static ct_comm *
-levels_of(ct_comm *comm)
+hierarchical_of(ct_comm *comm)
 {
     ct_comm *inner, *outer, *whole, *levels = NULL;
     const int machine = comm->rank / OF_A_MACHINE, place = comm->rank % OF_A_MACHINE;
     CHECK(ct_comm_split(comm, machine, 0, &inner, NULL) == CT_OK);
     CHECK(ct_comm_split(comm, place, 0, &outer, NULL) == CT_OK);
     CHECK(ct_comm_split(comm, 0, 0, &whole, NULL) == CT_OK);
-    CHECK(ct_comm_levels_new_steal(&levels, inner, outer, whole, false, NULL) == CT_OK);
+    CHECK(ct_comm_hierarchical_new_steal(&levels, inner, outer, whole, false, NULL) ==
+          CT_OK);
     CHECK(levels->rank == comm->rank && levels->world_size == RANKS);
     return levels;
 }
@@ -132,7 +133,7 @@ compare_everything(ct_comm *comm, void *arg)
 {
     static const ct_dtype dtypes[] = {CT_F32, CT_F64, CT_BF16, CT_I64, CT_U8};
     static const size_t lengths[] = {0, 1, 100, LARGEST};
-    ct_comm *levels = levels_of(comm);
+    ct_comm *levels = hierarchical_of(comm);
     (void)arg;
     for (size_t d = 0; d < 5; d++) {
         for (size_t k = 0; k < 4; k++) {
@@ -154,7 +155,7 @@ test_every_collective_is_that_of_one_level(void)
 static void
 average(ct_comm *comm, void *arg)
 {
-    ct_comm *levels = levels_of(comm);
+    ct_comm *levels = hierarchical_of(comm);
     float *values = ct_alloc(LARGEST * sizeof *values);
     const ct_span span = {values, LARGEST, CT_F32};
     (void)arg;
@@ -184,7 +185,7 @@ begin_several(ct_comm *comm, void *arg)
         MANY = 4
     };
     static const size_t lengths[MANY] = {LARGEST, 2, LARGEST - 1, LARGEST};
-    ct_comm *levels = levels_of(comm);
+    ct_comm *levels = hierarchical_of(comm);
     ct_work *works[MANY];
     double *values[MANY + 1];
     (void)arg;
@@ -224,7 +225,7 @@ begin_several(ct_comm *comm, void *arg)
 static void
 begin_a_broadcast(ct_comm *comm, void *arg)
 {
-    ct_comm *levels = levels_of(comm);
+    ct_comm *levels = hierarchical_of(comm);
     ct_work *work;
     double *values = ct_alloc(LARGEST * sizeof *values);
     const ct_request r = {
@@ -258,7 +259,7 @@ test_all_reduces_work_side_by_side(void)
 static void
 lose_one_under_way(ct_comm *comm, void *arg)
 {
-    ct_comm *levels = levels_of(comm);
+    ct_comm *levels = hierarchical_of(comm);
     float *values = ct_calloc(2 * LARGEST, sizeof *values);
     ct_work *works[2] = {NULL, NULL};
     ct_status status = CT_OK;
@@ -280,7 +281,7 @@ lose_one_under_way(ct_comm *comm, void *arg)
 static void
 refuse(ct_comm *comm, void *arg)
 {
-    ct_comm *levels = levels_of(comm), *pair = NULL, *one = ct_comm_self_new(),
+    ct_comm *levels = hierarchical_of(comm), *pair = NULL, *one = ct_comm_self_new(),
             *other = ct_comm_self_new();
     float values[7] = {0};
     ct_error err;
@@ -292,7 +293,7 @@ refuse(ct_comm *comm, void *arg)
     CHECK(strstr(err.message, "root must be in [0, 6), got 6") != NULL);
     CHECK(ct_comm_split(levels, comm->rank % 2, 0, &pair, NULL) == CT_OK);
     CHECK(pair->world_size == 3 && pair->rank == comm->rank / 2);
-    CHECK(ct_comm_levels_new_steal(&levels, one, other, levels, false, &err) ==
+    CHECK(ct_comm_hierarchical_new_steal(&levels, one, other, levels, false, &err) ==
           CT_EINVAL);
     CHECK(strstr(err.message, "cannot be rank 0 of the 1 of machine 0 of 1") != NULL);
     pair->ops->free(pair);
@@ -308,7 +309,7 @@ test_what_does_not_fit_is_refused_on_every_rank(void)
 static void
 miss_one(ct_comm *comm, void *arg)
 {
-    ct_comm *levels = levels_of(comm);
+    ct_comm *levels = hierarchical_of(comm);
     ct_error err;
     (void)arg;
     if (comm->rank != 4) {
