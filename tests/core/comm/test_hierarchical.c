@@ -39,7 +39,7 @@ fill(const ct_span *span, int rank)
 
 /* The same collective over both; what they leave has to have the same bytes. */
 static void
-check_same(ct_comm *levels, ct_comm *plain, const ct_request *like)
+check_same(ct_comm *hierarchical, ct_comm *plain, const ct_request *like)
 {
     const size_t item = ct_dtype_size(like->in.dtype);
     void *in[2], *out[2];
@@ -49,7 +49,7 @@ check_same(ct_comm *levels, ct_comm *plain, const ct_request *like)
         out[k] = r.out.data = ct_calloc(r.out.n + 1, item);
         CHECK(in[k] != NULL && out[k] != NULL);
         fill(&r.in, plain->rank);
-        CHECK(ct_comm_run(k == 0 ? levels : plain, &r, NULL) == CT_OK);
+        CHECK(ct_comm_run(k == 0 ? hierarchical : plain, &r, NULL) == CT_OK);
     }
     CHECK(memcmp(in[0], in[1], like->in.n * item) == 0);
     CHECK(memcmp(out[0], out[1], like->out.n * item) == 0);
@@ -60,22 +60,23 @@ check_same(ct_comm *levels, ct_comm *plain, const ct_request *like)
 }
 
 static void
-check_moves(ct_comm *levels, ct_comm *plain, ct_dtype dtype, size_t n)
+check_moves(ct_comm *hierarchical, ct_comm *plain, ct_dtype dtype, size_t n)
 {
     const ct_span part = {NULL, n, dtype}, whole = {NULL, n * RANKS, dtype};
     const ct_request gathers = {.what = CT_ALL_GATHER, .in = part, .out = whole};
     const ct_request exchanges = {.what = CT_ALL_TO_ALL, .in = whole, .out = whole};
-    check_same(levels, plain, &gathers);
-    check_same(levels, plain, &exchanges);
+    check_same(hierarchical, plain, &gathers);
+    check_same(hierarchical, plain, &exchanges);
     for (int root = 0; root < RANKS; root++) {
         const ct_request sends = {.what = CT_BROADCAST, .in = part, .root = root};
-        check_same(levels, plain, &sends);
+        check_same(hierarchical, plain, &sends);
     }
 }
 
 /* The roots have the same bytes; what the others have is not said. */
 static void
-check_reduce(ct_comm *levels, ct_comm *plain, const ct_span *like, ct_reduce_op op)
+check_reduce(ct_comm *hierarchical, ct_comm *plain, const ct_span *like,
+             ct_reduce_op op)
 {
     const size_t bytes = like->n * ct_dtype_size(like->dtype);
     for (int root = 0; root < RANKS; root++) {
@@ -84,7 +85,7 @@ check_reduce(ct_comm *levels, ct_comm *plain, const ct_span *like, ct_reduce_op 
             of[k].data = ct_calloc(bytes + 1, 1);
             CHECK(of[k].data != NULL);
             fill(&of[k], plain->rank);
-            ct_comm *comm = k == 0 ? levels : plain;
+            ct_comm *comm = k == 0 ? hierarchical : plain;
             CHECK(comm->ops->reduce(comm, &of[k], op, root, NULL) == CT_OK);
         }
         CHECK(plain->rank != root || memcmp(of[0].data, of[1].data, bytes) == 0);
@@ -94,7 +95,7 @@ check_reduce(ct_comm *levels, ct_comm *plain, const ct_span *like, ct_reduce_op 
 }
 
 static void
-check_reductions(ct_comm *levels, ct_comm *plain, ct_dtype dtype, size_t n)
+check_reductions(ct_comm *hierarchical, ct_comm *plain, ct_dtype dtype, size_t n)
 {
     const ct_span part = {NULL, n, dtype}, whole = {NULL, n * RANKS, dtype};
     for (int op = CT_REDUCE_SUM; op <= CT_REDUCE_MIN; op++) {
@@ -108,24 +109,24 @@ check_reductions(ct_comm *levels, ct_comm *plain, ct_dtype dtype, size_t n)
                                      .in = whole,
                                      .out = part,
                                      .op = (ct_reduce_op)op};
-        check_same(levels, plain, &reduces);
-        check_same(levels, plain, &scatters);
-        check_reduce(levels, plain, &part, (ct_reduce_op)op);
+        check_same(hierarchical, plain, &reduces);
+        check_same(hierarchical, plain, &scatters);
+        check_reduce(hierarchical, plain, &part, (ct_reduce_op)op);
     }
 }
 
 static ct_comm *
 hierarchical_of(ct_comm *comm)
 {
-    ct_comm *inner, *outer, *whole, *levels = NULL;
+    ct_comm *inner, *outer, *whole, *hierarchical = NULL;
     const int machine = comm->rank / OF_A_MACHINE, place = comm->rank % OF_A_MACHINE;
     CHECK(ct_comm_split(comm, machine, 0, &inner, NULL) == CT_OK);
     CHECK(ct_comm_split(comm, place, 0, &outer, NULL) == CT_OK);
     CHECK(ct_comm_split(comm, 0, 0, &whole, NULL) == CT_OK);
-    CHECK(ct_comm_hierarchical_new_steal(&levels, inner, outer, whole, false, NULL) ==
-          CT_OK);
-    CHECK(levels->rank == comm->rank && levels->world_size == RANKS);
-    return levels;
+    CHECK(ct_comm_hierarchical_new_steal(&hierarchical, inner, outer, whole, false,
+                                         NULL) == CT_OK);
+    CHECK(hierarchical->rank == comm->rank && hierarchical->world_size == RANKS);
+    return hierarchical;
 }
 
 static void
@@ -133,16 +134,16 @@ compare_everything(ct_comm *comm, void *arg)
 {
     static const ct_dtype dtypes[] = {CT_F32, CT_F64, CT_BF16, CT_I64, CT_U8};
     static const size_t lengths[] = {0, 1, 100, LARGEST};
-    ct_comm *levels = hierarchical_of(comm);
+    ct_comm *hierarchical = hierarchical_of(comm);
     (void)arg;
     for (size_t d = 0; d < 5; d++) {
         for (size_t k = 0; k < 4; k++) {
-            check_moves(levels, comm, dtypes[d], lengths[k]);
-            check_reductions(levels, comm, dtypes[d], lengths[k]);
+            check_moves(hierarchical, comm, dtypes[d], lengths[k]);
+            check_reductions(hierarchical, comm, dtypes[d], lengths[k]);
         }
     }
-    CHECK(levels->ops->barrier(levels, NULL) == CT_OK);
-    levels->ops->free(levels);
+    CHECK(hierarchical->ops->barrier(hierarchical, NULL) == CT_OK);
+    hierarchical->ops->free(hierarchical);
 }
 
 static void
@@ -155,19 +156,20 @@ test_every_collective_is_that_of_one_level(void)
 static void
 average(ct_comm *comm, void *arg)
 {
-    ct_comm *levels = hierarchical_of(comm);
+    ct_comm *hierarchical = hierarchical_of(comm);
     float *values = ct_alloc(LARGEST * sizeof *values);
     const ct_span span = {values, LARGEST, CT_F32};
     (void)arg;
     for (size_t i = 0; i < LARGEST; i++) {
         values[i] = (float)(comm->rank + 1);
     }
-    CHECK(levels->ops->all_reduce(levels, &span, CT_REDUCE_MEAN, NULL) == CT_OK);
+    CHECK(hierarchical->ops->all_reduce(hierarchical, &span, CT_REDUCE_MEAN, NULL) ==
+          CT_OK);
     for (size_t i = 0; i < LARGEST; i++) {
         CHECK(values[i] == 3.5f);
     }
     ct_free(values);
-    levels->ops->free(levels);
+    hierarchical->ops->free(hierarchical);
 }
 
 static void
@@ -185,7 +187,7 @@ begin_several(ct_comm *comm, void *arg)
         MANY = 4
     };
     static const size_t lengths[MANY] = {LARGEST, 2, LARGEST - 1, LARGEST};
-    ct_comm *levels = hierarchical_of(comm);
+    ct_comm *hierarchical = hierarchical_of(comm);
     ct_work *works[MANY];
     double *values[MANY + 1];
     (void)arg;
@@ -199,14 +201,15 @@ begin_several(ct_comm *comm, void *arg)
                 .what = CT_ALL_REDUCE, .in = {values[k], lengths[k], CT_F64}
             };
             fill(&r.in, comm->rank + k);
-            CHECK(ct_comm_start(levels, &r, &works[k], NULL) == CT_OK);
-            CHECK(levels->ops->barrier(levels, NULL) == CT_OK);
+            CHECK(ct_comm_start(hierarchical, &r, &works[k], NULL) == CT_OK);
+            CHECK(hierarchical->ops->barrier(hierarchical, NULL) == CT_OK);
         }
         const ct_span run = {values[MANY], LARGEST, CT_F64};
         fill(&run, comm->rank);
-        CHECK(levels->ops->all_reduce(levels, &run, CT_REDUCE_SUM, NULL) == CT_OK);
+        CHECK(hierarchical->ops->all_reduce(hierarchical, &run, CT_REDUCE_SUM, NULL) ==
+              CT_OK);
         for (int k = 0; k <= MANY; k++) {
-            CHECK(k == MANY || ct_comm_wait(levels, works[k], NULL) == CT_OK);
+            CHECK(k == MANY || ct_comm_wait(hierarchical, works[k], NULL) == CT_OK);
             for (size_t i = 0; i < (k == MANY ? LARGEST : lengths[k]); i++) {
                 double sum = 0.0;
                 for (int rank = 0; rank < RANKS; rank++) {
@@ -219,13 +222,13 @@ begin_several(ct_comm *comm, void *arg)
     for (int k = 0; k <= MANY; k++) {
         ct_free(values[k]);
     }
-    levels->ops->free(levels);
+    hierarchical->ops->free(hierarchical);
 }
 
 static void
 begin_a_broadcast(ct_comm *comm, void *arg)
 {
-    ct_comm *levels = hierarchical_of(comm);
+    ct_comm *hierarchical = hierarchical_of(comm);
     ct_work *work;
     double *values = ct_alloc(LARGEST * sizeof *values);
     const ct_request r = {
@@ -234,13 +237,13 @@ begin_a_broadcast(ct_comm *comm, void *arg)
     (void)arg;
     CHECK(values != NULL);
     fill(&r.in, comm->rank);
-    CHECK(ct_comm_start(levels, &r, &work, NULL) == CT_OK);
-    CHECK(ct_comm_wait(levels, work, NULL) == CT_OK);
+    CHECK(ct_comm_start(hierarchical, &r, &work, NULL) == CT_OK);
+    CHECK(ct_comm_wait(hierarchical, work, NULL) == CT_OK);
     for (size_t i = 0; i < LARGEST; i++) {
         CHECK(values[i] == value_at(RANKS - 1, i));
     }
     ct_free(values);
-    levels->ops->free(levels);
+    hierarchical->ops->free(hierarchical);
 }
 
 static void
@@ -259,7 +262,7 @@ test_all_reduces_work_side_by_side(void)
 static void
 lose_one_under_way(ct_comm *comm, void *arg)
 {
-    ct_comm *levels = hierarchical_of(comm);
+    ct_comm *hierarchical = hierarchical_of(comm);
     float *values = ct_calloc(2 * LARGEST, sizeof *values);
     ct_work *works[2] = {NULL, NULL};
     ct_status status = CT_OK;
@@ -269,32 +272,34 @@ lose_one_under_way(ct_comm *comm, void *arg)
         const ct_request r = {
             .what = CT_ALL_REDUCE, .in = {values + begun * LARGEST, LARGEST, CT_F32}
         };
-        status = ct_comm_start(levels, &r, &works[begun], NULL);
+        status = ct_comm_start(hierarchical, &r, &works[begun], NULL);
     }
     for (int k = 0; k < 2; k++) {
-        CHECK(works[k] == NULL || ct_comm_wait(levels, works[k], NULL) == CT_ECOMM);
+        CHECK(works[k] == NULL ||
+              ct_comm_wait(hierarchical, works[k], NULL) == CT_ECOMM);
     }
-    levels->ops->free(levels);
+    hierarchical->ops->free(hierarchical);
     ct_free(values);
 }
 
 static void
 refuse(ct_comm *comm, void *arg)
 {
-    ct_comm *levels = hierarchical_of(comm), *pair = NULL, *one = ct_comm_self_new(),
-            *other = ct_comm_self_new();
+    ct_comm *hierarchical = hierarchical_of(comm), *pair = NULL,
+            *one = ct_comm_self_new(), *other = ct_comm_self_new();
     float values[7] = {0};
     ct_error err;
     const ct_span part = {values, 1, CT_F32}, seven = {values, 7, CT_F32};
     (void)arg;
-    CHECK(levels->ops->all_gather(levels, &seven, &part, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "all_gather over 6 ranks needs 6 times") != NULL);
-    CHECK(levels->ops->broadcast(levels, &part, 6, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "root must be in [0, 6), got 6") != NULL);
-    CHECK(ct_comm_split(levels, comm->rank % 2, 0, &pair, NULL) == CT_OK);
-    CHECK(pair->world_size == 3 && pair->rank == comm->rank / 2);
-    CHECK(ct_comm_hierarchical_new_steal(&levels, one, other, levels, false, &err) ==
+    CHECK(hierarchical->ops->all_gather(hierarchical, &seven, &part, &err) ==
           CT_EINVAL);
+    CHECK(strstr(err.message, "all_gather over 6 ranks needs 6 times") != NULL);
+    CHECK(hierarchical->ops->broadcast(hierarchical, &part, 6, &err) == CT_EINVAL);
+    CHECK(strstr(err.message, "root must be in [0, 6), got 6") != NULL);
+    CHECK(ct_comm_split(hierarchical, comm->rank % 2, 0, &pair, NULL) == CT_OK);
+    CHECK(pair->world_size == 3 && pair->rank == comm->rank / 2);
+    CHECK(ct_comm_hierarchical_new_steal(&hierarchical, one, other, hierarchical, false,
+                                         &err) == CT_EINVAL);
     CHECK(strstr(err.message, "cannot be rank 0 of the 1 of machine 0 of 1") != NULL);
     pair->ops->free(pair);
 }
@@ -309,19 +314,19 @@ test_what_does_not_fit_is_refused_on_every_rank(void)
 static void
 miss_one(ct_comm *comm, void *arg)
 {
-    ct_comm *levels = hierarchical_of(comm);
+    ct_comm *hierarchical = hierarchical_of(comm);
     ct_error err;
     (void)arg;
     if (comm->rank != 4) {
         ct_status status = CT_OK;
         while (status == CT_OK) {
-            status = levels->ops->barrier(levels, &err);
+            status = hierarchical->ops->barrier(hierarchical, &err);
         }
         CHECK(status == CT_ECOMM && strstr(err.message, "barrier on rank ") != NULL);
         CHECK(strstr(err.message, comm->rank < 3 ? " of 6, across machines: "
                                                  : " of 6, within its machine: "));
     }
-    levels->ops->free(levels);
+    hierarchical->ops->free(hierarchical);
 }
 
 static void
