@@ -43,6 +43,29 @@ is_interrupted(void)
     return raised;
 }
 
+#define CTPY_METHODS(type, name) extern PyMethodDef type##_##name##_methods[];
+#include "binding/runtime/methods.def"
+#undef CTPY_METHODS
+#define CTPY_FUNCTIONS(name) extern PyMethodDef ctpy_##name##_functions[];
+#include "binding/runtime/functions.def"
+#undef CTPY_FUNCTIONS
+
+/* Methods of a type from another file than that of its spec: a type of several files
+ * has a table in each, and no list of all their functions. */
+static int
+add_methods(PyTypeObject *type, PyMethodDef *methods)
+{
+    int result = 0;
+    for (PyMethodDef *m = methods; result == 0 && m->ml_name != NULL; m++) {
+        PyObject *method = PyDescr_NewMethod(type, m);
+        result = method == NULL
+                     ? -1
+                     : PyObject_SetAttrString((PyObject *)type, m->ml_name, method);
+        Py_XDECREF(method);
+    }
+    return result;
+}
+
 /* A failure needs no cleanup here: the module is released, and module_clear drops
  * whatever was set. */
 static int
@@ -71,6 +94,18 @@ module_exec(PyObject *module)
     }
 #include "binding/runtime/types.def"
 #undef CTPY_TYPE
+#define CTPY_METHODS(type, name)                                                       \
+    if (add_methods(state->type, type##_##name##_methods) < 0) {                       \
+        return -1;                                                                     \
+    }
+#include "binding/runtime/methods.def"
+#undef CTPY_METHODS
+#define CTPY_FUNCTIONS(name)                                                           \
+    if (PyModule_AddFunctions(module, ctpy_##name##_functions) < 0) {                  \
+        return -1;                                                                     \
+    }
+#include "binding/runtime/functions.def"
+#undef CTPY_FUNCTIONS
     return ctpy_refuse_copies(state);
 }
 
@@ -118,19 +153,6 @@ module_free(void *module)
     (void)module_clear(module);
 }
 
-#define CTPY_FUNCTION(name, flags)                                                     \
-    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
-    extern const char ctpy_##name##_doc[];
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
-
-static PyMethodDef module_functions[] = {
-#define CTPY_FUNCTION(name, flags) {#name, ctpy_##name, flags, ctpy_##name##_doc},
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
-    { NULL, NULL, 0, NULL},
-};
-
 static PyModuleDef_Slot module_slots[] = {
     {Py_mod_exec, module_exec},
     {0,           NULL       },
@@ -141,7 +163,6 @@ PyModuleDef ctpy_module = {
     .m_name = "ctrainer._C",
     .m_doc = "Native trainer types.",
     .m_size = sizeof(ctpy_state),
-    .m_methods = module_functions,
     .m_slots = module_slots,
     .m_traverse = module_traverse,
     .m_clear = module_clear,

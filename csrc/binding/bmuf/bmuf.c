@@ -90,40 +90,35 @@ bmuf_land(BMUF *self)
 
 /* binding/bmuf/bmuf.c: blocks whose average is taken later. */
 void bmuf_land(BMUF *self); /* waits and forgets */
-extern const char BMUF_finish_doc[];
 
-const char BMUF_average_moments_doc[] =
+static const char BMUF_average_moments_doc[] =
     "_average_moments($self, /)\n--\n\n"
     "Replace the tensors that _moments() gives by their averages over all "
     "ranks.";
 
-const char BMUF_start_doc[] =
+static const char BMUF_start_doc[] =
     "_start($self, /)\n--\n\n"
     "Take the parameters for the global model and begin a block.";
 
 /* binding/bmuf/bmuf.c: a RuntimeError, "what" in it, while a pass is under way; what
  * follows an update; and what the face calls. */
-extern const char BMUF_average_moments_doc[], BMUF_start_doc[], BMUF_adopt_doc[];
 
-const char BMUF_save_blocks_doc[] =
+static const char BMUF_save_blocks_doc[] =
     "_save_blocks($self, model, momentum, /)\n--\n\n"
     "Copy the global model and the momentum of blocks into tensors as long as the\n"
     "parameters, float64 or float32 as their blocks are computed in.";
 
-const char BMUF_save_residual_doc[] =
+static const char BMUF_save_residual_doc[] =
     "_save_residual($self, residual, /)\n--\n\n"
     "Copy what this rank's codes of distances have missed into tensors like those of\n"
     "_save_blocks().";
 
-const char BMUF_save_left_doc[] =
+static const char BMUF_save_left_doc[] =
     "_save_left($self, left, /)\n--\n\n"
     "Copy the parameters as they were when the block ended whose average has not been\n"
     "taken yet into tensors like those of _save_blocks().";
 
 /* binding/bmuf/bmuf.c: what is saved besides the inner optimizer's state. */
-extern const char BMUF_save_left_doc[], BMUF_load_left_doc[];
-extern const char BMUF_save_blocks_doc[], BMUF_load_blocks_doc[];
-extern const char BMUF_save_residual_doc[], BMUF_load_residual_doc[];
 
 /* ---- lifetime ----------------------------------------------------------------------
  */
@@ -637,36 +632,6 @@ BMUF_get_world_size(PyObject *op, void *Py_UNUSED(closure))
     return comm == NULL ? NULL : PyLong_FromLong(comm->world_size);
 }
 
-static PyGetSetDef BMUF_getset[] = {
-    {"use_nbm",    BMUF_get_use_nbm,    NULL, "Nesterov's block momentum.",  NULL},
-    {"world_size", BMUF_get_world_size, NULL, "Ranks that meet, 1: nobody.", NULL},
-    {NULL,         NULL,                NULL, NULL,                          NULL},
-};
-
-static PyMemberDef BMUF_members[] = {
-    {"_optimizer", T_OBJECT_EX, offsetof(BMUF, inner), READONLY,
-     "The optimizer that updates."},
-    {"communicator", T_OBJECT_EX, offsetof(BMUF, communicator), READONLY,
-     "The group of those who meet."},
-    {"sync_iter", T_LONGLONG, offsetof(BMUF, config.sync_iter), READONLY,
-     "Updates in a block."},
-    {"warmup_iteration", T_LONGLONG, offsetof(BMUF, config.warmup), READONLY,
-     "Updates before the workers first meet."},
-    {"block_momentum", T_DOUBLE, offsetof(BMUF, config.momentum), READONLY,
-     "Momentum of blocks; 0: the models are averaged."},
-    {"block_lr", T_DOUBLE, offsetof(BMUF, config.lr), READONLY,
-     "Learning rate of blocks."},
-    {"overlap_steps", T_LONGLONG, offsetof(BMUF, config.overlap), READONLY,
-     "Updates after the end of a block in which its average is taken."},
-    {"is_away", T_BOOL, offsetof(BMUF, core.is_away), READONLY,
-     "Whether a block has ended whose average has not been taken yet."},
-    {"delta_bits", T_INT, offsetof(BMUF, config.delta_bits), READONLY,
-     "Bits in which distances travel: 32, or codes of 8 or 4."},
-    {"average_sync", T_BOOL, offsetof(BMUF, average_sync), READONLY,
-     "Whether the optimizers' moments are averaged where workers meet."},
-    {NULL, 0, 0, 0, NULL},
-};
-
 static int
 check_started(const BMUF *self)
 {
@@ -877,6 +842,72 @@ BMUF_finish(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
+/* What BMUF saves besides the state of the optimizer within. */
+
+static const char BMUF_load_blocks_doc[] =
+    "_load_blocks($self, model, momentum, /)\n--\n\n"
+    "Take what _save_blocks() gave.";
+
+static const char BMUF_load_residual_doc[] =
+    "_load_residual($self, residual, /)\n--\n\n"
+    "Take what _save_residual() gave.";
+
+static const char BMUF_load_left_doc[] =
+    "_load_left($self, left, /)\n--\n\n"
+    "Take what _save_left() gave, and that average later.";
+
+/* What happens at the ends of blocks. */
+
+/* ---- passes ------------------------------------------------------------------------
+ */
+
+/* ---- the ends of blocks ------------------------------------------------------------
+ */
+
+static const char BMUF_adopt_doc[] =
+    "_adopt($self, communicator, root, num_updates, /)\n--\n\n"
+    "Go on in another group, from the root's parameters and momentum, after\n"
+    "num_updates.";
+
+/* Blocks whose average is taken some updates after they have ended. */
+
+static const char BMUF_finish_doc[] =
+    "finish($self, /)\n--\n\n"
+    "Take the average of a block that ended less than overlap_steps updates ago: all\n"
+    "ranks call it, as after the last update. Without such a block nothing happens.";
+
+/* Tensors of Python as what blocks work on. */
+
+static PyGetSetDef BMUF_getset[] = {
+    {"use_nbm",    BMUF_get_use_nbm,    NULL, "Nesterov's block momentum.",  NULL},
+    {"world_size", BMUF_get_world_size, NULL, "Ranks that meet, 1: nobody.", NULL},
+    {NULL,         NULL,                NULL, NULL,                          NULL},
+};
+
+static PyMemberDef BMUF_members[] = {
+    {"_optimizer", T_OBJECT_EX, offsetof(BMUF, inner), READONLY,
+     "The optimizer that updates."},
+    {"communicator", T_OBJECT_EX, offsetof(BMUF, communicator), READONLY,
+     "The group of those who meet."},
+    {"sync_iter", T_LONGLONG, offsetof(BMUF, config.sync_iter), READONLY,
+     "Updates in a block."},
+    {"warmup_iteration", T_LONGLONG, offsetof(BMUF, config.warmup), READONLY,
+     "Updates before the workers first meet."},
+    {"block_momentum", T_DOUBLE, offsetof(BMUF, config.momentum), READONLY,
+     "Momentum of blocks; 0: the models are averaged."},
+    {"block_lr", T_DOUBLE, offsetof(BMUF, config.lr), READONLY,
+     "Learning rate of blocks."},
+    {"overlap_steps", T_LONGLONG, offsetof(BMUF, config.overlap), READONLY,
+     "Updates after the end of a block in which its average is taken."},
+    {"is_away", T_BOOL, offsetof(BMUF, core.is_away), READONLY,
+     "Whether a block has ended whose average has not been taken yet."},
+    {"delta_bits", T_INT, offsetof(BMUF, config.delta_bits), READONLY,
+     "Bits in which distances travel: 32, or codes of 8 or 4."},
+    {"average_sync", T_BOOL, offsetof(BMUF, average_sync), READONLY,
+     "Whether the optimizers' moments are averaged where workers meet."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyMethodDef BMUF_methods[] = {
     {"_adopt",           BMUF_adopt,                             METH_VARARGS,                 BMUF_adopt_doc          },
     {"_average_moments", BMUF_average_moments,                   METH_NOARGS,                  BMUF_average_moments_doc},
@@ -915,37 +946,3 @@ PyType_Spec BMUF_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = BMUF_slots,
 };
-
-/* What BMUF saves besides the state of the optimizer within. */
-
-const char BMUF_load_blocks_doc[] = "_load_blocks($self, model, momentum, /)\n--\n\n"
-                                    "Take what _save_blocks() gave.";
-
-const char BMUF_load_residual_doc[] = "_load_residual($self, residual, /)\n--\n\n"
-                                      "Take what _save_residual() gave.";
-
-const char BMUF_load_left_doc[] =
-    "_load_left($self, left, /)\n--\n\n"
-    "Take what _save_left() gave, and that average later.";
-
-/* What happens at the ends of blocks. */
-
-/* ---- passes ------------------------------------------------------------------------
- */
-
-/* ---- the ends of blocks ------------------------------------------------------------
- */
-
-const char BMUF_adopt_doc[] =
-    "_adopt($self, communicator, root, num_updates, /)\n--\n\n"
-    "Go on in another group, from the root's parameters and momentum, after\n"
-    "num_updates.";
-
-/* Blocks whose average is taken some updates after they have ended. */
-
-const char BMUF_finish_doc[] =
-    "finish($self, /)\n--\n\n"
-    "Take the average of a block that ended less than overlap_steps updates ago: all\n"
-    "ranks call it, as after the last update. Without such a block nothing happens.";
-
-/* Tensors of Python as what blocks work on. */

@@ -570,55 +570,6 @@ CallbackHandler_setstate(PyObject *op, PyObject *state)
     Py_RETURN_NONE;
 }
 
-#define METHOD(name)                                                                   \
-    {#name, (PyCFunction)(void (*)(void))CallbackHandler_##name,                       \
-     METH_FASTCALL | METH_KEYWORDS, name##_doc}
-#define CTPY_EVENT(event, flags, fourth)                                               \
-    {#event, (PyCFunction)(void (*)(void))CallbackHandler_##event,                     \
-     METH_FASTCALL | METH_KEYWORDS,                                                    \
-     #event "($self, args, state, control, /, *args_, **kwargs)\n--\n\n"               \
-            "Fire the event at every callback; return the control."},
-static PyMethodDef CallbackHandler_methods[] = {
-    METHOD(call_event),
-    {"__getstate__", CallbackHandler_getstate, METH_NOARGS, getstate_doc},
-    {"__setstate__", CallbackHandler_setstate, METH_O,      setstate_doc},
-#include "binding/callbacks/events.def"
-    {NULL,           NULL,                     0,           NULL        },
-};
-#undef CTPY_EVENT
-
-#define MEMBER(name, field) {#name, T_OBJECT, offsetof(CallbackHandler, field), 0, NULL}
-static PyMemberDef CallbackHandler_members[] = {
-    MEMBER(callbacks, callbacks),
-    MEMBER(model, model),
-    MEMBER(processing_class, processing_class),
-    MEMBER(tokenizer, processing_class), /* its name before transformers 4.46 */
-    MEMBER(optimizer, optimizer),
-    MEMBER(lr_scheduler, lr_scheduler),
-    MEMBER(train_dataloader, train_dataloader),
-    MEMBER(eval_dataloader, eval_dataloader),
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot CallbackHandler_slots[] = {
-    {Py_tp_doc,      (void *)CallbackHandler_doc},
-    {Py_tp_new,      CallbackHandler_new        },
-    {Py_tp_init,     CallbackHandler_init       },
-    {Py_tp_traverse, CallbackHandler_traverse   },
-    {Py_tp_clear,    CallbackHandler_clear      },
-    {Py_tp_dealloc,  CallbackHandler_dealloc    },
-    {Py_tp_methods,  CallbackHandler_methods    },
-    {Py_tp_members,  CallbackHandler_members    },
-    {0,              NULL                       },
-};
-
-PyType_Spec CallbackHandler_spec = {
-    .name = "ctrainer._C.CallbackHandler",
-    .basicsize = sizeof(CallbackHandler),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = CallbackHandler_slots,
-};
-
 /* One event through the callbacks of a handler.
  *
  * A step fires four events and most callbacks listen to one of them, so the cost of an
@@ -691,3 +642,52 @@ done:
     Py_XDECREF(handler);
     return result;
 }
+
+#define METHOD(name)                                                                   \
+    {#name, (PyCFunction)(void (*)(void))CallbackHandler_##name,                       \
+     METH_FASTCALL | METH_KEYWORDS, name##_doc}
+#define CTPY_EVENT(event, flags, fourth)                                               \
+    {#event, (PyCFunction)(void (*)(void))CallbackHandler_##event,                     \
+     METH_FASTCALL | METH_KEYWORDS,                                                    \
+     #event "($self, args, state, control, /, *args_, **kwargs)\n--\n\n"               \
+            "Fire the event at every callback; return the control."},
+static PyMethodDef CallbackHandler_methods[] = {
+    METHOD(call_event),
+    {"__getstate__", CallbackHandler_getstate, METH_NOARGS, getstate_doc},
+    {"__setstate__", CallbackHandler_setstate, METH_O,      setstate_doc},
+#include "binding/callbacks/events.def"
+    {NULL,           NULL,                     0,           NULL        },
+};
+#undef CTPY_EVENT
+
+#define MEMBER(name, field) {#name, T_OBJECT, offsetof(CallbackHandler, field), 0, NULL}
+static PyMemberDef CallbackHandler_members[] = {
+    MEMBER(callbacks, callbacks),
+    MEMBER(model, model),
+    MEMBER(processing_class, processing_class),
+    MEMBER(tokenizer, processing_class), /* its name before transformers 4.46 */
+    MEMBER(optimizer, optimizer),
+    MEMBER(lr_scheduler, lr_scheduler),
+    MEMBER(train_dataloader, train_dataloader),
+    MEMBER(eval_dataloader, eval_dataloader),
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot CallbackHandler_slots[] = {
+    {Py_tp_doc,      (void *)CallbackHandler_doc},
+    {Py_tp_new,      CallbackHandler_new        },
+    {Py_tp_init,     CallbackHandler_init       },
+    {Py_tp_traverse, CallbackHandler_traverse   },
+    {Py_tp_clear,    CallbackHandler_clear      },
+    {Py_tp_dealloc,  CallbackHandler_dealloc    },
+    {Py_tp_methods,  CallbackHandler_methods    },
+    {Py_tp_members,  CallbackHandler_members    },
+    {0,              NULL                       },
+};
+
+PyType_Spec CallbackHandler_spec = {
+    .name = "ctrainer._C.CallbackHandler",
+    .basicsize = sizeof(CallbackHandler),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = CallbackHandler_slots,
+};

@@ -95,12 +95,12 @@ tensors_to_list(const ct_st_file *file)
     return list;
 }
 
-const char ctpy_safetensors_index_doc[] =
+static const char ctpy_safetensors_index_doc[] =
     "safetensors_index($module, path, /)\n--\n\n"
     "Return (metadata, [(name, dtype, shape, bytes), ...]) of a safetensors file.\n\n"
     "Raises ValueError, naming the file, when it is not whole.";
 
-PyObject *
+static PyObject *
 ctpy_safetensors_index(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     PyObject *path = ctpy_path_from(arg), *metadata = NULL, *list = NULL, *pair = NULL;
@@ -249,7 +249,7 @@ load_file(PyObject *path, const ct_st_file *file, const ctpy_tensors *tensors,
     return answer;
 }
 
-const char ctpy_load_safetensors_into_doc[] =
+static const char ctpy_load_safetensors_into_doc[] =
     "load_safetensors_into($module, path, tensors, strict, check, expected=None, /)\n"
     "--\n\n"
     "Read a safetensors file straight into the memory of a dict of named tensors.\n\n"
@@ -285,7 +285,7 @@ ctpy_expected_from(PyObject *op, ct_expected *room, const ct_expected **expected
     return 0;
 }
 
-PyObject *
+static PyObject *
 ctpy_load_safetensors_into(PyObject *module, PyObject *args)
 {
     PyObject *given, *dict, *answer = NULL, *path = NULL, *pair = Py_None;
@@ -355,19 +355,19 @@ check_path(PyObject *args, check_fn *check)
     Py_RETURN_NONE;
 }
 
-const char ctpy_check_safetensors_doc[] =
+static const char ctpy_check_safetensors_doc[] =
     "check_safetensors($module, path, expected=None, /)\n--\n\n"
     "Raise ValueError or OSError, naming the file, unless it is whole.\n\n"
     "Its header is checked against its size, and both against the checksums in its\n"
     "metadata where there are any; with expected, (bytes, crc32c), against that, too.";
 
-PyObject *
+static PyObject *
 ctpy_check_safetensors(PyObject *Py_UNUSED(module), PyObject *args)
 {
     return check_path(args, check_safetensors);
 }
 
-const char ctpy_check_archive_doc[] =
+static const char ctpy_check_archive_doc[] =
     "check_archive($module, path, expected=None, /)\n--\n\n"
     "Raise ValueError or OSError, naming the file, unless it is a whole torch "
     "archive.\n"
@@ -376,19 +376,19 @@ const char ctpy_check_archive_doc[] =
     "that;\n"
     "nothing is unpickled.";
 
-PyObject *
+static PyObject *
 ctpy_check_archive(PyObject *Py_UNUSED(module), PyObject *args)
 {
     return check_path(args, ct_zip_verify);
 }
 
-const char ctpy_recover_saves_doc[] =
+static const char ctpy_recover_saves_doc[] =
     "recover_saves($module, folder, /)\n--\n\n"
     "Give checkpoints their names back that a process was replacing in folder when it "
     "was\n"
     "killed, and remove what else dead processes left of saves there.";
 
-PyObject *
+static PyObject *
 ctpy_recover_saves(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     PyObject *path = ctpy_path_from(arg);
@@ -425,13 +425,13 @@ texts_to_list(const ct_buf *buf)
     return list;
 }
 
-const char ctpy_verify_manifest_doc[] =
+static const char ctpy_verify_manifest_doc[] =
     "verify_manifest($module, folder, /)\n--\n\n"
     "Compare a checkpoint's files with its manifest; return the problems, as str.\n\n"
     "Raises FileNotFoundError when it has no manifest, ValueError when that is "
     "damaged.";
 
-PyObject *
+static PyObject *
 ctpy_verify_manifest(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     ct_error err;
@@ -473,7 +473,7 @@ manifest_to_dict(const ct_manifest *manifest)
     return dict;
 }
 
-const char ctpy_read_manifest_doc[] =
+static const char ctpy_read_manifest_doc[] =
     "read_manifest($module, folder, /)\n--\n\n"
     "Return {name: (bytes, crc32c)} of the files that a checkpoint's manifest "
     "lists.\n\n"
@@ -481,7 +481,7 @@ const char ctpy_read_manifest_doc[] =
     "damaged,\n"
     "lists no file, or one outside of the folder.";
 
-PyObject *
+static PyObject *
 ctpy_read_manifest(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     ct_error err;
@@ -531,7 +531,7 @@ read_whole(const ct_source *source, unsigned long long limit,
     return content;
 }
 
-const char ctpy_read_file_doc[] =
+static const char ctpy_read_file_doc[] =
     "read_file($module, path, limit, expected, /)\n--\n\n"
     "Return the bytes of a regular file, read once.\n\n"
     "expected: None, or (bytes, crc32c), as read_manifest() gives them. Raises "
@@ -540,7 +540,7 @@ const char ctpy_read_file_doc[] =
     "what is\n"
     "expected; OSError where it cannot be read.";
 
-PyObject *
+static PyObject *
 ctpy_read_file(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *given, *pair, *path = NULL, *content = NULL;
@@ -723,7 +723,7 @@ archive_to_dict(const archive *a)
     return dict;
 }
 
-const char ctpy_read_archive_doc[] =
+static const char ctpy_read_archive_doc[] =
     "read_archive($module, path, content, expected, /)\n--\n\n"
     "Return the records of a file of torch.save, {name: writable memory}, read "
     "once.\n\n"
@@ -735,7 +735,7 @@ const char ctpy_read_archive_doc[] =
     "archive\n"
     "does. Raises ValueError or OSError, naming the file, where it is damaged.";
 
-PyObject *
+static PyObject *
 ctpy_read_archive(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *path, *content, *expected, *dict = NULL;
@@ -787,13 +787,13 @@ places_of(const archive *a)
     return dict;
 }
 
-const char ctpy_archive_index_doc[] =
+static const char ctpy_archive_index_doc[] =
     "archive_index($module, path, expected, /)\n--\n\n"
     "Return {name: (offset, bytes)} of the records of a file of torch.save, whose data "
     "is\n"
     "compared with its checksums and stays in the file; see read_archive().";
 
-PyObject *
+static PyObject *
 ctpy_archive_index(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *path, *expected, *dict = NULL;
@@ -812,3 +812,19 @@ ctpy_archive_index(PyObject *Py_UNUSED(module), PyObject *args)
     archive_fini(&a);
     return dict;
 }
+
+PyMethodDef ctpy_checkpoint_files_functions[] = {
+    {"archive_index",         ctpy_archive_index,         METH_VARARGS, ctpy_archive_index_doc    },
+    {"check_archive",         ctpy_check_archive,         METH_VARARGS, ctpy_check_archive_doc    },
+    {"check_safetensors",     ctpy_check_safetensors,     METH_VARARGS,
+     ctpy_check_safetensors_doc                                                                   },
+    {"load_safetensors_into", ctpy_load_safetensors_into, METH_VARARGS,
+     ctpy_load_safetensors_into_doc                                                               },
+    {"read_archive",          ctpy_read_archive,          METH_VARARGS, ctpy_read_archive_doc     },
+    {"read_file",             ctpy_read_file,             METH_VARARGS, ctpy_read_file_doc        },
+    {"read_manifest",         ctpy_read_manifest,         METH_O,       ctpy_read_manifest_doc    },
+    {"recover_saves",         ctpy_recover_saves,         METH_O,       ctpy_recover_saves_doc    },
+    {"safetensors_index",     ctpy_safetensors_index,     METH_O,       ctpy_safetensors_index_doc},
+    {"verify_manifest",       ctpy_verify_manifest,       METH_O,       ctpy_verify_manifest_doc  },
+    {NULL,                    NULL,                       0,            NULL                      },
+};

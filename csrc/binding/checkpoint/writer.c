@@ -147,9 +147,6 @@ done:
 PyObject *
 CheckpointWriter_add_safetensors(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *CheckpointWriter_add_archive(PyObject *op, PyObject *args, PyObject *kwargs);
-extern const char CheckpointWriter_add_safetensors_doc[];
-extern const char CheckpointWriter_add_archive_doc[];
-extern const char CheckpointWriter_add_bytes_doc[];
 
 static PyObject *
 CheckpointWriter_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
@@ -405,6 +402,109 @@ CheckpointWriter_add_bytes(PyObject *op, PyObject *args)
     return add_plan_steal(op, name, &plan, 1);
 }
 
+/* CheckpointWriter: the methods that add files to the open save. */
+
+static const char CheckpointWriter_add_safetensors_doc[] =
+    "add_safetensors($self, name, tensors, metadata=None, *, snapshot=True)\n--\n\n"
+    "Add a safetensors file of a dict of named tensors or arrays.\n\n"
+    "They must be contiguous and on the CPU. A value may also be (uint8 array of its\n"
+    "bytes, dtype such as 'F8_E4M3', shape). With snapshot they are copied, and may\n"
+    "change once this returns; without it the file is written before it returns.";
+
+static const char CheckpointWriter_add_archive_doc[] =
+    "add_archive($self, name, records, *, snapshot=True)\n--\n\n"
+    "Add an archive as torch.save lays it out, of (record name, data) pairs.\n\n"
+    "data is bytes, or a contiguous tensor or array on the CPU.";
+
+static const char CheckpointWriter_add_bytes_doc[] =
+    "add_bytes($self, name, data, /)\n--\n\n"
+    "Add a file of these bytes.";
+
+/* Writing one file at once, without a checkpoint around it: functions of the module. */
+
+/* Writes the plan that `status` and `err` speak of, frees it, and returns None or NULL.
+ */
+static PyObject *
+write_steal(ct_plan *plan, ct_status status, PyObject *path, ct_error *err)
+{
+    if (status == CT_OK) {
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_plan_publish(plan, PyBytes_AS_STRING(path), err);
+        Py_END_ALLOW_THREADS
+    }
+    ct_plan_fini(plan);
+    if (status != CT_OK) {
+        return ctpy_raise(err);
+    }
+    Py_RETURN_NONE;
+}
+
+static const char ctpy_write_safetensors_doc[] =
+    "write_safetensors($module, path, tensors, metadata, /)\n--\n\n"
+    "Write a dict of named tensors or arrays as a safetensors file, whole or not at\n"
+    "all.\n\n"
+    "In the place of one may be (data, dtype, shape), where data is uint8, or a tuple "
+    "of\n"
+    "excerpts (path as bytes, offset, n) of other files, or (None, 0, n) for n zeros, "
+    "in\n"
+    "bytes: they are read a block at a time.";
+
+static PyObject *
+ctpy_write_safetensors(PyObject *module, PyObject *args)
+{
+    PyObject *given, *dict, *metadata, *path = NULL, *answer = NULL;
+    ctpy_tensors tensors = {.may_excerpt = true};
+    ct_st_pair *pairs = NULL;
+    size_t n = 0;
+    if (!PyArg_ParseTuple(args, "OOO!:write_safetensors", &given, &dict, &PyDict_Type,
+                          &metadata) ||
+        (path = ctpy_path_from(given)) == NULL) {
+        return NULL;
+    }
+    if (ctpy_tensors_from(PyModule_GetState(module), dict, 0, &tensors) == 0 &&
+        (pairs = ctpy_pairs_from(metadata, &n)) != NULL) {
+        ct_error err;
+        ct_plan plan = {0};
+        ct_status status =
+            ct_st_plan(&plan, tensors.entries, tensors.n, pairs, n, &err);
+        answer = write_steal(&plan, status, path, &err);
+    }
+    ct_free(pairs);
+    ctpy_tensors_fini(&tensors);
+    Py_DECREF(path);
+    return answer;
+}
+
+static const char ctpy_write_archive_doc[] =
+    "write_archive($module, path, records, /)\n--\n\n"
+    "Write (record name, data) pairs as an archive "
+    "that torch.load reads, whole or not\n"
+    "at all. Data may be a tuple of excerpts, as "
+    "write_safetensors takes them.";
+
+static PyObject *
+ctpy_write_archive(PyObject *module, PyObject *args)
+{
+    PyObject *given, *items, *path = NULL, *list = NULL, *answer = NULL;
+    ct_zip_record *records = NULL;
+    if (!PyArg_ParseTuple(args, "OO:write_archive", &given, &items) ||
+        (path = ctpy_path_from(given)) == NULL) {
+        return NULL;
+    }
+    if ((list = PySequence_List(items)) != NULL &&
+        (records = ctpy_records_from(PyModule_GetState(module), list, true)) != NULL) {
+        ct_error err;
+        ct_plan plan = {0};
+        ct_status status =
+            ct_zip_plan(&plan, records, (size_t)PyList_GET_SIZE(list), &err);
+        answer = write_steal(&plan, status, path, &err);
+    }
+    ctpy_records_free(records, list);
+    Py_XDECREF(list);
+    Py_DECREF(path);
+    return answer;
+}
+
 static PyMethodDef CheckpointWriter_methods[] = {
     {"begin", CheckpointWriter_begin, METH_O, begin_doc},
     {WITH_KEYWORDS(add_safetensors)},
@@ -449,103 +549,9 @@ PyType_Spec CheckpointWriter_spec = {
     .slots = CheckpointWriter_slots,
 };
 
-/* CheckpointWriter: the methods that add files to the open save. */
-
-const char CheckpointWriter_add_safetensors_doc[] =
-    "add_safetensors($self, name, tensors, metadata=None, *, snapshot=True)\n--\n\n"
-    "Add a safetensors file of a dict of named tensors or arrays.\n\n"
-    "They must be contiguous and on the CPU. A value may also be (uint8 array of its\n"
-    "bytes, dtype such as 'F8_E4M3', shape). With snapshot they are copied, and may\n"
-    "change once this returns; without it the file is written before it returns.";
-
-const char CheckpointWriter_add_archive_doc[] =
-    "add_archive($self, name, records, *, snapshot=True)\n--\n\n"
-    "Add an archive as torch.save lays it out, of (record name, data) pairs.\n\n"
-    "data is bytes, or a contiguous tensor or array on the CPU.";
-
-const char CheckpointWriter_add_bytes_doc[] = "add_bytes($self, name, data, /)\n--\n\n"
-                                              "Add a file of these bytes.";
-
-/* Writing one file at once, without a checkpoint around it: functions of the module. */
-
-/* Writes the plan that `status` and `err` speak of, frees it, and returns None or NULL.
- */
-static PyObject *
-write_steal(ct_plan *plan, ct_status status, PyObject *path, ct_error *err)
-{
-    if (status == CT_OK) {
-        Py_BEGIN_ALLOW_THREADS
-        status = ct_plan_publish(plan, PyBytes_AS_STRING(path), err);
-        Py_END_ALLOW_THREADS
-    }
-    ct_plan_fini(plan);
-    if (status != CT_OK) {
-        return ctpy_raise(err);
-    }
-    Py_RETURN_NONE;
-}
-
-const char ctpy_write_safetensors_doc[] =
-    "write_safetensors($module, path, tensors, metadata, /)\n--\n\n"
-    "Write a dict of named tensors or arrays as a safetensors file, whole or not at\n"
-    "all.\n\n"
-    "In the place of one may be (data, dtype, shape), where data is uint8, or a tuple "
-    "of\n"
-    "excerpts (path as bytes, offset, n) of other files, or (None, 0, n) for n zeros, "
-    "in\n"
-    "bytes: they are read a block at a time.";
-
-PyObject *
-ctpy_write_safetensors(PyObject *module, PyObject *args)
-{
-    PyObject *given, *dict, *metadata, *path = NULL, *answer = NULL;
-    ctpy_tensors tensors = {.may_excerpt = true};
-    ct_st_pair *pairs = NULL;
-    size_t n = 0;
-    if (!PyArg_ParseTuple(args, "OOO!:write_safetensors", &given, &dict, &PyDict_Type,
-                          &metadata) ||
-        (path = ctpy_path_from(given)) == NULL) {
-        return NULL;
-    }
-    if (ctpy_tensors_from(PyModule_GetState(module), dict, 0, &tensors) == 0 &&
-        (pairs = ctpy_pairs_from(metadata, &n)) != NULL) {
-        ct_error err;
-        ct_plan plan = {0};
-        ct_status status =
-            ct_st_plan(&plan, tensors.entries, tensors.n, pairs, n, &err);
-        answer = write_steal(&plan, status, path, &err);
-    }
-    ct_free(pairs);
-    ctpy_tensors_fini(&tensors);
-    Py_DECREF(path);
-    return answer;
-}
-
-const char ctpy_write_archive_doc[] = "write_archive($module, path, records, /)\n--\n\n"
-                                      "Write (record name, data) pairs as an archive "
-                                      "that torch.load reads, whole or not\n"
-                                      "at all. Data may be a tuple of excerpts, as "
-                                      "write_safetensors takes them.";
-
-PyObject *
-ctpy_write_archive(PyObject *module, PyObject *args)
-{
-    PyObject *given, *items, *path = NULL, *list = NULL, *answer = NULL;
-    ct_zip_record *records = NULL;
-    if (!PyArg_ParseTuple(args, "OO:write_archive", &given, &items) ||
-        (path = ctpy_path_from(given)) == NULL) {
-        return NULL;
-    }
-    if ((list = PySequence_List(items)) != NULL &&
-        (records = ctpy_records_from(PyModule_GetState(module), list, true)) != NULL) {
-        ct_error err;
-        ct_plan plan = {0};
-        ct_status status =
-            ct_zip_plan(&plan, records, (size_t)PyList_GET_SIZE(list), &err);
-        answer = write_steal(&plan, status, path, &err);
-    }
-    ctpy_records_free(records, list);
-    Py_XDECREF(list);
-    Py_DECREF(path);
-    return answer;
-}
+PyMethodDef ctpy_checkpoint_writer_functions[] = {
+    {"write_archive",     ctpy_write_archive,     METH_VARARGS, ctpy_write_archive_doc},
+    {"write_safetensors", ctpy_write_safetensors, METH_VARARGS,
+     ctpy_write_safetensors_doc                                                       },
+    {NULL,                NULL,                   0,            NULL                  },
+};

@@ -8,13 +8,7 @@
 #include "core/comm/plugin.h"
 #include "core/comm/shm.h"
 
-#define CTPY_FUNCTION(name, flags)                                                     \
-    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
-    extern const char ctpy_##name##_doc[];
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
-
-const char ctpy_shared_memory_communicator_doc[] =
+static const char ctpy_shared_memory_communicator_doc[] =
     "shared_memory_communicator($module, key, rank, world_size, timeout_seconds, "
     "/)\n--\n\n"
     "Join the processes of one machine that give the same key; a Communicator.\n\n"
@@ -24,7 +18,7 @@ const char ctpy_shared_memory_communicator_doc[] =
     "Raises ValueError for arguments that are out of range or that the ranks do not\n"
     "agree on, RuntimeError naming the rank that did not come, OSError.";
 
-PyObject *
+static PyObject *
 ctpy_shared_memory_communicator(PyObject *module, PyObject *args)
 {
     const char *key;
@@ -49,13 +43,7 @@ ctpy_shared_memory_communicator(PyObject *module, PyObject *args)
 
 /* Communicators over two others: within machines and across them. */
 
-#define CTPY_FUNCTION(name, flags)                                                     \
-    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
-    extern const char ctpy_##name##_doc[];
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
-
-const char ctpy_two_level_communicator_doc[] =
+static const char ctpy_two_level_communicator_doc[] =
     "two_level_communicator($module, inner, outer, whole, /)\n--\n\n"
     "A Communicator of all ranks over the group of each machine and one across.\n\n"
     "inner: this machine's ranks. outer: the ranks that have this one's place on "
@@ -95,7 +83,7 @@ check_free(ctpy_state *state, PyObject *op)
     return 0;
 }
 
-PyObject *
+static PyObject *
 ctpy_two_level_communicator(PyObject *module, PyObject *args)
 {
     ctpy_state *state = PyModule_GetState(module);
@@ -125,12 +113,6 @@ ctpy_two_level_communicator(PyObject *module, PyObject *args)
 /* A device's plugin, ctrainer._cuda's: its table, and communicators over its memory,
  * NCCL's. */
 
-#define CTPY_FUNCTION(name, flags)                                                     \
-    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
-    extern const char ctpy_##name##_doc[];
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
-
 /* Its tables, once the version says that they are those that we know. */
 static const ct_plugin *
 plugin_of(PyObject *capsule)
@@ -156,7 +138,7 @@ ctpy_device_borrow(PyObject *capsule)
     return plugin == NULL ? NULL : plugin->device;
 }
 
-const char ctpy_plugin_communicator_doc[] =
+static const char ctpy_plugin_communicator_doc[] =
     "plugin_communicator($module, plugin, id, rank, world_size, stream,\n"
     "                    timeout_seconds, /)\n--\n\n"
     "Join the processes that give the same id; a Communicator on a GPU's memory.\n\n"
@@ -167,7 +149,7 @@ const char ctpy_plugin_communicator_doc[] =
     "Raises ValueError for arguments that are out of range or no such plugin, "
     "RuntimeError\nwhen NCCL cannot be found, or others fail or stay away.";
 
-PyObject *
+static PyObject *
 ctpy_plugin_communicator(PyObject *module, PyObject *args)
 {
     PyObject *capsule, *address;
@@ -201,3 +183,13 @@ ctpy_plugin_communicator(PyObject *module, PyObject *args)
     ctpy_state *state = PyModule_GetState(module);
     return ctpy_communicator_steal(state->Communicator, comm);
 }
+
+PyMethodDef ctpy_comm_backends_functions[] = {
+    {"plugin_communicator",        ctpy_plugin_communicator,        METH_VARARGS,
+     ctpy_plugin_communicator_doc                                                     },
+    {"shared_memory_communicator", ctpy_shared_memory_communicator, METH_VARARGS,
+     ctpy_shared_memory_communicator_doc                                              },
+    {"two_level_communicator",     ctpy_two_level_communicator,     METH_VARARGS,
+     ctpy_two_level_communicator_doc                                                  },
+    {NULL,                         NULL,                            0,            NULL},
+};

@@ -55,13 +55,13 @@ Communicator_dealloc(PyObject *op)
     ctpy_leaf_dealloc(op);
 }
 
-const char Communicator_close_doc[] =
+static const char Communicator_close_doc[] =
     "close($self, /)\n--\n\n"
     "Leave the group; the others' collectives then fail. Closing twice is "
     "fine.\n\n"
     "Raises RuntimeError while a collective is under way.";
 
-PyObject *
+static PyObject *
 Communicator_close(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     Communicator *self = (Communicator *)op;
@@ -99,44 +99,6 @@ Communicator_backend(PyObject *op, void *Py_UNUSED(closure))
     const ct_comm *comm = ctpy_comm_borrow(ctpy_state_borrow(op), op);
     return comm == NULL ? NULL : PyUnicode_FromString(comm->ops->name);
 }
-
-static PyGetSetDef Communicator_getset[] = {
-    {"backend",    Communicator_backend,    NULL, "What carries it: 'self', 'python', ...",
-     NULL                                                                                       },
-    {"rank",       Communicator_rank,       NULL, "This rank, in [0, world_size).",         NULL},
-    {"world_size", Communicator_world_size, NULL, "How many ranks there are.",              NULL},
-    {NULL,         NULL,                    NULL, NULL,                                     NULL},
-};
-
-#define METHOD_FLAGS_NOARGS METH_NOARGS
-#define METHOD_FLAGS_O METH_O
-#define METHOD_FLAGS_KEYWORDS (METH_VARARGS | METH_KEYWORDS)
-
-static PyMethodDef Communicator_methods[] = {
-#define CTPY_METHOD(name, flags)                                                       \
-    {#name, (PyCFunction)(void (*)(void))Communicator_##name, METHOD_FLAGS_##flags,    \
-     Communicator_##name##_doc},
-#include "binding/comm/communicator_methods.def"
-#undef CTPY_METHOD
-    { NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot Communicator_slots[] = {
-    {Py_tp_doc,      (void *)Communicator_doc},
-    {Py_tp_new,      Communicator_new        },
-    {Py_tp_traverse, ctpy_leaf_traverse      },
-    {Py_tp_dealloc,  Communicator_dealloc    },
-    {Py_tp_methods,  Communicator_methods    },
-    {Py_tp_getset,   Communicator_getset     },
-    {0,              NULL                    },
-};
-
-PyType_Spec Communicator_spec = {
-    .name = "ctrainer._C.Communicator",
-    .basicsize = sizeof(Communicator),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = Communicator_slots,
-};
 
 /* Communicator: its collectives, run or begun. */
 
@@ -315,7 +277,7 @@ parse_and_collect(PyObject *op, PyObject *args, PyObject *kwargs, signature s)
 /* ---- the collectives ---------------------------------------------------------------
  */
 
-const char Communicator_all_reduce_doc[] =
+static const char Communicator_all_reduce_doc[] =
     "all_reduce($self, tensor, op='sum', *, async_op=False)\n--\n\n"
     "Replace the elements of tensor by their sum, mean, max or min over all "
     "ranks.\n\n"
@@ -326,7 +288,7 @@ const char Communicator_all_reduce_doc[] =
     "Raises ValueError for operands that do not fit, RuntimeError naming the\n"
     "collective and the rank when other ranks fail or stay away.";
 
-PyObject *
+static PyObject *
 Communicator_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     return parse_and_collect(op, args, kwargs,
@@ -339,11 +301,11 @@ Communicator_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     });
 }
 
-const char Communicator_all_gather_doc[] =
+static const char Communicator_all_gather_doc[] =
     "all_gather($self, out, in_, *, async_op=False)\n--\n\n"
     "Fill out with in_ of every rank, in rank order: world_size times as long.";
 
-PyObject *
+static PyObject *
 Communicator_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     return parse_and_collect(op, args, kwargs,
@@ -356,12 +318,12 @@ Communicator_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
     });
 }
 
-const char Communicator_reduce_scatter_doc[] =
+static const char Communicator_reduce_scatter_doc[] =
     "reduce_scatter($self, out, in_, op='sum', *, async_op=False)\n--\n\n"
     "Reduce in_ over all ranks and keep this rank's part, len(in_) / "
     "world_size.";
 
-PyObject *
+static PyObject *
 Communicator_reduce_scatter(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     return parse_and_collect(op, args, kwargs,
@@ -374,12 +336,12 @@ Communicator_reduce_scatter(PyObject *op, PyObject *args, PyObject *kwargs)
     });
 }
 
-const char Communicator_all_to_all_doc[] =
+static const char Communicator_all_to_all_doc[] =
     "all_to_all($self, out, in_, *, async_op=False)\n--\n\n"
     "Send part r of in_ to rank r, and receive its part for this rank as part "
     "r of\nout. Both have a part of the same length for every rank.";
 
-PyObject *
+static PyObject *
 Communicator_all_to_all(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     return parse_and_collect(op, args, kwargs,
@@ -392,11 +354,11 @@ Communicator_all_to_all(PyObject *op, PyObject *args, PyObject *kwargs)
     });
 }
 
-const char Communicator_broadcast_doc[] =
+static const char Communicator_broadcast_doc[] =
     "broadcast($self, tensor, root=0, *, async_op=False)\n--\n\n"
     "Replace the elements of tensor by those of rank root.";
 
-PyObject *
+static PyObject *
 Communicator_broadcast(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"tensor", "root", "async_op", NULL};
@@ -409,12 +371,12 @@ Communicator_broadcast(PyObject *op, PyObject *args, PyObject *kwargs)
                : NULL;
 }
 
-const char Communicator_reduce_doc[] =
+static const char Communicator_reduce_doc[] =
     "reduce($self, tensor, root=0, op='sum', *, async_op=False)\n--\n\n"
     "On rank root replace the elements of tensor by their sum, mean, max or min over\n"
     "all ranks. What the other ranks' tensors hold afterwards is not said.";
 
-PyObject *
+static PyObject *
 Communicator_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"tensor", "root", "op", "async_op", NULL};
@@ -429,10 +391,10 @@ Communicator_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
                : NULL;
 }
 
-const char Communicator_barrier_doc[] =
+static const char Communicator_barrier_doc[] =
     "barrier($self, /)\n--\n\nWait until every rank has come.";
 
-PyObject *
+static PyObject *
 Communicator_barrier(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const ct_request request = {.what = CT_BARRIER};
@@ -518,28 +480,6 @@ CollectiveWork_wait(PyObject *op, PyObject *Py_UNUSED(unused))
     return failed ? ctpy_raise(&err) : Py_NewRef(Py_None);
 }
 
-static PyMethodDef CollectiveWork_methods[] = {
-    {"wait", CollectiveWork_wait, METH_NOARGS, wait_doc},
-    {NULL,   NULL,                0,           NULL    },
-};
-
-static PyType_Slot CollectiveWork_slots[] = {
-    {Py_tp_doc,      (void *)CollectiveWork_doc},
-    {Py_tp_traverse, CollectiveWork_traverse   },
-    {Py_tp_clear,    CollectiveWork_clear      },
-    {Py_tp_dealloc,  CollectiveWork_dealloc    },
-    {Py_tp_methods,  CollectiveWork_methods    },
-    {0,              NULL                      },
-};
-
-PyType_Spec CollectiveWork_spec = {
-    .name = "ctrainer._C.CollectiveWork",
-    .basicsize = sizeof(CollectiveWork),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = CollectiveWork_slots,
-};
-
 /* Communicator: bytes of any length between ranks, which objects are encoded as. */
 
 static PyObject *
@@ -560,7 +500,7 @@ split(const ct_gathered *gathered, int world_size)
     return list;
 }
 
-const char Communicator_gather_bytes_doc[] =
+static const char Communicator_gather_bytes_doc[] =
     "gather_bytes($self, data, /)\n--\n\n"
     "Return what every rank gave, a list of bytes in rank order, on every rank.\n"
     "\n"
@@ -624,11 +564,11 @@ broadcast(PyObject *op, const Py_buffer *view, int root)
     return made;
 }
 
-const char Communicator_broadcast_bytes_doc[] =
+static const char Communicator_broadcast_bytes_doc[] =
     "broadcast_bytes($self, data, root=0)\n--\n\n"
     "Return the bytes of rank root on every rank; data of the others is not looked at.";
 
-PyObject *
+static PyObject *
 Communicator_broadcast_bytes(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"data", "root", NULL};
@@ -653,7 +593,7 @@ Communicator_broadcast_bytes(PyObject *op, PyObject *args, PyObject *kwargs)
 
 /* Communicator: smaller groups. */
 
-const char Communicator_split_doc[] =
+static const char Communicator_split_doc[] =
     "split($self, color=None, key=0, *, ranks=None)\n--\n\n"
     "Make a smaller group of the ranks that give the same color.\n\n"
     "color: 0 or more; None: this rank is in no group, and gets None. key: ranks of a\n"
@@ -720,7 +660,7 @@ wish_of(const ct_comm *comm, PyObject *color, PyObject *ranks, wish *w)
     return w->color < 0 ? -1 : 0;
 }
 
-PyObject *
+static PyObject *
 Communicator_split(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"color", "key", "ranks", NULL};
@@ -808,7 +748,7 @@ gather(PyObject *op, ct_comm *comm, const ct_span spans[2])
     return list;
 }
 
-const char Communicator_all_gather_padded_doc[] =
+static const char Communicator_all_gather_padded_doc[] =
     "all_gather_padded($self, out, in_)\n--\n\n"
     "Gather parts of different lengths; return the lengths, a list in rank order.\n"
     "\n"
@@ -819,7 +759,7 @@ const char Communicator_all_gather_padded_doc[] =
     "\n"
     "Raises ValueError on every rank where the operands of one do not fit.";
 
-PyObject *
+static PyObject *
 Communicator_all_gather_padded(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"out", "in_", NULL};
@@ -834,3 +774,75 @@ Communicator_all_gather_padded(PyObject *op, PyObject *args, PyObject *kwargs)
     ct_comm *comm = ctpy_comm_borrow(state, op);
     return comm == NULL ? NULL : gather(op, comm, spans);
 }
+
+static PyGetSetDef Communicator_getset[] = {
+    {"backend",    Communicator_backend,    NULL, "What carries it: 'self', 'python', ...",
+     NULL                                                                                       },
+    {"rank",       Communicator_rank,       NULL, "This rank, in [0, world_size).",         NULL},
+    {"world_size", Communicator_world_size, NULL, "How many ranks there are.",              NULL},
+    {NULL,         NULL,                    NULL, NULL,                                     NULL},
+};
+
+static PyMethodDef Communicator_methods[] = {
+    {"all_gather",        (PyCFunction)(void (*)(void))Communicator_all_gather,
+     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_all_gather_doc       },
+    {"all_reduce",        (PyCFunction)(void (*)(void))Communicator_all_reduce,
+     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_all_reduce_doc       },
+    {"all_to_all",        (PyCFunction)(void (*)(void))Communicator_all_to_all,
+     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_all_to_all_doc       },
+    {"barrier",           Communicator_barrier,                                        METH_NOARGS, Communicator_barrier_doc          },
+    {"broadcast",         (PyCFunction)(void (*)(void))Communicator_broadcast,
+     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_broadcast_doc        },
+    {"reduce",            (PyCFunction)(void (*)(void))Communicator_reduce,
+     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_reduce_doc           },
+    {"reduce_scatter",    (PyCFunction)(void (*)(void))Communicator_reduce_scatter,
+     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_reduce_scatter_doc   },
+    {"broadcast_bytes",   (PyCFunction)(void (*)(void))Communicator_broadcast_bytes,
+     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_broadcast_bytes_doc  },
+    {"gather_bytes",      Communicator_gather_bytes,                                   METH_O,      Communicator_gather_bytes_doc     },
+    {"all_gather_padded", (PyCFunction)(void (*)(void))Communicator_all_gather_padded,
+     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_all_gather_padded_doc},
+    {"split",             (PyCFunction)(void (*)(void))Communicator_split,
+     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_split_doc            },
+    {"close",             Communicator_close,                                          METH_NOARGS, Communicator_close_doc            },
+    {NULL,                NULL,                                                        0,           NULL                              },
+};
+
+static PyType_Slot Communicator_slots[] = {
+    {Py_tp_doc,      (void *)Communicator_doc},
+    {Py_tp_new,      Communicator_new        },
+    {Py_tp_traverse, ctpy_leaf_traverse      },
+    {Py_tp_dealloc,  Communicator_dealloc    },
+    {Py_tp_methods,  Communicator_methods    },
+    {Py_tp_getset,   Communicator_getset     },
+    {0,              NULL                    },
+};
+
+PyType_Spec Communicator_spec = {
+    .name = "ctrainer._C.Communicator",
+    .basicsize = sizeof(Communicator),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = Communicator_slots,
+};
+
+static PyMethodDef CollectiveWork_methods[] = {
+    {"wait", CollectiveWork_wait, METH_NOARGS, wait_doc},
+    {NULL,   NULL,                0,           NULL    },
+};
+
+static PyType_Slot CollectiveWork_slots[] = {
+    {Py_tp_doc,      (void *)CollectiveWork_doc},
+    {Py_tp_traverse, CollectiveWork_traverse   },
+    {Py_tp_clear,    CollectiveWork_clear      },
+    {Py_tp_dealloc,  CollectiveWork_dealloc    },
+    {Py_tp_methods,  CollectiveWork_methods    },
+    {0,              NULL                      },
+};
+
+PyType_Spec CollectiveWork_spec = {
+    .name = "ctrainer._C.CollectiveWork",
+    .basicsize = sizeof(CollectiveWork),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = CollectiveWork_slots,
+};

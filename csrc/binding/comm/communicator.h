@@ -39,10 +39,6 @@ ct_comm *ctpy_comm_python_new(PyObject *backend);
  * to do together; 0; or -1 with an exception for a word that says neither. */
 int ctpy_comm_wants_comparison(void);
 
-#define CTPY_METHOD(name, flags)                                                       \
-    extern const char Communicator_##name##_doc[];                                     \
-    PyObject *Communicator_##name CTPY_SIGNATURE_##flags;
-#include "binding/comm/communicator_methods.def"
-#undef CTPY_METHOD
+PyObject *Communicator_gather_bytes(PyObject *op, PyObject *arg);
 
 #endif

@@ -55,7 +55,7 @@ GroupMemory_dealloc(PyObject *op)
     ctpy_leaf_dealloc(op);
 }
 
-const char Communicator_memory_doc[] =
+static const char Communicator_memory_doc[] =
     "memory($self, nbytes, /)\n--\n\n"
     "Make zeroed memory from which other ranks read without a copy; a GroupMemory.\n"
     "\n"
@@ -68,7 +68,7 @@ const char Communicator_memory_doc[] =
     "OSError,\n"
     "RuntimeError when other ranks fail or stay away.";
 
-PyObject *
+static PyObject *
 Communicator_memory(PyObject *op, PyObject *number)
 {
     ctpy_state *state = ctpy_state_borrow(op);
@@ -188,38 +188,6 @@ GroupMemory_is_shared(PyObject *op, void *Py_UNUSED(closure))
     return PyBool_FromLong(((GroupMemory *)op)->pages->is_shared);
 }
 
-static PyMethodDef GroupMemory_methods[] = {
-    {"discard", (PyCFunction)(void (*)(void))GroupMemory_discard,
-     METH_VARARGS | METH_KEYWORDS,                                        discard_doc},
-    {"of_rank", GroupMemory_of_rank,                              METH_O, of_rank_doc},
-    {NULL,      NULL,                                             0,      NULL       },
-};
-
-static PyGetSetDef GroupMemory_getset[] = {
-    {"is_shared", GroupMemory_is_shared, NULL,
-     "Whether other processes read it where it lies.",                NULL},
-    {"nbytes",    GroupMemory_nbytes,    NULL, "What was asked for.", NULL},
-    {NULL,        NULL,                  NULL, NULL,                  NULL},
-};
-
-static PyType_Slot GroupMemory_slots[] = {
-    {Py_tp_doc,       (void *)GroupMemory_doc},
-    {Py_tp_traverse,  ctpy_leaf_traverse     },
-    {Py_tp_dealloc,   GroupMemory_dealloc    },
-    {Py_tp_methods,   GroupMemory_methods    },
-    {Py_tp_getset,    GroupMemory_getset     },
-    {Py_bf_getbuffer, GroupMemory_getbuffer  },
-    {0,               NULL                   },
-};
-
-PyType_Spec GroupMemory_spec = {
-    .name = "ctrainer._C.GroupMemory",
-    .basicsize = sizeof(GroupMemory),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = GroupMemory_slots,
-};
-
 /* ctrainer._C.MappedMemory: memory at a fixed address, for torch.frombuffer() in the
  * host's and torch.from_dlpack() in a device's. */
 
@@ -300,7 +268,7 @@ MappedMemory_on_host(PyObject *op, void *Py_UNUSED(closure))
     return PyBool_FromLong(((MappedMemory *)op)->device->mapping == NULL);
 }
 
-const char MappedMemory_dlpack_doc[] =
+static const char MappedMemory_dlpack_doc[] =
     "__dlpack__($self, *, stream=None, max_version=None, dl_device=None,\n"
     "           copy=None)\n--\n\n"
     "A capsule of one row of uint8 over the memory, which it keeps.\n\n"
@@ -384,7 +352,7 @@ MappedMemory_dlpack(PyObject *op, PyObject *args, PyObject *kwargs)
     return lend(self);
 }
 
-const char MappedMemory_dlpack_device_doc[] =
+static const char MappedMemory_dlpack_device_doc[] =
     "__dlpack_device__($self, /)\n--\n\n"
     "(device type, device number), by DLPack's enumeration.";
 
@@ -394,6 +362,44 @@ MappedMemory_dlpack_device(PyObject *op, PyObject *Py_UNUSED(unused))
     const MappedMemory *self = (const MappedMemory *)op;
     return Py_BuildValue("ii", self->device->dlpack, self->pages.ordinal);
 }
+
+/* MappedMemory as a tensor of bytes that frameworks take over without a copy.
+ *
+ * The capsule is that of DLPack before version 1, which every consumer reads.
+ *
+ * Source: the Python array API standard, __dlpack__; DLPack, dlpack.h. */
+
+static PyMethodDef GroupMemory_methods[] = {
+    {"discard", (PyCFunction)(void (*)(void))GroupMemory_discard,
+     METH_VARARGS | METH_KEYWORDS,                                        discard_doc},
+    {"of_rank", GroupMemory_of_rank,                              METH_O, of_rank_doc},
+    {NULL,      NULL,                                             0,      NULL       },
+};
+
+static PyGetSetDef GroupMemory_getset[] = {
+    {"is_shared", GroupMemory_is_shared, NULL,
+     "Whether other processes read it where it lies.",                NULL},
+    {"nbytes",    GroupMemory_nbytes,    NULL, "What was asked for.", NULL},
+    {NULL,        NULL,                  NULL, NULL,                  NULL},
+};
+
+static PyType_Slot GroupMemory_slots[] = {
+    {Py_tp_doc,       (void *)GroupMemory_doc},
+    {Py_tp_traverse,  ctpy_leaf_traverse     },
+    {Py_tp_dealloc,   GroupMemory_dealloc    },
+    {Py_tp_methods,   GroupMemory_methods    },
+    {Py_tp_getset,    GroupMemory_getset     },
+    {Py_bf_getbuffer, GroupMemory_getbuffer  },
+    {0,               NULL                   },
+};
+
+PyType_Spec GroupMemory_spec = {
+    .name = "ctrainer._C.GroupMemory",
+    .basicsize = sizeof(GroupMemory),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = GroupMemory_slots,
+};
 
 static PyMethodDef MappedMemory_methods[] = {
     {"__dlpack__",        (PyCFunction)(void (*)(void))MappedMemory_dlpack,
@@ -428,8 +434,7 @@ PyType_Spec MappedMemory_spec = {
     .slots = MappedMemory_slots,
 };
 
-/* MappedMemory as a tensor of bytes that frameworks take over without a copy.
- *
- * The capsule is that of DLPack before version 1, which every consumer reads.
- *
- * Source: the Python array API standard, __dlpack__; DLPack, dlpack.h. */
+PyMethodDef Communicator_comm_memory_methods[] = {
+    {"memory", Communicator_memory, METH_O, Communicator_memory_doc},
+    {NULL,     NULL,                0,      NULL                   },
+};

@@ -13,6 +13,5 @@ typedef struct MappedMemory {
 } MappedMemory;
 
 /* mapped_memory_dlpack.c */
-extern const char MappedMemory_dlpack_doc[], MappedMemory_dlpack_device_doc[];
 
 #endif

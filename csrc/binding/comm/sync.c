@@ -6,12 +6,6 @@
 #include "core/base/alloc.h"
 #include "core/comm/sync.h"
 
-#define CTPY_FUNCTION(name, flags)                                                     \
-    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
-    extern const char ctpy_##name##_doc[];
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
-
 static int
 read_spans(ctpy_state *state, PyObject *tensors, ct_span *spans)
 {
@@ -72,14 +66,14 @@ ctpy_broadcast_sequence(ctpy_state *state, PyObject *communicator, PyObject *ten
     return result;
 }
 
-const char ctpy_broadcast_tensors_doc[] =
+static const char ctpy_broadcast_tensors_doc[] =
     "broadcast_tensors($module, communicator, tensors, root=0, /)\n--\n\n"
     "Replace the elements of all tensors, of any dtype, by those of rank root.\n\n"
     "tensors: a sequence of tensors or arrays without gaps in host memory, with the\n"
     "same lengths and dtypes on every rank. Short ones travel together.\n\n"
     "Raises RuntimeError naming the rank when another fails or stays away.";
 
-PyObject *
+static PyObject *
 ctpy_broadcast_tensors(PyObject *module, PyObject *args)
 {
     PyObject *communicator, *tensors;
@@ -92,13 +86,13 @@ ctpy_broadcast_tensors(PyObject *module, PyObject *args)
                : NULL;
 }
 
-const char ctpy_check_ranks_agree_doc[] =
+static const char ctpy_check_ranks_agree_doc[] =
     "check_ranks_agree($module, communicator, what, lines, /)\n--\n\n"
     "Raise ValueError on every rank unless all have the same lines.\n\n"
     "what: the kind of thing that a line describes, for the message, which names the\n"
     "first line that differs and whose it is. lines: a str of lines, each ended.";
 
-PyObject *
+static PyObject *
 ctpy_check_ranks_agree(PyObject *module, PyObject *args)
 {
     PyObject *communicator;
@@ -121,3 +115,11 @@ ctpy_check_ranks_agree(PyObject *module, PyObject *args)
     ->busy--;
     return status == CT_OK ? Py_NewRef(Py_None) : ctpy_raise(&err);
 }
+
+PyMethodDef ctpy_comm_sync_functions[] = {
+    {"broadcast_tensors", ctpy_broadcast_tensors, METH_VARARGS,
+     ctpy_broadcast_tensors_doc                                     },
+    {"check_ranks_agree", ctpy_check_ranks_agree, METH_VARARGS,
+     ctpy_check_ranks_agree_doc                                     },
+    {NULL,                NULL,                   0,            NULL},
+};

@@ -740,30 +740,6 @@ ArrayAccumulator_result(PyObject *op, PyObject *Py_UNUSED(unused))
     return result;
 }
 
-static PyMethodDef ArrayAccumulator_methods[] = {
-    {"append", ArrayAccumulator_append, METH_O,      append_doc},
-    {"result", ArrayAccumulator_result, METH_NOARGS, result_doc},
-    {NULL,     NULL,                    0,           NULL      },
-};
-
-static PyType_Slot ArrayAccumulator_slots[] = {
-    {Py_tp_doc,      (void *)ArrayAccumulator_doc},
-    {Py_tp_new,      ArrayAccumulator_new        },
-    {Py_tp_init,     ArrayAccumulator_init       },
-    {Py_tp_traverse, ArrayAccumulator_traverse   },
-    {Py_tp_clear,    ArrayAccumulator_clear      },
-    {Py_tp_dealloc,  ArrayAccumulator_dealloc    },
-    {Py_tp_methods,  ArrayAccumulator_methods    },
-    {0,              NULL                        },
-};
-
-PyType_Spec ArrayAccumulator_spec = {
-    .name = "ctrainer._C.ArrayAccumulator",
-    .basicsize = sizeof(ArrayAccumulator),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = ArrayAccumulator_slots,
-};
-
 /* One leaf of a nested batch: its values as an array, and its name in errors. */
 
 /* The structure of an accumulator's batches.
@@ -812,6 +788,30 @@ RowBuffer_getbuffer(PyObject *op, Py_buffer *view, int flags)
     return PyBuffer_FillInfo(view, op, data, (Py_ssize_t)self->rows.used_bytes, 0,
                              flags);
 }
+
+static PyMethodDef ArrayAccumulator_methods[] = {
+    {"append", ArrayAccumulator_append, METH_O,      append_doc},
+    {"result", ArrayAccumulator_result, METH_NOARGS, result_doc},
+    {NULL,     NULL,                    0,           NULL      },
+};
+
+static PyType_Slot ArrayAccumulator_slots[] = {
+    {Py_tp_doc,      (void *)ArrayAccumulator_doc},
+    {Py_tp_new,      ArrayAccumulator_new        },
+    {Py_tp_init,     ArrayAccumulator_init       },
+    {Py_tp_traverse, ArrayAccumulator_traverse   },
+    {Py_tp_clear,    ArrayAccumulator_clear      },
+    {Py_tp_dealloc,  ArrayAccumulator_dealloc    },
+    {Py_tp_methods,  ArrayAccumulator_methods    },
+    {0,              NULL                        },
+};
+
+PyType_Spec ArrayAccumulator_spec = {
+    .name = "ctrainer._C.ArrayAccumulator",
+    .basicsize = sizeof(ArrayAccumulator),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = ArrayAccumulator_slots,
+};
 
 static PyType_Slot RowBuffer_slots[] = {
     {Py_tp_doc,       (void *)RowBuffer_doc},

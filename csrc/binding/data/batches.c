@@ -11,12 +11,6 @@
 
 #include <string.h>
 
-#define CTPY_FUNCTION(name, flags)                                                     \
-    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
-    extern const char ctpy_##name##_doc[];
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
-
 static int
 view_int64(PyObject *module, PyObject *op, const char *name, int ndim, ctpy_view *view)
 {
@@ -123,7 +117,7 @@ cut_by(PyObject *module, const ct_batch_rule *rule, PyObject *indices, PyObject 
     return cut(rule, indices, lengths.span.data, at.span.n);
 }
 
-const char ctpy_batch_by_size_doc[] =
+static const char ctpy_batch_by_size_doc[] =
     "batch_by_size($module, indices, num_tokens, max_tokens, max_sentences, multiple,\n"
     "              /)\n--\n\n"
     "Return consecutive views of indices, one for each batch.\n\n"
@@ -133,7 +127,7 @@ const char ctpy_batch_by_size_doc[] =
     "One of more than `multiple` samples has a multiple of it.\n\n"
     "Raises ValueError for a sample of more than max_tokens.";
 
-PyObject *
+static PyObject *
 ctpy_batch_by_size(PyObject *module, PyObject *args)
 {
     PyObject *indices, *tokens;
@@ -147,14 +141,14 @@ ctpy_batch_by_size(PyObject *module, PyObject *args)
     return cut_by(module, &rule, indices, tokens);
 }
 
-const char ctpy_batch_fixed_shapes_doc[] =
+static const char ctpy_batch_fixed_shapes_doc[] =
     "batch_fixed_shapes($module, indices, num_tokens, shapes, /)\n--\n\n"
     "Return consecutive views of indices, one for each batch.\n\n"
     "As batch_by_size(), with batches that fit a row (samples, tokens) of shapes, an\n"
     "int64 array of shape (m, 2), m > 0. Raises ValueError for a sample that fits "
     "none.";
 
-PyObject *
+static PyObject *
 ctpy_batch_fixed_shapes(PyObject *module, PyObject *args)
 {
     PyObject *indices, *tokens, *shapes;
@@ -174,7 +168,7 @@ ctpy_batch_fixed_shapes(PyObject *module, PyObject *args)
     return cut_by(module, &rule, indices, tokens);
 }
 
-const char ctpy_check_index_doc[] =
+static const char ctpy_check_index_doc[] =
     "check_index($module, sizes, offsets, element_bytes, data_bytes, /)\n--\n\n"
     "Raise ValueError unless every item lies within a data file of data_bytes.\n\n"
     "sizes: n int32, in elements; offsets: n int64, in bytes; both as buffers, at any\n"
@@ -195,7 +189,7 @@ index_matches(const Py_buffer *sizes, const Py_buffer *offsets, Py_ssize_t eleme
     return 1;
 }
 
-PyObject *
+static PyObject *
 ctpy_check_index(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer sizes, offsets;
@@ -222,12 +216,6 @@ ctpy_check_index(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 /* Module function of fairseq's language models: a stream of tokens in blocks. */
-
-#define CTPY_FUNCTION(name, flags)                                                     \
-    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
-    extern const char ctpy_##name##_doc[];
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
 
 static int
 parse_mode(const char *name, ct_break_mode *mode)
@@ -284,7 +272,7 @@ check_and_cut(const ct_block_rule *rule, const Py_buffer *sizes)
     return blocks_cut(rule, sizes->buf, n);
 }
 
-const char ctpy_token_blocks_doc[] =
+static const char ctpy_token_blocks_doc[] =
     "token_blocks($module, sizes, break_mode, block_size, document_sep_len, /)\n--\n\n"
     "Return the blocks of a stream of items as a bytearray: rows of five int64.\n\n"
     "sizes: the items' tokens, int64, of shape (n,). break_mode: none fills blocks of\n"
@@ -298,7 +286,7 @@ const char ctpy_token_blocks_doc[] =
     "below\n"
     "1 where the mode has one.";
 
-PyObject *
+static PyObject *
 ctpy_token_blocks(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *op;
@@ -319,12 +307,6 @@ ctpy_token_blocks(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 /* Collation: tensors of one dimension into the rows of one of two. */
-
-#define CTPY_FUNCTION(name, flags)                                                     \
-    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
-    extern const char ctpy_##name##_doc[];
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
 
 /* 1 and the view of plain memory in the host; 0 where op is something else; -1. */
 static int
@@ -364,7 +346,7 @@ pad_rows(ctpy_state *state, const ctpy_view *out, PyObject *const *values, size_
     return 1;
 }
 
-const char ctpy_pad_rows_doc[] =
+static const char ctpy_pad_rows_doc[] =
     "pad_rows($module, out, values, left, rotate, first, /)\n--\n\n"
     "Copy each of values, of shape (n,), into a row of out, of shape (rows, width).\n\n"
     "left: at its end. rotate: without its last item and with first before it, a "
@@ -395,7 +377,7 @@ parse_rule(ctpy_state *state, PyObject *out, PyObject *first, ctpy_view *view,
     return 1;
 }
 
-PyObject *
+static PyObject *
 ctpy_pad_rows(PyObject *module, PyObject *args)
 {
     ctpy_state *state = PyModule_GetState(module);
@@ -424,3 +406,13 @@ ctpy_pad_rows(PyObject *module, PyObject *args)
     Py_XDECREF(rows);
     return done < 0 ? NULL : PyBool_FromLong(done);
 }
+
+PyMethodDef ctpy_data_batches_functions[] = {
+    {"batch_by_size",      ctpy_batch_by_size,      METH_VARARGS, ctpy_batch_by_size_doc},
+    {"batch_fixed_shapes", ctpy_batch_fixed_shapes, METH_VARARGS,
+     ctpy_batch_fixed_shapes_doc                                                        },
+    {"check_index",        ctpy_check_index,        METH_VARARGS, ctpy_check_index_doc  },
+    {"pad_rows",           ctpy_pad_rows,           METH_VARARGS, ctpy_pad_rows_doc     },
+    {"token_blocks",       ctpy_token_blocks,       METH_VARARGS, ctpy_token_blocks_doc },
+    {NULL,                 NULL,                    0,            NULL                  },
+};

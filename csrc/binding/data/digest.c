@@ -12,12 +12,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#define CTPY_FUNCTION(name, flags)                                                     \
-    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
-    extern const char ctpy_##name##_doc[];
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
-
 enum {
     MOST_PARTS = 8,
     MOST_BYTES = 1 << 14,
@@ -142,7 +136,7 @@ add_part(digest *d, PyObject *op, int depth)
 
 static int add_part(digest *d, PyObject *op, int depth);
 
-const char ctpy_batch_digest_doc[] =
+static const char ctpy_batch_digest_doc[] =
     "batch_digest($module, batch, describe, /)\n--\n\n"
     "Return a checksum of the first 8 parts of a batch, of each at most 16 KiB.\n\n"
     "batch: dicts, lists and tuples of tensors, arrays, numbers and strings. "
@@ -151,7 +145,7 @@ const char ctpy_batch_digest_doc[] =
     "host's memory in C order; returns bytes in its place, a list of its own parts,\n"
     "or None.";
 
-PyObject *
+static PyObject *
 ctpy_batch_digest(PyObject *module, PyObject *args)
 {
     digest d = {.state = PyModule_GetState(module)};
@@ -299,4 +293,9 @@ PyType_Spec ObjectWatch_spec = {
     .basicsize = sizeof(ObjectWatch),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = ObjectWatch_slots,
+};
+
+PyMethodDef ctpy_data_digest_functions[] = {
+    {"batch_digest", ctpy_batch_digest, METH_VARARGS, ctpy_batch_digest_doc},
+    {NULL,           NULL,              0,            NULL                 },
 };

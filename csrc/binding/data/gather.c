@@ -448,7 +448,7 @@ ctpy_gather_nested(ctpy_state *state, PyObject *communicator, PyObject *value,
     return result;
 }
 
-const char ctpy_nested_gather_doc[] =
+static const char ctpy_nested_gather_doc[] =
     "nested_gather($module, tensors, communicator, padding_index=-100, /)\n--\n\n"
     "Return the rows of all ranks, in rank order, of nested tensors or arrays.\n\n"
     "tensors: of any dtypes, in tuples, lists, mappings and None; of one structure on\n"
@@ -458,7 +458,7 @@ const char ctpy_nested_gather_doc[] =
     "Raises TypeError or ValueError where structures, dtypes or other dimensions\n"
     "differ, RuntimeError naming rank and collective when a rank stays away.";
 
-PyObject *
+static PyObject *
 ctpy_nested_gather(PyObject *module, PyObject *args)
 {
     PyObject *value, *communicator, *padding = NULL, *result;
@@ -484,3 +484,8 @@ ctpy_nested_gather(PyObject *module, PyObject *args)
 
 /* ---- reading -----------------------------------------------------------------------
  */
+
+PyMethodDef ctpy_data_gather_functions[] = {
+    {"nested_gather", ctpy_nested_gather, METH_VARARGS, ctpy_nested_gather_doc},
+    {NULL,            NULL,               0,            NULL                  },
+};

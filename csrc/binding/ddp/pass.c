@@ -1019,6 +1019,8 @@ GradHook_call(PyObject *op, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwarg
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* Gradients of Python as the core's spans. */
+
 static PyType_Slot GradHook_slots[] = {
     {Py_tp_doc,      (void *)GradHook_doc},
     {Py_tp_call,     GradHook_call       },
@@ -1034,5 +1036,3 @@ PyType_Spec GradHook_spec = {
         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = GradHook_slots,
 };
-
-/* Gradients of Python as the core's spans. */

@@ -404,19 +404,7 @@ GradReducer_buckets(PyObject *op, void *Py_UNUSED(closure))
     return all;
 }
 
-static PyGetSetDef GradReducer_getset[] = {
-    {"buckets", GradReducer_buckets, NULL,
-     "The parameters' names, by bucket, in the order of the exchange.", NULL},
-    {NULL,      NULL,                NULL, NULL,                        NULL},
-};
-
-static PyMemberDef GradReducer_members[] = {
-    {"communicator", T_OBJECT_EX, offsetof(GradReducer, communicator), READONLY,
-     "The group over which gradients are averaged."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-const char GradReducer_compress_doc[] =
+static const char GradReducer_compress_doc[] =
     "compress($self, how, /)\n--\n\n"
     "Choose how gradients are sent from now on, the same on every rank.\n\n"
     "how: 'no', as they are; 'fp16' or 'bf16', in 16 bits.\n\n"
@@ -458,6 +446,22 @@ GradReducer_compress(PyObject *op, PyObject *how)
     Py_RETURN_NONE;
 }
 
+/* Buckets for a reducer's parameters, and hooks on them. */
+
+/* How a reducer's gradients are sent. */
+
+static PyGetSetDef GradReducer_getset[] = {
+    {"buckets", GradReducer_buckets, NULL,
+     "The parameters' names, by bucket, in the order of the exchange.", NULL},
+    {NULL,      NULL,                NULL, NULL,                        NULL},
+};
+
+static PyMemberDef GradReducer_members[] = {
+    {"communicator", T_OBJECT_EX, offsetof(GradReducer, communicator), READONLY,
+     "The group over which gradients are averaged."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyMethodDef GradReducer_methods[] = {
     {"after_forward",  GradReducer_after_forward,  METH_O,       GradReducer_after_forward_doc},
     {"before_forward", GradReducer_before_forward, METH_VARARGS,
@@ -488,7 +492,3 @@ PyType_Spec GradReducer_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = GradReducer_slots,
 };
-
-/* Buckets for a reducer's parameters, and hooks on them. */
-
-/* How a reducer's gradients are sent. */

@@ -78,7 +78,6 @@ const char *grad_reducer_name(const GradReducer *self, Py_ssize_t param);
 int grad_reducer_read_owners(GradReducer *self, PyObject *given);
 
 /* binding/ddp/reducer.c */
-extern const char GradReducer_compress_doc[];
 
 /* binding/ddp/pass.c: before a forward pass, what the ranks are about to do; 0 or -1.
  */

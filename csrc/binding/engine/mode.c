@@ -51,26 +51,26 @@ ctpy_ensure_train_mode(PyObject *op, PyObject *model)
 
 /* Trainer: the context that the loss is computed in, in training and evaluation. */
 
-const char Trainer_compute_loss_context_manager_doc[] =
+static const char Trainer_compute_loss_context_manager_doc[] =
     "compute_loss_context_manager($self, /)\n--\n\n"
     "Return the context in which the loss is computed: "
     "autocast_smart_context_manager's."
     "\n\nMixed precision does not need it: the model's own forward runs under "
     "autocast.";
 
-PyObject *
+static PyObject *
 Trainer_compute_loss_context_manager(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     return PyObject_CallMethodNoArgs(
         op, ctpy_state_borrow(op)->str_autocast_smart_context_manager);
 }
 
-const char Trainer_autocast_smart_context_manager_doc[] =
+static const char Trainer_autocast_smart_context_manager_doc[] =
     "autocast_smart_context_manager($self, cache_enabled=True)\n--\n\n"
     "Return no context: under mixed precision the model's own forward autocasts.\n\n"
     "An override is what compute_loss_context_manager returns.";
 
-PyObject *
+static PyObject *
 Trainer_autocast_smart_context_manager(PyObject *Py_UNUSED(op), PyObject *args,
                                        PyObject *kwargs)
 {
@@ -103,3 +103,12 @@ ctpy_enter_loss_context(PyObject *op, PyObject **context)
         names->str___enter__);
     return *context == NULL ? -1 : 0;
 }
+
+PyMethodDef Trainer_engine_mode_methods[] = {
+    {"compute_loss_context_manager",   Trainer_compute_loss_context_manager, METH_NOARGS,
+     Trainer_compute_loss_context_manager_doc                                                                                       },
+    {"autocast_smart_context_manager",
+     (PyCFunction)(void (*)(void))Trainer_autocast_smart_context_manager,
+     METH_VARARGS | METH_KEYWORDS,                                                        Trainer_autocast_smart_context_manager_doc},
+    {NULL,                             NULL,                                 0,           NULL                                      },
+};

@@ -249,14 +249,14 @@ ctpy_account(PyObject *op, const char *doing, PyObject *payload)
     return judge_steal(parts, doing);
 }
 
-const char Trainer__together_doc[] =
+static const char Trainer__together_doc[] =
     "_together($self, doing, function, /)\n--\n\n"
     "Call function() on every rank and return what all returned: bytes, or None.\n\n"
     "Returns a list in rank order, b'' for None, when all have come back. Where one\n"
     "fails, all raise: it its own exception, the others a RuntimeError that names the\n"
     "rank, `doing` and the error.";
 
-PyObject *
+static PyObject *
 Trainer__together(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"", "", NULL};
@@ -276,3 +276,9 @@ Trainer__together(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_XDECREF(payload);
     return all;
 }
+
+PyMethodDef Trainer_engine_ranks_methods[] = {
+    {"_together", (PyCFunction)(void (*)(void))Trainer__together,
+     METH_VARARGS | METH_KEYWORDS,                                   Trainer__together_doc},
+    {NULL,        NULL,                                           0, NULL                 },
+};

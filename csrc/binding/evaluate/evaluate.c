@@ -232,7 +232,7 @@ evaluate_all(PyObject *op, PyObject *datasets, int by_name, PyObject *ignore,
     return all;
 }
 
-const char Trainer_evaluate_doc[] =
+static const char Trainer_evaluate_doc[] =
     "evaluate($self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval')\n"
     "--\n\n"
     "Evaluate, log and return the metrics: the loss, what compute_metrics computes,\n"
@@ -241,7 +241,7 @@ const char Trainer_evaluate_doc[] =
     "'<prefix>_<name>_'), the name of one in the trainer's dict, or None for the\n"
     "trainer's own.";
 
-PyObject *
+static PyObject *
 Trainer_evaluate(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"eval_dataset", "ignore_keys", "metric_key_prefix",
@@ -265,12 +265,12 @@ Trainer_evaluate(PyObject *op, PyObject *args, PyObject *kwargs)
     return result;
 }
 
-const char Trainer_predict_doc[] =
+static const char Trainer_predict_doc[] =
     "predict($self, test_dataset, ignore_keys=None, metric_key_prefix='test')\n--\n\n"
     "Return PredictionOutput(predictions, label_ids, metrics) for a data set.\n\n"
     "label_ids is None, and the metrics are the speed alone, where it has no labels.";
 
-PyObject *
+static PyObject *
 Trainer_predict(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"test_dataset", "ignore_keys", "metric_key_prefix",
@@ -565,12 +565,12 @@ dataset_size(PyObject *loader, const ctpy_state *names)
     return n;
 }
 
-const char Trainer_num_examples_doc[] =
+static const char Trainer_num_examples_doc[] =
     "num_examples($self, dataloader)\n--\n\n"
     "Return the length of the loader's data set; without one, batches times\n"
     "per_device_train_batch_size. Raises TypeError when the loader has no length.";
 
-PyObject *
+static PyObject *
 Trainer_num_examples(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"dataloader", NULL};
@@ -663,12 +663,12 @@ step_on_metric(PyObject *op, PyObject *metrics, const ctpy_state *names)
     return answer == NULL ? -1 : 0;
 }
 
-const char Trainer__evaluate_doc[] =
+static const char Trainer__evaluate_doc[] =
     "_evaluate($self, trial, ignore_keys_for_eval, skip_scheduler=False)\n--\n\n"
     "Evaluate within a training: report to a search, and step a learning rate that\n"
     "depends on a metric. Return the metrics.";
 
-PyObject *
+static PyObject *
 Trainer__evaluate(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"trial", "ignore_keys_for_eval", "skip_scheduler", NULL};
@@ -692,3 +692,15 @@ Trainer__evaluate(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     return metrics;
 }
+
+PyMethodDef Trainer_evaluate_evaluate_methods[] = {
+    {"evaluate",     (PyCFunction)(void (*)(void))Trainer_evaluate,
+     METH_VARARGS | METH_KEYWORDS,                                         Trainer_evaluate_doc    },
+    {"predict",      (PyCFunction)(void (*)(void))Trainer_predict,
+     METH_VARARGS | METH_KEYWORDS,                                         Trainer_predict_doc     },
+    {"_evaluate",    (PyCFunction)(void (*)(void))Trainer__evaluate,
+     METH_VARARGS | METH_KEYWORDS,                                         Trainer__evaluate_doc   },
+    {"num_examples", (PyCFunction)(void (*)(void))Trainer_num_examples,
+     METH_VARARGS | METH_KEYWORDS,                                         Trainer_num_examples_doc},
+    {NULL,           NULL,                                              0, NULL                    },
+};

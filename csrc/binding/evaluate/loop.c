@@ -644,7 +644,7 @@ evaluation_loop(PyObject *op, PyObject *args, PyObject *kwargs, const char *form
     return output;
 }
 
-const char Trainer_evaluation_loop_doc[] =
+static const char Trainer_evaluation_loop_doc[] =
     "evaluation_loop($self, dataloader, description, prediction_loss_only=None,\n"
     "                ignore_keys=None, metric_key_prefix='eval')\n--\n\n"
     "Run prediction_step on every batch; return EvalLoopOutput(predictions,\n"
@@ -654,18 +654,18 @@ const char Trainer_evaluation_loop_doc[] =
     "<prefix>_loss is the mean over rows of their batch's loss. Raises ValueError\n"
     "when there is no batch.";
 
-PyObject *
+static PyObject *
 Trainer_evaluation_loop(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     return evaluation_loop(op, args, kwargs, "OO|OOO:evaluation_loop");
 }
 
-const char Trainer_prediction_loop_doc[] =
+static const char Trainer_prediction_loop_doc[] =
     "prediction_loop($self, dataloader, description, prediction_loss_only=None,\n"
     "                ignore_keys=None, metric_key_prefix='eval')\n--\n\n"
     "Do what evaluation_loop does, by the name it had in older releases.";
 
-PyObject *
+static PyObject *
 Trainer_prediction_loop(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     return evaluation_loop(op, args, kwargs, "OO|OOO:prediction_loop");
@@ -1004,7 +1004,7 @@ predictions(const eval_step *s, PyObject *outputs, const ctpy_state *names)
     return detached;
 }
 
-const char Trainer_prediction_step_doc[] =
+static const char Trainer_prediction_step_doc[] =
     "prediction_step($self, model, inputs, prediction_loss_only, ignore_keys=None)\n"
     "--\n\n"
     "Run one batch without gradients; return (loss, predictions, labels), detached.\n\n"
@@ -1012,7 +1012,7 @@ const char Trainer_prediction_step_doc[] =
     "the other two. Predictions are the model's outputs but for the loss and the\n"
     "ignore_keys (default: model.config.keys_to_ignore_at_inference).";
 
-PyObject *
+static PyObject *
 Trainer_prediction_step(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"model", "inputs", "prediction_loss_only", "ignore_keys",
@@ -1041,3 +1041,13 @@ done:
     step_fini(&s);
     return result;
 }
+
+PyMethodDef Trainer_evaluate_loop_methods[] = {
+    {"evaluation_loop", (PyCFunction)(void (*)(void))Trainer_evaluation_loop,
+     METH_VARARGS | METH_KEYWORDS,                                               Trainer_evaluation_loop_doc},
+    {"prediction_loop", (PyCFunction)(void (*)(void))Trainer_prediction_loop,
+     METH_VARARGS | METH_KEYWORDS,                                               Trainer_prediction_loop_doc},
+    {"prediction_step", (PyCFunction)(void (*)(void))Trainer_prediction_step,
+     METH_VARARGS | METH_KEYWORDS,                                               Trainer_prediction_step_doc},
+    {NULL,              NULL,                                                 0, NULL                       },
+};

@@ -27,7 +27,7 @@ typedef struct FairseqOptimizer {
     ct_step_result result; /* of the last measurement */
 } FairseqOptimizer;
 
-const char FairseqOptimizer_clip_grad_norm_doc[] =
+static const char FairseqOptimizer_clip_grad_norm_doc[] =
     "clip_grad_norm($self, max_norm, aggregate_norm_fn=None)\n--\n\n"
     "Clip the gradients to max_norm (0: do not) and return their norm before that,\n"
     "a tensor of no dimension.\n\n"
@@ -36,7 +36,6 @@ const char FairseqOptimizer_clip_grad_norm_doc[] =
     "FloatingPointError where the scale cannot fall any more.";
 
 /* binding/fairseq/optimizer.c: the methods that touch gradients. */
-extern const char FairseqOptimizer_clip_grad_norm_doc[], FairseqOptimizer_step_doc[];
 
 /* What the loss is multiplied by before backward(); 1 without a scaler. */
 
@@ -317,23 +316,6 @@ FairseqOptimizer_get_inner(PyObject *op, void *Py_UNUSED(closure))
     return fairseq_optimizer_ready(self) < 0 ? NULL : Py_NewRef(self->inner);
 }
 
-static PyGetSetDef FairseqOptimizer_getset[] = {
-    {"optimizer",    FairseqOptimizer_get_inner,  NULL,
-     "The torch.optim.Optimizer, or the like, that updates.", NULL},
-    {"param_groups", FairseqOptimizer_get_groups, NULL,
-     "The parameter groups of optimizer, a list of dicts.",   NULL},
-    {NULL,           NULL,                        NULL, NULL, NULL},
-};
-
-static PyMemberDef FairseqOptimizer_members[] = {
-    {"divisor", T_DOUBLE, offsetof(FairseqOptimizer, divisor), READONLY,
-     "What the gradients are divided by when they are used."},
-    {"in_backward", T_BOOL, offsetof(FairseqOptimizer, in_backward), READONLY,
-     "True from the start of a backward pass that failed until zero_grad(): the "
-     "gradients may hold a part of it."},
-    {NULL, 0, 0, 0, NULL},
-};
-
 /* All the same whether a gradient is finite: the rules decide, not the engine. */
 static const ct_step_config AS_TOLD = {.nonfinite = CT_NONFINITE_KEEP};
 
@@ -592,6 +574,43 @@ FairseqOptimizer_step(PyObject *op, PyObject *args, PyObject *kwargs)
     return loss;
 }
 
+/* FairseqOptimizer: the norm of the gradients, clipping, and the update.
+ *
+ * Source of the rules: fairseq, optim/fp16_optimizer.py, amp_optimizer.py and
+ * utils.clip_grad_norm_. */
+
+/* ---- the norm ----------------------------------------------------------------------
+ */
+
+/* ---- what the rules make of it -----------------------------------------------------
+ */
+
+/* ---- the update --------------------------------------------------------------------
+ */
+
+static const char FairseqOptimizer_step_doc[] =
+    "step($self, closure=None, scale=1.0, groups=None)\n--\n\n"
+    "Update the parameters with the gradients divided by scale.\n\n"
+    "closure is called first and its result returned. groups has to be None: no\n"
+    "optimizer here updates some of its groups alone.";
+
+static PyGetSetDef FairseqOptimizer_getset[] = {
+    {"optimizer",    FairseqOptimizer_get_inner,  NULL,
+     "The torch.optim.Optimizer, or the like, that updates.", NULL},
+    {"param_groups", FairseqOptimizer_get_groups, NULL,
+     "The parameter groups of optimizer, a list of dicts.",   NULL},
+    {NULL,           NULL,                        NULL, NULL, NULL},
+};
+
+static PyMemberDef FairseqOptimizer_members[] = {
+    {"divisor", T_DOUBLE, offsetof(FairseqOptimizer, divisor), READONLY,
+     "What the gradients are divided by when they are used."},
+    {"in_backward", T_BOOL, offsetof(FairseqOptimizer, in_backward), READONLY,
+     "True from the start of a backward pass that failed until zero_grad(): the "
+     "gradients may hold a part of it."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyMethodDef FairseqOptimizer_methods[] = {
     {"all_reduce_grads", FairseqOptimizer_all_reduce_grads,                            METH_O,
      all_reduce_grads_doc                                                                                                              },
@@ -626,23 +645,3 @@ PyType_Spec FairseqOptimizer_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = FairseqOptimizer_slots,
 };
-
-/* FairseqOptimizer: the norm of the gradients, clipping, and the update.
- *
- * Source of the rules: fairseq, optim/fp16_optimizer.py, amp_optimizer.py and
- * utils.clip_grad_norm_. */
-
-/* ---- the norm ----------------------------------------------------------------------
- */
-
-/* ---- what the rules make of it -----------------------------------------------------
- */
-
-/* ---- the update --------------------------------------------------------------------
- */
-
-const char FairseqOptimizer_step_doc[] =
-    "step($self, closure=None, scale=1.0, groups=None)\n--\n\n"
-    "Update the parameters with the gradients divided by scale.\n\n"
-    "closure is called first and its result returned. groups has to be None: no\n"
-    "optimizer here updates some of its groups alone.";

@@ -226,13 +226,13 @@ gather_norms(PyObject *op, double norm, double *norms, int64_t ranks)
     return failed ? -1 : 0;
 }
 
-const char FairseqTrainer__check_grad_norms_doc[] =
+static const char FairseqTrainer__check_grad_norms_doc[] =
     "_check_grad_norms($self, grad_norm, /)\n--\n\n"
     "Compare the norm with that of the other workers, on any device.\n\n"
     "Raises FloatingPointError, with a table of the norms, where they differ by more\n"
     "than 1e-6 of the first worker's: the parameters would drift apart.";
 
-PyObject *
+static PyObject *
 FairseqTrainer__check_grad_norms(PyObject *op, PyObject *grad_norm)
 {
     const fairseq_settings *s = &((FairseqTrainer *)op)->settings;
@@ -547,14 +547,14 @@ parse(PyObject *args, PyObject *kwargs, PyObject **logs, PyObject **extras, int 
     return 0;
 }
 
-const char FairseqTrainer__fast_stat_sync_sum_doc[] =
+static const char FairseqTrainer__fast_stat_sync_sum_doc[] =
     "_fast_stat_sync_sum($self, logging_outputs, /, *extra_stats_to_sum, "
     "ignore=False)\n--\n\n"
     "Return ([sums of the logs], sums of the extra numbers) over all workers.\n\n"
     "One collective; a worker that ignores its logs adds zeros. Workers that log\n"
     "different keys get the logs themselves instead.";
 
-PyObject *
+static PyObject *
 FairseqTrainer__fast_stat_sync_sum(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     PyObject *logs, *extras, *made;
@@ -568,13 +568,13 @@ FairseqTrainer__fast_stat_sync_sum(PyObject *op, PyObject *args, PyObject *kwarg
     return made;
 }
 
-const char FairseqTrainer__all_gather_list_sync_doc[] =
+static const char FairseqTrainer__all_gather_list_sync_doc[] =
     "_all_gather_list_sync($self, logging_outputs, /, *extra_stats_to_sum, "
     "ignore=False)\n--\n\n"
     "Return (the logs of all workers, sums of the extra numbers).\n\n"
     "Logs are plain data: containers, numbers, text, tensors and arrays, of any size.";
 
-PyObject *
+static PyObject *
 FairseqTrainer__all_gather_list_sync(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     PyObject *logs, *extras, *all = NULL, *sums = NULL, *made = NULL;
@@ -618,13 +618,13 @@ can_be_summed(PyObject *op)
     return yes;
 }
 
-const char FairseqTrainer__aggregate_logging_outputs_doc[] =
+static const char FairseqTrainer__aggregate_logging_outputs_doc[] =
     "_aggregate_logging_outputs($self, logging_outputs, /, *extra_stats_to_sum, "
     "ignore=False)\n--\n\n"
     "Return (logs, sums of the extra numbers) over all workers: the logs summed where\n"
     "the task says that the criterion's can be, else all of them.";
 
-PyObject *
+static PyObject *
 FairseqTrainer__aggregate_logging_outputs(PyObject *op, PyObject *args,
                                           PyObject *kwargs)
 {
@@ -638,3 +638,18 @@ FairseqTrainer__aggregate_logging_outputs(PyObject *op, PyObject *args,
     Py_XDECREF(method);
     return made;
 }
+
+PyMethodDef FairseqTrainer_fairseq_ranks_methods[] = {
+    {"_check_grad_norms",          FairseqTrainer__check_grad_norms,         METH_O,
+     FairseqTrainer__check_grad_norms_doc                                                                                         },
+    {"_aggregate_logging_outputs",
+     (PyCFunction)(void (*)(void))FairseqTrainer__aggregate_logging_outputs,
+     METH_VARARGS | METH_KEYWORDS,                                                   FairseqTrainer__aggregate_logging_outputs_doc},
+    {"_all_gather_list_sync",
+     (PyCFunction)(void (*)(void))FairseqTrainer__all_gather_list_sync,
+     METH_VARARGS | METH_KEYWORDS,                                                   FairseqTrainer__all_gather_list_sync_doc     },
+    {"_fast_stat_sync_sum",
+     (PyCFunction)(void (*)(void))FairseqTrainer__fast_stat_sync_sum,
+     METH_VARARGS | METH_KEYWORDS,                                                   FairseqTrainer__fast_stat_sync_sum_doc       },
+    {NULL,                         NULL,                                     0,      NULL                                         },
+};

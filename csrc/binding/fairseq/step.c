@@ -409,7 +409,7 @@ report_failure(PyObject *op, fairseq_update *u)
     }
 }
 
-const char FairseqTrainer_train_step_doc[] =
+static const char FairseqTrainer_train_step_doc[] =
     "train_step($self, samples, raise_oom=False)\n--\n\n"
     "Do forward and backward of each of samples, and one update of the parameters.\n"
     "\n"
@@ -422,7 +422,7 @@ const char FairseqTrainer_train_step_doc[] =
     "second\n"
     "run of the samples says which module and tensor was the first.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_train_step(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"samples", "raise_oom", NULL};
@@ -492,12 +492,12 @@ repeat_alone(PyObject *op, fairseq_update *u)
     return failed ? -1 : 0;
 }
 
-const char FairseqTrainer__repeat_step_doc[] =
+static const char FairseqTrainer__repeat_step_doc[] =
     "_repeat_step($self, samples, /)\n--\n\n"
     "Do forward and backward of samples as train_step() does, and no update: what\n"
     "the look for Inf and NaN and `replay` run.";
 
-PyObject *
+static PyObject *
 FairseqTrainer__repeat_step(PyObject *op, PyObject *samples)
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -577,13 +577,13 @@ remember_dummy(PyObject *op, PyObject *sample)
     return result;
 }
 
-const char FairseqTrainer__prepare_sample_doc[] =
+static const char FairseqTrainer__prepare_sample_doc[] =
     "_prepare_sample($self, sample, is_dummy=False)\n--\n\n"
     "Return (sample in the run's precision and on its device, whether it is a dummy).\n"
     "\n"
     "None or an empty sample is replaced by the dummy batch.";
 
-PyObject *
+static PyObject *
 FairseqTrainer__prepare_sample(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"sample", "is_dummy", NULL};
@@ -608,11 +608,11 @@ FairseqTrainer__prepare_sample(PyObject *op, PyObject *args, PyObject *kwargs)
     return Py_BuildValue("(NO)", prepared, Py_False);
 }
 
-const char FairseqTrainer_reset_dummy_batch_doc[] =
+static const char FairseqTrainer_reset_dummy_batch_doc[] =
     "reset_dummy_batch($self, batch, /)\n--\n\n"
     "Set the batch that stands in for an empty one; 'DUMMY': the first real one.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_reset_dummy_batch(PyObject *op, PyObject *batch)
 {
     return PyObject_SetAttr(op, ctpy_state_borrow(op)->str__dummy_batch, batch) < 0
@@ -755,13 +755,13 @@ valid_step(PyObject *op, PyObject *sample, bool raise_oom)
     return made;
 }
 
-const char FairseqTrainer_valid_step_doc[] =
+static const char FairseqTrainer_valid_step_doc[] =
     "valid_step($self, sample, raise_oom=False)\n--\n\n"
     "Evaluate one sample and return what was logged of it, a dict.\n"
     "\n"
     "A sample that runs out of memory is tried once more, unless raise_oom.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_valid_step(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"sample", "raise_oom", NULL};
@@ -782,3 +782,17 @@ FairseqTrainer_valid_step(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_DECREF(context);
     return output;
 }
+
+PyMethodDef FairseqTrainer_fairseq_step_methods[] = {
+    {"train_step",        (PyCFunction)(void (*)(void))FairseqTrainer_train_step,
+     METH_VARARGS | METH_KEYWORDS,                                                             FairseqTrainer_train_step_doc     },
+    {"_repeat_step",      FairseqTrainer__repeat_step,                                 METH_O,
+     FairseqTrainer__repeat_step_doc                                                                                             },
+    {"valid_step",        (PyCFunction)(void (*)(void))FairseqTrainer_valid_step,
+     METH_VARARGS | METH_KEYWORDS,                                                             FairseqTrainer_valid_step_doc     },
+    {"_prepare_sample",   (PyCFunction)(void (*)(void))FairseqTrainer__prepare_sample,
+     METH_VARARGS | METH_KEYWORDS,                                                             FairseqTrainer__prepare_sample_doc},
+    {"reset_dummy_batch", FairseqTrainer_reset_dummy_batch,                            METH_O,
+     FairseqTrainer_reset_dummy_batch_doc                                                                                        },
+    {NULL,                NULL,                                                        0,      NULL                              },
+};

@@ -102,67 +102,22 @@ LAZY(lr_scheduler, _lr_scheduler, _build_optimizer)
 LAZY(ema, _ema, _build_ema)
 #undef LAZY
 
-static PyGetSetDef FairseqTrainer_getset[] = {
-    {"criterion",    FairseqTrainer_criterion,    NULL,
-     "The criterion, wrapped for the distributed backend where it needs that.",               NULL},
-    {"ema",          FairseqTrainer_ema,          NULL, "The average of the weights.",        NULL},
-    {"lr_scheduler", FairseqTrainer_lr_scheduler, NULL, "The learning-rate schedule.",
-     NULL                                                                                         },
-    {"model",        FairseqTrainer_model,        NULL,
-     "The model, wrapped for the distributed backend where it needs that.",                   NULL},
-    {"optimizer",    FairseqTrainer_optimizer,    NULL, "The optimizer, built on first use.",
-     NULL                                                                                         },
-    {NULL,           NULL,                        NULL, NULL,                                 NULL},
-};
-
-#define METHOD_FLAGS_NOARGS METH_NOARGS
-#define METHOD_FLAGS_O METH_O
-#define METHOD_FLAGS_KEYWORDS (METH_VARARGS | METH_KEYWORDS)
-
-static PyMethodDef FairseqTrainer_methods[] = {
-#define CTPY_METHOD(name, flags)                                                       \
-    {#name, (PyCFunction)(void (*)(void))FairseqTrainer_##name, METHOD_FLAGS_##flags,  \
-     FairseqTrainer_##name##_doc},
-#include "binding/fairseq/trainer_methods.def"
-#undef CTPY_METHOD
-    { NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot FairseqTrainer_slots[] = {
-    {Py_tp_doc,      (void *)FairseqTrainer_doc},
-    {Py_tp_new,      FairseqTrainer_new        },
-    {Py_tp_init,     FairseqTrainer_init       },
-    {Py_tp_traverse, FairseqTrainer_traverse   },
-    {Py_tp_clear,    FairseqTrainer_clear      },
-    {Py_tp_dealloc,  FairseqTrainer_dealloc    },
-    {Py_tp_methods,  FairseqTrainer_methods    },
-    {Py_tp_getset,   FairseqTrainer_getset     },
-    {0,              NULL                      },
-};
-
-PyType_Spec FairseqTrainer_spec = {
-    .name = "ctrainer._C.FairseqTrainer",
-    .basicsize = sizeof(FairseqTrainer),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = FairseqTrainer_slots,
-};
-
 /* FairseqTrainer: the number of updates, the learning rate and plain accessors. */
 
-const char FairseqTrainer_get_num_updates_doc[] =
+static const char FairseqTrainer_get_num_updates_doc[] =
     "get_num_updates($self, /)\n--\n\nReturn the number of updates made.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_get_num_updates(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     return PyObject_GetAttr(op, ctpy_state_borrow(op)->str__num_updates);
 }
 
-const char FairseqTrainer_set_num_updates_doc[] =
+static const char FairseqTrainer_set_num_updates_doc[] =
     "set_num_updates($self, num_updates, /)\n--\n\n"
     "Set the number of updates, and with it the learning rate and the quantizer.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_set_num_updates(PyObject *op, PyObject *number)
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -215,11 +170,11 @@ log_rates(PyObject *op, PyObject *rates, PyObject **first)
     return failed ? -1 : 0;
 }
 
-const char FairseqTrainer_lr_step_update_doc[] =
+static const char FairseqTrainer_lr_step_update_doc[] =
     "lr_step_update($self, /)\n--\n\n"
     "Set the learning rate for the number of updates, log and return it.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_lr_step_update(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -264,11 +219,11 @@ step_schedule(PyObject *op, PyObject *name, PyObject *const *args, size_t n)
                           : PyObject_CallMethodNoArgs(op, names->str_lr_step_update);
 }
 
-const char FairseqTrainer_lr_step_doc[] =
+static const char FairseqTrainer_lr_step_doc[] =
     "lr_step($self, epoch, val_loss=None)\n--\n\n"
     "Set the learning rate at the end of an epoch, log and return it.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_lr_step(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"epoch", "val_loss", NULL};
@@ -280,11 +235,11 @@ FairseqTrainer_lr_step(PyObject *op, PyObject *args, PyObject *kwargs)
     return step_schedule(op, ctpy_state_borrow(op)->str_step, stack, 2);
 }
 
-const char FairseqTrainer_lr_step_begin_epoch_doc[] =
+static const char FairseqTrainer_lr_step_begin_epoch_doc[] =
     "lr_step_begin_epoch($self, epoch, /)\n--\n\n"
     "Set the learning rate at the beginning of an epoch, log and return it.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_lr_step_begin_epoch(PyObject *op, PyObject *epoch)
 {
     return step_schedule(op, ctpy_state_borrow(op)->str_step_begin_epoch, &epoch, 1);
@@ -300,39 +255,39 @@ call_of(PyObject *op, PyObject *owner, PyObject *name)
     return answer;
 }
 
-const char FairseqTrainer_get_lr_doc[] =
+static const char FairseqTrainer_get_lr_doc[] =
     "get_lr($self, /)\n--\n\nReturn the learning rate of the next update.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_get_lr(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     ctpy_state *names = ctpy_state_borrow(op);
     return call_of(op, names->str_optimizer, names->str_get_lr);
 }
 
-const char FairseqTrainer_zero_grad_doc[] =
+static const char FairseqTrainer_zero_grad_doc[] =
     "zero_grad($self, /)\n--\n\nDrop the gradients.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_zero_grad(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     ctpy_state *names = ctpy_state_borrow(op);
     return call_of(op, names->str_optimizer, names->str_zero_grad);
 }
 
-const char FairseqTrainer_get_model_doc[] =
+static const char FairseqTrainer_get_model_doc[] =
     "get_model($self, /)\n--\n\nReturn the model without its wrapper.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_get_model(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     return PyObject_GetAttr(op, ctpy_state_borrow(op)->str__model);
 }
 
-const char FairseqTrainer_get_criterion_doc[] =
+static const char FairseqTrainer_get_criterion_doc[] =
     "get_criterion($self, /)\n--\n\nReturn the criterion without its wrapper.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_get_criterion(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     return PyObject_GetAttr(op, ctpy_state_borrow(op)->str__criterion);
@@ -449,12 +404,12 @@ check(const fairseq_settings *settings)
     return -1;
 }
 
-const char FairseqTrainer__read_config_doc[] =
+static const char FairseqTrainer__read_config_doc[] =
     "_read_config($self, /)\n--\n\n"
     "Take over what every update reads of cfg. Called by the constructor and by\n"
     "reinitialize(): a change of cfg after that has no effect on train_step().";
 
-PyObject *
+static PyObject *
 FairseqTrainer__read_config(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -481,12 +436,12 @@ FairseqTrainer__read_config(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-const char FairseqTrainer_reinitialize_doc[] =
+static const char FairseqTrainer_reinitialize_doc[] =
     "reinitialize($self, /)\n--\n\n"
     "Forget schedule, optimizer and wrappers, as after a change of the parameters,\n"
     "and read cfg again.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_reinitialize(PyObject *op, PyObject *unused)
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -500,12 +455,12 @@ FairseqTrainer_reinitialize(PyObject *op, PyObject *unused)
     return FairseqTrainer__read_config(op, unused);
 }
 
-const char FairseqTrainer__set_seed_doc[] =
+static const char FairseqTrainer__set_seed_doc[] =
     "_set_seed($self, /)\n--\n\n"
     "Seed torch with cfg.common.seed plus the number of updates, so that a resumed\n"
     "run draws what one that was not stopped would.";
 
-PyObject *
+static PyObject *
 FairseqTrainer__set_seed(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -520,3 +475,59 @@ FairseqTrainer__set_seed(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_XDECREF(updates);
     return answer;
 }
+
+static PyGetSetDef FairseqTrainer_getset[] = {
+    {"criterion",    FairseqTrainer_criterion,    NULL,
+     "The criterion, wrapped for the distributed backend where it needs that.",               NULL},
+    {"ema",          FairseqTrainer_ema,          NULL, "The average of the weights.",        NULL},
+    {"lr_scheduler", FairseqTrainer_lr_scheduler, NULL, "The learning-rate schedule.",
+     NULL                                                                                         },
+    {"model",        FairseqTrainer_model,        NULL,
+     "The model, wrapped for the distributed backend where it needs that.",                   NULL},
+    {"optimizer",    FairseqTrainer_optimizer,    NULL, "The optimizer, built on first use.",
+     NULL                                                                                         },
+    {NULL,           NULL,                        NULL, NULL,                                 NULL},
+};
+
+static PyMethodDef FairseqTrainer_methods[] = {
+    {"_read_config",        FairseqTrainer__read_config,                         METH_NOARGS,
+     FairseqTrainer__read_config_doc                                                                                      },
+    {"_set_seed",           FairseqTrainer__set_seed,                            METH_NOARGS, FairseqTrainer__set_seed_doc},
+    {"reinitialize",        FairseqTrainer_reinitialize,                         METH_NOARGS,
+     FairseqTrainer_reinitialize_doc                                                                                      },
+    {"get_criterion",       FairseqTrainer_get_criterion,                        METH_NOARGS,
+     FairseqTrainer_get_criterion_doc                                                                                     },
+    {"get_lr",              FairseqTrainer_get_lr,                               METH_NOARGS, FairseqTrainer_get_lr_doc   },
+    {"get_model",           FairseqTrainer_get_model,                            METH_NOARGS, FairseqTrainer_get_model_doc},
+    {"get_num_updates",     FairseqTrainer_get_num_updates,                      METH_NOARGS,
+     FairseqTrainer_get_num_updates_doc                                                                                   },
+    {"lr_step",             (PyCFunction)(void (*)(void))FairseqTrainer_lr_step,
+     METH_VARARGS | METH_KEYWORDS,                                                            FairseqTrainer_lr_step_doc  },
+    {"lr_step_begin_epoch", FairseqTrainer_lr_step_begin_epoch,                  METH_O,
+     FairseqTrainer_lr_step_begin_epoch_doc                                                                               },
+    {"lr_step_update",      FairseqTrainer_lr_step_update,                       METH_NOARGS,
+     FairseqTrainer_lr_step_update_doc                                                                                    },
+    {"set_num_updates",     FairseqTrainer_set_num_updates,                      METH_O,
+     FairseqTrainer_set_num_updates_doc                                                                                   },
+    {"zero_grad",           FairseqTrainer_zero_grad,                            METH_NOARGS, FairseqTrainer_zero_grad_doc},
+    {NULL,                  NULL,                                                0,           NULL                        },
+};
+
+static PyType_Slot FairseqTrainer_slots[] = {
+    {Py_tp_doc,      (void *)FairseqTrainer_doc},
+    {Py_tp_new,      FairseqTrainer_new        },
+    {Py_tp_init,     FairseqTrainer_init       },
+    {Py_tp_traverse, FairseqTrainer_traverse   },
+    {Py_tp_clear,    FairseqTrainer_clear      },
+    {Py_tp_dealloc,  FairseqTrainer_dealloc    },
+    {Py_tp_methods,  FairseqTrainer_methods    },
+    {Py_tp_getset,   FairseqTrainer_getset     },
+    {0,              NULL                      },
+};
+
+PyType_Spec FairseqTrainer_spec = {
+    .name = "ctrainer._C.FairseqTrainer",
+    .basicsize = sizeof(FairseqTrainer),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = FairseqTrainer_slots,
+};

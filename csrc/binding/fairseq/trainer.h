@@ -107,10 +107,4 @@ int fairseq_no_sync(PyObject *op, PyObject **context);
  * sample; 0: not; -1. */
 int fairseq_exchanges_early(PyObject *op);
 
-#define CTPY_METHOD(name, flags)                                                       \
-    extern const char FairseqTrainer_##name##_doc[];                                   \
-    PyObject *FairseqTrainer_##name CTPY_SIGNATURE_##flags;
-#include "binding/fairseq/trainer_methods.def"
-#undef CTPY_METHOD
-
 #endif

@@ -3,11 +3,11 @@
 
 #include <math.h>
 
-const char FairseqTrainer_clip_grad_norm_doc[] =
+static const char FairseqTrainer_clip_grad_norm_doc[] =
     "clip_grad_norm($self, clip_norm, /)\n--\n\n"
     "Clip the gradients to clip_norm (0: do not); return their norm before that.";
 
-PyObject *
+static PyObject *
 FairseqTrainer_clip_grad_norm(PyObject *op, PyObject *clip_norm)
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -303,12 +303,12 @@ logging_output(PyObject *op, PyObject *meters, PyObject *sample_size)
     return made;
 }
 
-const char FairseqTrainer__reduce_and_log_stats_doc[] =
+static const char FairseqTrainer__reduce_and_log_stats_doc[] =
     "_reduce_and_log_stats($self, logging_outputs, sample_size, grad_norm=None)\n--\n\n"
     "Log speed, norm and share of clipped updates, let task.reduce_metrics() log the\n"
     "rest, and return what was logged as a dict.";
 
-PyObject *
+static PyObject *
 FairseqTrainer__reduce_and_log_stats(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"logging_outputs", "sample_size", "grad_norm", NULL};
@@ -476,3 +476,12 @@ fairseq_finish_update(PyObject *op, fairseq_update *u)
     }
     return output;
 }
+
+PyMethodDef FairseqTrainer_fairseq_update_methods[] = {
+    {"clip_grad_norm",        FairseqTrainer_clip_grad_norm,            METH_O,
+     FairseqTrainer_clip_grad_norm_doc                                                                                  },
+    {"_reduce_and_log_stats",
+     (PyCFunction)(void (*)(void))FairseqTrainer__reduce_and_log_stats,
+     METH_VARARGS | METH_KEYWORDS,                                              FairseqTrainer__reduce_and_log_stats_doc},
+    {NULL,                    NULL,                                     0,      NULL                                    },
+};

@@ -405,41 +405,6 @@ clip(clip_job *job, ct_comm *comm, ct_error *err)
                               err);
 }
 
-static PyMethodDef FSDPUnit_methods[] = {
-    {"add_parameter", FSDPUnit_add_parameter, METH_VARARGS, add_parameter_doc},
-    METHOD(clip, METH_VARARGS),
-    METHOD(finish, METH_NOARGS),
-    METHOD(forget_root, METH_NOARGS),
-    METHOD(forward, METH_VARARGS),
-    METHOD(gather, METH_NOARGS),
-    METHOD(input_done, METH_O),
-    METHOD(recover, METH_NOARGS),
-    METHOD(release, METH_NOARGS),
-    METHOD(set_units, METH_O),
-    METHOD(take_grad, METH_FASTCALL),
-    {NULL,            NULL,                   0,            NULL             },
-};
-
-static PyType_Slot FSDPUnit_slots[] = {
-    {Py_tp_doc,      (void *)FSDPUnit_doc},
-    {Py_tp_new,      FSDPUnit_new        },
-    {Py_tp_init,     FSDPUnit_init       },
-    {Py_tp_traverse, FSDPUnit_traverse   },
-    {Py_tp_clear,    FSDPUnit_clear      },
-    {Py_tp_dealloc,  FSDPUnit_dealloc    },
-    {Py_tp_methods,  FSDPUnit_methods    },
-    {Py_tp_members,  fsdp_members        },
-    {Py_tp_getset,   fsdp_getset         },
-    {0,              NULL                },
-};
-
-PyType_Spec FSDPUnit_spec = {
-    .name = "ctrainer._C.FSDPUnit",
-    .basicsize = sizeof(FSDPUnit),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = FSDPUnit_slots,
-};
-
 /* What can be read and set of an FSDPUnit. */
 
 static PyObject *
@@ -600,53 +565,6 @@ FSDPUnit_get_live(PyObject *op, void *Py_UNUSED(closure))
     return PyLong_FromSize_t(((FSDPUnit *)op)->ledger.live);
 }
 
-PyGetSetDef fsdp_getset[] = {
-    {"divide_factors", FSDPUnit_get_factors,     FSDPUnit_set_factors,
-     "What gradients are divided by, before and after their sum; both above 0.",                                NULL},
-    {"gathered",       FSDPUnit_get_gathered,    NULL,                     "Whether the parameters are there.",
-     NULL                                                                                                           },
-    {"grad_owners",    FSDPUnit_get_grad_owners, FSDPUnit_set_grad_owners,
-     "An object for each group whose grad is that of the shard; by default the shards.",                        NULL},
-    {"label",          FSDPUnit_get_label,       FSDPUnit_set_label,
-     "The unit's name in the model, by which ranks compare whose collective it is.",                            NULL},
-    {"live_bytes",     FSDPUnit_get_live,        NULL,
-     "Of a root: bytes of gathered parameters and of gradients not yet reduced.",                               NULL},
-    {"offsets",        FSDPUnit_get_offsets,     NULL,
-     "Where each group begins in full, in elements.",                                                           NULL},
-    {"peak_bytes",     FSDPUnit_get_peak,        FSDPUnit_set_peak,
-     "Of a root: the most that live_bytes has been; set it to 0 to count anew.",                                NULL},
-    {"shards",         FSDPUnit_get_shards,      FSDPUnit_set_shards,
-     "A parameter for each group: this rank's part of it.",                                                     NULL},
-    {NULL,             NULL,                     NULL,                     NULL,                                NULL},
-};
-
-PyMemberDef fsdp_members[] = {
-    {"communicator", T_OBJECT, offsetof(FSDPUnit, communicator), READONLY,
-     "The group of ranks that share."},
-    {"residual", T_OBJECT, offsetof(FSDPUnit, residual), READONLY,
-     "What codes have missed of the gradients, float32 in a MappedMemory, or None."},
-    {"replicas", T_OBJECT, offsetof(FSDPUnit, replicas), READONLY,
-     "The group of ranks that have the same shards, or None."},
-    {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
-     "The memory of the gathered parameters."},
-    {"require_sync", T_BOOL, offsetof(FSDPUnit, require_sync), 0,
-     "Whether gradients are reduced, or kept for a later backward."},
-    {"reshard_after_forward", T_BOOL, offsetof(FSDPUnit, reshard_after_forward), 0,
-     "Whether the parameters are released after the forward."},
-    {"forward_prefetch", T_BOOL, offsetof(FSDPUnit, forward_prefetch), 0,
-     "Whether the gather of the next unit begins before this one's forward."},
-    {"backward_pre", T_BOOL, offsetof(FSDPUnit, backward_pre), 0,
-     "Whether the gather of the next unit begins before this one's backward."},
-    {"backward_post", T_BOOL, offsetof(FSDPUnit, backward_post), 0,
-     "Whether the gather of the next unit begins after this one's backward."},
-    {"return_memory", T_BOOL, offsetof(FSDPUnit, return_memory), 0,
-     "Of a root: whether memory that is free goes back to the system before most of it "
-     "is needed: when the last inner unit has run, and when the backward begins."},
-    {"state", T_INT, offsetof(FSDPUnit, state), 0,
-     "Where it is: a value of TrainingState."},
-    {NULL, 0, 0, 0, NULL},
-};
-
 /* The norm of gradients that are spread over ranks, and clipping by it. */
 
 /* The gradients that are there; *owners keeps them. */
@@ -718,7 +636,7 @@ run(PyObject *op, PyObject *params, clip_job *job)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-const char FSDPUnit_clip_doc[] =
+static const char FSDPUnit_clip_doc[] =
     "clip($self, params, max_norm, norm_type, alone=False, /)\n--\n\n"
     "Scale the gradients of a list of parameters, whose shards lie on all ranks, so\n"
     "that their norm together is at most max_norm; return what it was. Collective.\n\n"
@@ -740,3 +658,85 @@ FSDPUnit_clip(PyObject *op, PyObject *args)
     }
     return run(op, params, &job) < 0 ? NULL : PyFloat_FromDouble(job.total);
 }
+
+static PyMethodDef FSDPUnit_methods[] = {
+    {"add_parameter", FSDPUnit_add_parameter, METH_VARARGS, add_parameter_doc},
+    METHOD(clip, METH_VARARGS),
+    METHOD(finish, METH_NOARGS),
+    METHOD(forget_root, METH_NOARGS),
+    METHOD(forward, METH_VARARGS),
+    METHOD(gather, METH_NOARGS),
+    METHOD(input_done, METH_O),
+    METHOD(recover, METH_NOARGS),
+    METHOD(release, METH_NOARGS),
+    METHOD(set_units, METH_O),
+    METHOD(take_grad, METH_FASTCALL),
+    {NULL,            NULL,                   0,            NULL             },
+};
+
+static PyType_Slot FSDPUnit_slots[] = {
+    {Py_tp_doc,      (void *)FSDPUnit_doc},
+    {Py_tp_new,      FSDPUnit_new        },
+    {Py_tp_init,     FSDPUnit_init       },
+    {Py_tp_traverse, FSDPUnit_traverse   },
+    {Py_tp_clear,    FSDPUnit_clear      },
+    {Py_tp_dealloc,  FSDPUnit_dealloc    },
+    {Py_tp_methods,  FSDPUnit_methods    },
+    {Py_tp_members,  fsdp_members        },
+    {Py_tp_getset,   fsdp_getset         },
+    {0,              NULL                },
+};
+
+PyType_Spec FSDPUnit_spec = {
+    .name = "ctrainer._C.FSDPUnit",
+    .basicsize = sizeof(FSDPUnit),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = FSDPUnit_slots,
+};
+
+PyGetSetDef fsdp_getset[] = {
+    {"divide_factors", FSDPUnit_get_factors,     FSDPUnit_set_factors,
+     "What gradients are divided by, before and after their sum; both above 0.",                                NULL},
+    {"gathered",       FSDPUnit_get_gathered,    NULL,                     "Whether the parameters are there.",
+     NULL                                                                                                           },
+    {"grad_owners",    FSDPUnit_get_grad_owners, FSDPUnit_set_grad_owners,
+     "An object for each group whose grad is that of the shard; by default the shards.",                        NULL},
+    {"label",          FSDPUnit_get_label,       FSDPUnit_set_label,
+     "The unit's name in the model, by which ranks compare whose collective it is.",                            NULL},
+    {"live_bytes",     FSDPUnit_get_live,        NULL,
+     "Of a root: bytes of gathered parameters and of gradients not yet reduced.",                               NULL},
+    {"offsets",        FSDPUnit_get_offsets,     NULL,
+     "Where each group begins in full, in elements.",                                                           NULL},
+    {"peak_bytes",     FSDPUnit_get_peak,        FSDPUnit_set_peak,
+     "Of a root: the most that live_bytes has been; set it to 0 to count anew.",                                NULL},
+    {"shards",         FSDPUnit_get_shards,      FSDPUnit_set_shards,
+     "A parameter for each group: this rank's part of it.",                                                     NULL},
+    {NULL,             NULL,                     NULL,                     NULL,                                NULL},
+};
+
+PyMemberDef fsdp_members[] = {
+    {"communicator", T_OBJECT, offsetof(FSDPUnit, communicator), READONLY,
+     "The group of ranks that share."},
+    {"residual", T_OBJECT, offsetof(FSDPUnit, residual), READONLY,
+     "What codes have missed of the gradients, float32 in a MappedMemory, or None."},
+    {"replicas", T_OBJECT, offsetof(FSDPUnit, replicas), READONLY,
+     "The group of ranks that have the same shards, or None."},
+    {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
+     "The memory of the gathered parameters."},
+    {"require_sync", T_BOOL, offsetof(FSDPUnit, require_sync), 0,
+     "Whether gradients are reduced, or kept for a later backward."},
+    {"reshard_after_forward", T_BOOL, offsetof(FSDPUnit, reshard_after_forward), 0,
+     "Whether the parameters are released after the forward."},
+    {"forward_prefetch", T_BOOL, offsetof(FSDPUnit, forward_prefetch), 0,
+     "Whether the gather of the next unit begins before this one's forward."},
+    {"backward_pre", T_BOOL, offsetof(FSDPUnit, backward_pre), 0,
+     "Whether the gather of the next unit begins before this one's backward."},
+    {"backward_post", T_BOOL, offsetof(FSDPUnit, backward_post), 0,
+     "Whether the gather of the next unit begins after this one's backward."},
+    {"return_memory", T_BOOL, offsetof(FSDPUnit, return_memory), 0,
+     "Of a root: whether memory that is free goes back to the system before most of it "
+     "is needed: when the last inner unit has run, and when the backward begins."},
+    {"state", T_INT, offsetof(FSDPUnit, state), 0,
+     "Where it is: a value of TrainingState."},
+    {NULL, 0, 0, 0, NULL},
+};

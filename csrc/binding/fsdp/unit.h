@@ -143,6 +143,5 @@ extern const char FSDPUnit_take_grad_doc[], FSDPUnit_input_done_doc[],
 
 /* binding/fsdp/unit.c */
 PyObject *FSDPUnit_clip(PyObject *op, PyObject *args);
-extern const char FSDPUnit_clip_doc[];
 
 #endif

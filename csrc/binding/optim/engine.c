@@ -701,6 +701,43 @@ OptimEngine_get_grad_norm(PyObject *op, void *Py_UNUSED(closure))
     return PyFloat_FromDouble(self->result.grad_norm);
 }
 
+/* What OptimEngine.step is told, as the core takes it. */
+
+/* Whether the slots' places among the averaged are known is kept by place: -1 they are
+ * not averaged; UNKNOWN, as a new slot has it. */
+
+int
+ctpy_engine_attach(PyObject *engine, PyObject *average)
+{
+    OptimEngine *self = (OptimEngine *)engine;
+    if (optim_check_idle(self, "an average was attached") < 0) {
+        return -1;
+    }
+    self->averages = average != NULL;
+    if (average == NULL || average == self->average) {
+        return 0;
+    }
+    Py_XSETREF(self->average, Py_NewRef(average));
+    for (size_t k = 0; k < self->n_slots; k++) {
+        self->slots[k].average_known = false;
+    }
+    return 0;
+}
+
+/* Which memory an update works on: parameters, gradients and state of a face.
+ *
+ * Identities are cached and addresses are not. The lists of param_groups and the
+ * entries of `state` are compared by pointer with what they were, a few nanoseconds
+ * each; every tensor is asked for its address each time, since x.data = y and .to()
+ * move memory without a trace. */
+
+/* ---- parameters ------------------------------------------------------------------ */
+
+/* ---- gradients ------------------------------------------------------------------- */
+
+/* ---- operands: parameters and state of every slot with a gradient -----------------
+ */
+
 static PyGetSetDef OptimEngine_getset[] = {
     {"grad_norm", OptimEngine_get_grad_norm, NULL,
      "Norm of all gradients at the last step, unscaled and before clipping; None "
@@ -743,40 +780,3 @@ PyType_Spec OptimEngine_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = OptimEngine_slots,
 };
-
-/* What OptimEngine.step is told, as the core takes it. */
-
-/* Whether the slots' places among the averaged are known is kept by place: -1 they are
- * not averaged; UNKNOWN, as a new slot has it. */
-
-int
-ctpy_engine_attach(PyObject *engine, PyObject *average)
-{
-    OptimEngine *self = (OptimEngine *)engine;
-    if (optim_check_idle(self, "an average was attached") < 0) {
-        return -1;
-    }
-    self->averages = average != NULL;
-    if (average == NULL || average == self->average) {
-        return 0;
-    }
-    Py_XSETREF(self->average, Py_NewRef(average));
-    for (size_t k = 0; k < self->n_slots; k++) {
-        self->slots[k].average_known = false;
-    }
-    return 0;
-}
-
-/* Which memory an update works on: parameters, gradients and state of a face.
- *
- * Identities are cached and addresses are not. The lists of param_groups and the
- * entries of `state` are compared by pointer with what they were, a few nanoseconds
- * each; every tensor is asked for its address each time, since x.data = y and .to()
- * move memory without a trace. */
-
-/* ---- parameters ------------------------------------------------------------------ */
-
-/* ---- gradients ------------------------------------------------------------------- */
-
-/* ---- operands: parameters and state of every slot with a gradient -----------------
- */

@@ -144,9 +144,4 @@ int ctpy_get_flag(PyObject *op, PyObject *name, bool *value);
 int ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value);
 int ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *value);
 
-/* The functions of methods, by the flags of their line in a list of methods. */
-#define CTPY_SIGNATURE_NOARGS (PyObject * op, PyObject * unused)
-#define CTPY_SIGNATURE_O (PyObject * op, PyObject * arg)
-#define CTPY_SIGNATURE_KEYWORDS (PyObject * op, PyObject * args, PyObject * kwargs)
-
 #endif

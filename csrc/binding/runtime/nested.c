@@ -314,33 +314,33 @@ ctpy_numpify_all(PyObject *op, const ctpy_state *state)
 
 /* Module functions on nested batches, by the names that transformers gives them. */
 
-const char ctpy_nested_detach_doc[] =
+static const char ctpy_nested_detach_doc[] =
     "nested_detach($module, tensors, /)\n--\n\n"
     "Return tensors, nested in tuples, lists and mappings, with each one detached.";
 
-PyObject *
+static PyObject *
 ctpy_nested_detach(PyObject *module, PyObject *tensors)
 {
     return ctpy_detach_all(tensors, PyModule_GetState(module));
 }
 
-const char ctpy_nested_numpify_doc[] =
+static const char ctpy_nested_numpify_doc[] =
     "nested_numpify($module, tensors, /)\n--\n\n"
     "Return tensors, nested in tuples, lists and mappings, as NumPy arrays.\n\n"
     "bfloat16, which NumPy lacks, becomes float32; arrays stay what they are.";
 
-PyObject *
+static PyObject *
 ctpy_nested_numpify(PyObject *module, PyObject *tensors)
 {
     return ctpy_numpify_all(tensors, PyModule_GetState(module));
 }
 
-const char ctpy_find_batch_size_doc[] =
+static const char ctpy_find_batch_size_doc[] =
     "find_batch_size($module, tensors, /)\n--\n\n"
     "Return the first dimension of the first tensor or array in a nested batch.\n\n"
     "None where there is none.";
 
-PyObject *
+static PyObject *
 ctpy_find_batch_size(PyObject *module, PyObject *tensors)
 {
     const Py_ssize_t n = ctpy_batch_size(tensors, PyModule_GetState(module));
@@ -349,3 +349,10 @@ ctpy_find_batch_size(PyObject *module, PyObject *tensors)
     }
     return n < 0 ? NULL : PyLong_FromSsize_t(n);
 }
+
+PyMethodDef ctpy_runtime_nested_functions[] = {
+    {"find_batch_size", ctpy_find_batch_size, METH_O, ctpy_find_batch_size_doc},
+    {"nested_detach",   ctpy_nested_detach,   METH_O, ctpy_nested_detach_doc  },
+    {"nested_numpify",  ctpy_nested_numpify,  METH_O, ctpy_nested_numpify_doc },
+    {NULL,              NULL,                 0,      NULL                    },
+};

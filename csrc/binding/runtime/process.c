@@ -6,29 +6,23 @@
 
 #include <stdint.h>
 
-#define CTPY_FUNCTION(name, flags)                                                     \
-    PyObject *ctpy_##name(PyObject *module, PyObject *args);                           \
-    extern const char ctpy_##name##_doc[];
-#include "binding/runtime/functions.def"
-#undef CTPY_FUNCTION
-
-const char ctpy_get_num_threads_doc[] =
+static const char ctpy_get_num_threads_doc[] =
     "get_num_threads($module, /)\n--\n\n"
     "Return how many threads work on an update, the caller included.";
 
-PyObject *
+static PyObject *
 ctpy_get_num_threads(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
 {
     return PyLong_FromSize_t(ct_pool_threads());
 }
 
-const char ctpy_set_num_threads_doc[] =
+static const char ctpy_set_num_threads_doc[] =
     "set_num_threads($module, n, /)\n--\n\n"
     "Let n threads, 1 to 256, work on an update; results do not depend on it.\n\n"
     "The default is the number of processors that the process may use, or\n"
     "CTRAINER_NUM_THREADS, or OMP_NUM_THREADS.";
 
-PyObject *
+static PyObject *
 ctpy_set_num_threads(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     ct_status status;
@@ -46,23 +40,23 @@ ctpy_set_num_threads(PyObject *Py_UNUSED(module), PyObject *arg)
     Py_RETURN_NONE;
 }
 
-const char ctpy_cpu_isa_doc[] =
+static const char ctpy_cpu_isa_doc[] =
     "cpu_isa($module, /)\n--\n\n"
     "Return the instruction set of the kernels: 'base', 'v3' (AVX2) or 'v4' (AVX-512).";
 
-PyObject *
+static PyObject *
 ctpy_cpu_isa(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
 {
     return PyUnicode_FromString(ct_cpu_isa());
 }
 
-const char ctpy_set_cpu_isa_doc[] =
+static const char ctpy_set_cpu_isa_doc[] =
     "set_cpu_isa($module, name, /)\n--\n\n"
     "Use the kernels of that instruction set; results are the same bits on each.\n\n"
     "The default is the best that the processor has, or CTRAINER_ISA. Raises\n"
     "ValueError where the processor lacks it. Not while a step is under way.";
 
-PyObject *
+static PyObject *
 ctpy_set_cpu_isa(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     ct_error err;
@@ -82,7 +76,7 @@ enum {
     ENDS_KEPT = 64 /* times as much as of a block, at the end of the heap */
 };
 
-const char ctpy_malloc_tune_doc[] =
+static const char ctpy_malloc_tune_doc[] =
     "malloc_tune($module, enable, /)\n--\n\n"
     "Keep freed blocks of up to 1 GiB in the process instead of returning them.\n\n"
     "glibc maps blocks above 128 KiB anew each time and faults their pages in, which\n"
@@ -92,7 +86,7 @@ const char ctpy_malloc_tune_doc[] =
     "set MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ nothing is changed. Returns\n"
     "whether the setting was applied: False without glibc.";
 
-PyObject *
+static PyObject *
 ctpy_malloc_tune(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     int enable = PyObject_IsTrue(arg);
@@ -100,13 +94,13 @@ ctpy_malloc_tune(PyObject *Py_UNUSED(module), PyObject *arg)
     return enable < 0 ? NULL : PyBool_FromLong(ct_malloc_keep(kept, kept));
 }
 
-const char ctpy_malloc_keep_doc[] =
+static const char ctpy_malloc_keep_doc[] =
     "malloc_keep($module, nbytes, /)\n--\n\n"
     "Keep freed blocks of up to nbytes, return longer ones to the system.\n\n"
     "A middle way between malloc_tune(True) and (False). Whether it was applied; see\n"
     "there. Raises ValueError for nbytes below 1.";
 
-PyObject *
+static PyObject *
 ctpy_malloc_keep(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     const size_t kept = PyLong_AsSize_t(arg);
@@ -120,3 +114,13 @@ ctpy_malloc_keep(PyObject *Py_UNUSED(module), PyObject *arg)
     }
     return PyBool_FromLong(ct_malloc_keep(kept, kept * ENDS_KEPT));
 }
+
+PyMethodDef ctpy_runtime_process_functions[] = {
+    {"cpu_isa",         ctpy_cpu_isa,         METH_NOARGS, ctpy_cpu_isa_doc        },
+    {"get_num_threads", ctpy_get_num_threads, METH_NOARGS, ctpy_get_num_threads_doc},
+    {"malloc_keep",     ctpy_malloc_keep,     METH_O,      ctpy_malloc_keep_doc    },
+    {"malloc_tune",     ctpy_malloc_tune,     METH_O,      ctpy_malloc_tune_doc    },
+    {"set_cpu_isa",     ctpy_set_cpu_isa,     METH_O,      ctpy_set_cpu_isa_doc    },
+    {"set_num_threads", ctpy_set_num_threads, METH_O,      ctpy_set_num_threads_doc},
+    {NULL,              NULL,                 0,           NULL                    },
+};

@@ -356,7 +356,7 @@ LRScheduler_get_last_lr(PyObject *op, PyObject *Py_UNUSED(unused))
     return rates == NULL ? PyList_New(0) : PySequence_List(rates);
 }
 
-const char LRScheduler_state_dict_doc[] =
+static const char LRScheduler_state_dict_doc[] =
     "state_dict($self, /)\n--\n\n"
     "Return what torch's LambdaLR would: counts and rates, not the optimizer.";
 
@@ -395,7 +395,7 @@ LRScheduler_state_dict(PyObject *op, PyObject *Py_UNUSED(unused))
     return result;
 }
 
-const char LRScheduler_load_state_dict_doc[] =
+static const char LRScheduler_load_state_dict_doc[] =
     "load_state_dict($self, state_dict, /)\n--\n\n"
     "Load what state_dict() gave, of this type or of torch's LambdaLR.\n\n"
     "The groups' rates come with the optimizer's own state_dict. Raises\n"
@@ -476,7 +476,7 @@ LRScheduler_load_state_dict(PyObject *op, PyObject *state)
     Py_RETURN_NONE;
 }
 
-const char LRScheduler_setstate_doc[] =
+static const char LRScheduler_setstate_doc[] =
     "__setstate__($self, state, /)\n--\n\n"
     "Load a state_dict and write its rates to the groups.";
 
@@ -492,7 +492,7 @@ LRScheduler_setstate(PyObject *op, PyObject *state)
     return loaded;
 }
 
-const char LRScheduler_reduce_doc[] =
+static const char LRScheduler_reduce_doc[] =
     "__reduce__($self, /)\n--\n\nHelper for pickle and copy.";
 
 /* Without what the optimizer says, which it is asked for again. */
@@ -522,6 +522,28 @@ LRScheduler_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
                          own_options(&self->schedule),
                          LRScheduler_state_dict(op, NULL));
 }
+
+/* Rates of an optimizer's groups, for every type of scheduler. */
+
+static const char ctpy_write_rates_doc[] =
+    "write_rates(optimizer, rates, /)\n--\n\n"
+    "Write rates, a list with a float for each of optimizer.param_groups, to the\n"
+    "groups' 'lr'. A rate kept in a tensor is filled. ValueError: one list is longer.";
+
+static PyObject *
+ctpy_write_rates(PyObject *module, PyObject *args)
+{
+    PyObject *optimizer, *rates;
+    if (!PyArg_ParseTuple(args, "OO!:write_rates", &optimizer, &PyList_Type, &rates)) {
+        return NULL;
+    }
+    if (scheduler_write_rates(PyModule_GetState(module), optimizer, rates) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* The scheduler's state_dict, interchangeable with that of torch's LambdaLR. */
 
 static PyMethodDef LRScheduler_methods[] = {
     SCHEDULER_METHOD("step", LRScheduler_step, METH_NOARGS, step_doc),
@@ -569,24 +591,7 @@ PyType_Spec LRScheduler_spec = {
     .slots = LRScheduler_slots,
 };
 
-/* Rates of an optimizer's groups, for every type of scheduler. */
-
-const char ctpy_write_rates_doc[] =
-    "write_rates(optimizer, rates, /)\n--\n\n"
-    "Write rates, a list with a float for each of optimizer.param_groups, to the\n"
-    "groups' 'lr'. A rate kept in a tensor is filled. ValueError: one list is longer.";
-
-PyObject *
-ctpy_write_rates(PyObject *module, PyObject *args)
-{
-    PyObject *optimizer, *rates;
-    if (!PyArg_ParseTuple(args, "OO!:write_rates", &optimizer, &PyList_Type, &rates)) {
-        return NULL;
-    }
-    if (scheduler_write_rates(PyModule_GetState(module), optimizer, rates) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-/* The scheduler's state_dict, interchangeable with that of torch's LambdaLR. */
+PyMethodDef ctpy_schedule_scheduler_functions[] = {
+    {"write_rates", ctpy_write_rates, METH_VARARGS, ctpy_write_rates_doc},
+    {NULL,          NULL,             0,            NULL                },
+};

@@ -44,11 +44,6 @@ typedef struct LRScheduler {
     int64_t step_count;   /* calls of step(), the one of __init__ included */
 } LRScheduler;
 
-extern const char LRScheduler_state_dict_doc[];
-extern const char LRScheduler_load_state_dict_doc[];
-extern const char LRScheduler_setstate_doc[];
-extern const char LRScheduler_reduce_doc[];
-
 /* What the trainer needs of the learning-rate scheduler's binding. */
 
 /* Is op an LRScheduler of ours itself, not of a subclass that may override step()? */

@@ -286,7 +286,7 @@ gather(PyObject *op, PyObject *value)
     return result;
 }
 
-const char Trainer_gather_function_doc[] =
+static const char Trainer_gather_function_doc[] =
     "gather_function($self, input_data, use_gather_object=False)\n--\n\n"
     "Return the rows that all ranks have of nested tensors, each row once, in rank\n"
     "order; what is given, where there is one rank. All ranks have to call it.\n\n"
@@ -294,7 +294,7 @@ const char Trainer_gather_function_doc[] =
     "objects travel pickled anyway. A function that is assigned to this name takes\n"
     "its place in evaluation; the loop then does not gather what it returns.";
 
-PyObject *
+static PyObject *
 Trainer_gather_function(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"input_data", "use_gather_object", NULL};
@@ -306,11 +306,11 @@ Trainer_gather_function(PyObject *op, PyObject *args, PyObject *kwargs)
                : NULL;
 }
 
-const char Trainer__nested_gather_doc[] =
+static const char Trainer__nested_gather_doc[] =
     "_nested_gather($self, tensors, name=None)\n--\n\n"
     "Do what gather_function does, by the name it had in older releases.";
 
-PyObject *
+static PyObject *
 Trainer__nested_gather(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"tensors", "name", NULL};
@@ -320,3 +320,11 @@ Trainer__nested_gather(PyObject *op, PyObject *args, PyObject *kwargs)
                ? gather(op, value)
                : NULL;
 }
+
+PyMethodDef Trainer_trainer_agree_methods[] = {
+    {"gather_function", (PyCFunction)(void (*)(void))Trainer_gather_function,
+     METH_VARARGS | METH_KEYWORDS,                                               Trainer_gather_function_doc},
+    {"_nested_gather",  (PyCFunction)(void (*)(void))Trainer__nested_gather,
+     METH_VARARGS | METH_KEYWORDS,                                               Trainer__nested_gather_doc },
+    {NULL,              NULL,                                                 0, NULL                       },
+};

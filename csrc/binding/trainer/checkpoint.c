@@ -210,13 +210,13 @@ ctpy_save_checkpoint(PyObject *op, PyObject *model, PyObject *trial)
                                    : save_whole(op, model, trial, call_save_checkpoint);
 }
 
-const char Trainer__save_atomically_doc[] =
+static const char Trainer__save_atomically_doc[] =
     "_save_atomically($self, model, trial=None)\n--\n\n"
     "Call _save_checkpoint(model, trial) so that all it writes appears as one "
     "folder.\n\n"
     "Returns when the snapshot is taken; _wait_for_save() waits for the disk.";
 
-PyObject *
+static PyObject *
 Trainer__save_atomically(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"model", "trial", NULL};
@@ -324,14 +324,14 @@ write_checkpoint(PyObject *op, PyObject *Py_UNUSED(model), PyObject *trial)
     return answer;
 }
 
-const char Trainer__save_checkpoint_doc[] =
+static const char Trainer__save_checkpoint_doc[] =
     "_save_checkpoint($self, model, trial=None, metrics=None)\n--\n\n"
     "Save the model, optimizer, schedule, generators and state as checkpoint-N.\n\n"
     "Hook; called by the trainer inside a save that makes the folder appear whole. An\n"
     "override may call super() and add files to _get_output_dir(trial)/checkpoint-N.\n"
     "Called by the user, it returns when the folder is in place.";
 
-PyObject *
+static PyObject *
 Trainer__save_checkpoint(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"model", "trial", "metrics", NULL};
@@ -351,7 +351,7 @@ Trainer__save_checkpoint(PyObject *op, PyObject *args, PyObject *kwargs)
     return answer;
 }
 
-const char Trainer_save_model_doc[] =
+static const char Trainer_save_model_doc[] =
     "save_model($self, output_dir=None, _internal_call=False)\n--\n\n"
     "Save the model, and the processing class, for from_pretrained() to load.\n\n"
     "output_dir is args.output_dir if not given. Hook.";
@@ -390,7 +390,7 @@ save_together(PyObject *op, PyObject *folder, bool due)
     return answer;
 }
 
-PyObject *
+static PyObject *
 Trainer_save_model(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"output_dir", "_internal_call", NULL};
@@ -414,13 +414,13 @@ Trainer_save_model(PyObject *op, PyObject *args, PyObject *kwargs)
     return answer;
 }
 
-const char Trainer__get_output_dir_doc[] =
+static const char Trainer__get_output_dir_doc[] =
     "_get_output_dir($self, trial=None)\n--\n\n"
     "Return the folder that checkpoints are written to.\n\n"
     "While one is being made that is a temporary folder; what is put into its\n"
     "checkpoint-N becomes part of the checkpoint.";
 
-PyObject *
+static PyObject *
 Trainer__get_output_dir(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"trial", NULL};
@@ -441,12 +441,12 @@ Trainer__get_output_dir(PyObject *op, PyObject *args, PyObject *kwargs)
     return run;
 }
 
-const char Trainer__wait_for_save_doc[] =
+static const char Trainer__wait_for_save_doc[] =
     "_wait_for_save($self, /, release=False)\n--\n\n"
     "Return when the last checkpoint is on the disk; raise OSError if it failed.\n\n"
     "With release, give the memory of the snapshots back.";
 
-PyObject *
+static PyObject *
 Trainer__wait_for_save(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"release", NULL};
@@ -463,11 +463,11 @@ Trainer__wait_for_save(PyObject *op, PyObject *args, PyObject *kwargs)
     return PyObject_CallMethod(self->writer, "wait", NULL);
 }
 
-const char Trainer__checkpoint_writer_doc[] =
+static const char Trainer__checkpoint_writer_doc[] =
     "_checkpoint_writer($self, /)\n--\n\n"
     "Return the CheckpointWriter of this trainer.";
 
-PyObject *
+static PyObject *
 Trainer__checkpoint_writer(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     return Py_XNewRef(ctpy_ckpt_writer_borrow(op));
@@ -481,3 +481,19 @@ Trainer__checkpoint_writer(PyObject *op, PyObject *Py_UNUSED(unused))
  * On several ranks args.should_save says which write; the others get the folder's path,
  * and hand over the files that are theirs when the save ends. Every step is taken by
  * all ranks, or by none. */
+
+PyMethodDef Trainer_trainer_checkpoint_methods[] = {
+    {"_checkpoint_writer", Trainer__checkpoint_writer,                            METH_NOARGS,
+     Trainer__checkpoint_writer_doc                                                                                        },
+    {"_get_output_dir",    (PyCFunction)(void (*)(void))Trainer__get_output_dir,
+     METH_VARARGS | METH_KEYWORDS,                                                             Trainer__get_output_dir_doc },
+    {"_save_atomically",   (PyCFunction)(void (*)(void))Trainer__save_atomically,
+     METH_VARARGS | METH_KEYWORDS,                                                             Trainer__save_atomically_doc},
+    {"_save_checkpoint",   (PyCFunction)(void (*)(void))Trainer__save_checkpoint,
+     METH_VARARGS | METH_KEYWORDS,                                                             Trainer__save_checkpoint_doc},
+    {"_wait_for_save",     (PyCFunction)(void (*)(void))Trainer__wait_for_save,
+     METH_VARARGS | METH_KEYWORDS,                                                             Trainer__wait_for_save_doc  },
+    {"save_model",         (PyCFunction)(void (*)(void))Trainer_save_model,
+     METH_VARARGS | METH_KEYWORDS,                                                             Trainer_save_model_doc      },
+    {NULL,                 NULL,                                                  0,           NULL                        },
+};

@@ -263,7 +263,7 @@ save_when_due(PyObject *op, PyObject *model, PyObject *trial)
                : ctpy_trainer_fire(op, names->str_on_save, NULL);
 }
 
-const char Trainer__maybe_log_save_evaluate_doc[] =
+static const char Trainer__maybe_log_save_evaluate_doc[] =
     "_maybe_log_save_evaluate($self, tr_loss, grad_norm, model, trial, epoch,\n"
     "                         ignore_keys_for_eval, start_time, learning_rate=None)\n"
     "--\n\n"
@@ -271,7 +271,7 @@ const char Trainer__maybe_log_save_evaluate_doc[] =
     "tr_loss is the sum of the window's losses, for overrides to read; the trainer\n"
     "keeps its own.";
 
-PyObject *
+static PyObject *
 Trainer__maybe_log_save_evaluate(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"tr_loss",    "grad_norm",     "model",
@@ -340,14 +340,14 @@ ctpy_log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate)
 
 /* Trainer: the sums of losses and averages that a resumed run goes on with. */
 
-const char Trainer__training_loss_doc[] =
+static const char Trainer__training_loss_doc[] =
     "_training_loss($self, /)\n--\n\n"
     "Return the mean loss of the run's updates so far, those before a resume "
     "included.\n"
     "\n"
     "It is that of all ranks, which all have to call it.";
 
-PyObject *
+static PyObject *
 Trainer__training_loss(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     Trainer *self = (Trainer *)op;
@@ -365,11 +365,11 @@ Trainer__training_loss(PyObject *op, PyObject *Py_UNUSED(unused))
     return PyFloat_FromDouble(step > 0 ? mean : 0.0);
 }
 
-const char Trainer__loss_state_doc[] =
+static const char Trainer__loss_state_doc[] =
     "_loss_state($self, /)\n--\n\n"
     "Return what a resumed run needs to go on with the same sums: a dict of numbers.";
 
-PyObject *
+static PyObject *
 Trainer__loss_state(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     Trainer *self = (Trainer *)op;
@@ -387,14 +387,14 @@ Trainer__loss_state(PyObject *op, PyObject *Py_UNUSED(unused))
         self->noise.averages.weight);
 }
 
-const char Trainer__set_loss_state_doc[] =
+static const char Trainer__set_loss_state_doc[] =
     "_set_loss_state($self, /, *, window_loss=0.0, window_bad=0, total_loss=0.0,\n"
     "                total_bad=0, window_start=0, nonfinite_steps=0,\n"
     "                nonfinite_total=0, noise_trace=0.0, noise_signal=0.0,\n"
     "                noise_weight=0.0)\n--\n\n"
     "Start the sums of losses anew, or from what _loss_state() returned.";
 
-PyObject *
+static PyObject *
 Trainer__set_loss_state(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"window_loss",
@@ -474,13 +474,13 @@ append_history(PyObject *state, PyObject *logs, ctpy_state *names)
     return answer == NULL ? -1 : 0;
 }
 
-const char Trainer_log_doc[] =
+static const char Trainer_log_doc[] =
     "log($self, logs, start_time=None)\n--\n\n"
     "Add logs, a dict of numbers, to state.log_history and fire on_log.\n\n"
     "'epoch' is added to logs, and the tokens seen where they are counted; start_time\n"
     "is the start of training in seconds since the epoch.";
 
-PyObject *
+static PyObject *
 Trainer_log(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"logs", "start_time", NULL};
@@ -535,11 +535,11 @@ last_scheduled_lr(PyObject *scheduler, ctpy_state *names)
     return rate;
 }
 
-const char Trainer__get_learning_rate_doc[] =
+static const char Trainer__get_learning_rate_doc[] =
     "_get_learning_rate($self, /)\n--\n\n"
     "Return the learning rate of the first parameter group's last update, a float.";
 
-PyObject *
+static PyObject *
 Trainer__get_learning_rate(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -560,14 +560,14 @@ Trainer__get_learning_rate(PyObject *op, PyObject *Py_UNUSED(unused))
     return rate;
 }
 
-const char Trainer_floating_point_ops_doc[] =
+static const char Trainer_floating_point_ops_doc[] =
     "floating_point_ops($self, inputs)\n--\n\n"
     "Return the estimated operations of forward and backward on inputs: 6 times the\n"
     "tokens times the parameters without embeddings; 0 for a model that cannot say, "
     "and\n"
     "for a batch without the model's main input by name.";
 
-PyObject *
+static PyObject *
 Trainer_floating_point_ops(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"inputs", NULL};
@@ -626,13 +626,13 @@ done:
     return result;
 }
 
-const char Trainer_store_flos_doc[] =
+static const char Trainer_store_flos_doc[] =
     "store_flos($self, /)\n--\n\n"
     "Move the operations counted since the last call, by all ranks, into\n"
     "state.total_flos, and their tokens into state.num_input_tokens_seen.\n\n"
     "All ranks have to call it.";
 
-PyObject *
+static PyObject *
 Trainer_store_flos(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -643,3 +643,21 @@ Trainer_store_flos(PyObject *op, PyObject *Py_UNUSED(unused))
     }
     Py_RETURN_NONE;
 }
+
+PyMethodDef Trainer_trainer_log_methods[] = {
+    {"_maybe_log_save_evaluate",
+     (PyCFunction)(void (*)(void))Trainer__maybe_log_save_evaluate,
+     METH_VARARGS | METH_KEYWORDS,                                                                                      Trainer__maybe_log_save_evaluate_doc},
+    {"_training_loss",           Trainer__training_loss,                                  METH_NOARGS,                  Trainer__training_loss_doc          },
+    {"_loss_state",              Trainer__loss_state,                                     METH_NOARGS,                  Trainer__loss_state_doc             },
+    {"_set_loss_state",          (PyCFunction)(void (*)(void))Trainer__set_loss_state,
+     METH_VARARGS | METH_KEYWORDS,                                                                                      Trainer__set_loss_state_doc         },
+    {"log",                      (PyCFunction)(void (*)(void))Trainer_log,                METH_VARARGS | METH_KEYWORDS,
+     Trainer_log_doc                                                                                                                                        },
+    {"_get_learning_rate",       Trainer__get_learning_rate,                              METH_NOARGS,
+     Trainer__get_learning_rate_doc                                                                                                                         },
+    {"floating_point_ops",       (PyCFunction)(void (*)(void))Trainer_floating_point_ops,
+     METH_VARARGS | METH_KEYWORDS,                                                                                      Trainer_floating_point_ops_doc      },
+    {"store_flos",               Trainer_store_flos,                                      METH_NOARGS,                  Trainer_store_flos_doc              },
+    {NULL,                       NULL,                                                    0,                            NULL                                },
+};

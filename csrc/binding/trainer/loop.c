@@ -556,13 +556,13 @@ train_from(PyObject *op, ctpy_run *run, const plan *p, PyObject *loader)
     return run_epochs(op, run, p, loader);
 }
 
-const char Trainer__inner_training_loop_doc[] =
+static const char Trainer__inner_training_loop_doc[] =
     "_inner_training_loop($self, batch_size=None, args=None,\n"
     "                     resume_from_checkpoint=None, trial=None,\n"
     "                     ignore_keys_for_eval=None)\n--\n\n"
     "Run all epochs and return a TrainOutput; train() has resolved the checkpoint.";
 
-PyObject *
+static PyObject *
 Trainer__inner_training_loop(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {
@@ -640,7 +640,7 @@ end_train_steal(PyObject *op, ctpy_signals *saved, PyObject *output)
     return output;
 }
 
-const char Trainer_train_doc[] =
+static const char Trainer_train_doc[] =
     "train($self, resume_from_checkpoint=None, trial=None,\n"
     "      ignore_keys_for_eval=None)\n--\n\n"
     "Train the model and return TrainOutput(global_step, training_loss, metrics).\n\n"
@@ -649,7 +649,7 @@ const char Trainer_train_doc[] =
     "as one that was never stopped. Ctrl-C and SIGTERM leave a checkpoint of the last\n"
     "whole update first; a second one ends the process at once.";
 
-PyObject *
+static PyObject *
 Trainer_train(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -720,7 +720,7 @@ count_on_ranks(PyObject *op, PyObject *batches, int64_t *total)
     return 0;
 }
 
-const char Trainer__get_num_items_in_batch_doc[] =
+static const char Trainer__get_num_items_in_batch_doc[] =
     "_get_num_items_in_batch($self, batch_samples, device=None)\n--\n\n"
     "Count the predicted targets of a list of batches: labels that are not -100.\n\n"
     "On several ranks those of all, with average_tokens_across_devices.\n"
@@ -728,7 +728,7 @@ const char Trainer__get_num_items_in_batch_doc[] =
     "no\n"
     "loss takes the count or the batches have no labels.";
 
-PyObject *
+static PyObject *
 Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"batch_samples", "device", NULL};
@@ -763,12 +763,12 @@ Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
     return count;
 }
 
-const char Trainer_get_batch_samples_doc[] =
+static const char Trainer_get_batch_samples_doc[] =
     "get_batch_samples($self, epoch_iterator, num_batches, device=None)\n--\n\n"
     "Take up to num_batches batches; return them and their count of targets.\n\n"
     "The list is shorter, or empty, where the iterator ends.";
 
-PyObject *
+static PyObject *
 Trainer_get_batch_samples(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"epoch_iterator", "num_batches", "device", NULL};
@@ -804,3 +804,16 @@ Trainer_get_batch_samples(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_DECREF(batches);
     return result;
 }
+
+PyMethodDef Trainer_trainer_loop_methods[] = {
+    {"train",                   (PyCFunction)(void (*)(void))Trainer_train,                METH_VARARGS | METH_KEYWORDS,
+     Trainer_train_doc                                                                                                                                      },
+    {"_inner_training_loop",    (PyCFunction)(void (*)(void))Trainer__inner_training_loop,
+     METH_VARARGS | METH_KEYWORDS,                                                                                       Trainer__inner_training_loop_doc   },
+    {"get_batch_samples",       (PyCFunction)(void (*)(void))Trainer_get_batch_samples,
+     METH_VARARGS | METH_KEYWORDS,                                                                                       Trainer_get_batch_samples_doc      },
+    {"_get_num_items_in_batch",
+     (PyCFunction)(void (*)(void))Trainer__get_num_items_in_batch,
+     METH_VARARGS | METH_KEYWORDS,                                                                                       Trainer__get_num_items_in_batch_doc},
+    {NULL,                      NULL,                                                      0,                            NULL                               },
+};

@@ -4,7 +4,7 @@
 #include "binding/runtime/nested.h"
 #include "binding/engine/ranks.h"
 
-const char Trainer__prepare_inputs_doc[] =
+static const char Trainer__prepare_inputs_doc[] =
     "_prepare_inputs($self, inputs, /)\n--\n\n"
     "Bring one batch to the model's device; a mapping is returned as a new one.\n\n"
     "Whatever the data_collator gives is taken: what is no tensor, nor a mapping, "
@@ -25,7 +25,7 @@ is_empty(PyObject *batch)
     return n < 0 ? -1 : n == 0;
 }
 
-PyObject *
+static PyObject *
 Trainer__prepare_inputs(PyObject *op, PyObject *inputs)
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -200,7 +200,7 @@ choose_loss(PyObject *op, PyObject *model, PyObject *outputs, PyObject *inputs,
     return loss;
 }
 
-const char Trainer_compute_loss_doc[] =
+static const char Trainer_compute_loss_doc[] =
     "compute_loss($self, model, inputs, return_outputs=False, "
     "num_items_in_batch=None)\n"
     "--\n\n"
@@ -213,7 +213,7 @@ const char Trainer_compute_loss_doc[] =
     "return_outputs: (loss, outputs). Raises ValueError when the model returns no\n"
     "loss.";
 
-PyObject *
+static PyObject *
 Trainer_compute_loss(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"model", "inputs", "return_outputs",
@@ -369,14 +369,14 @@ settle_steal(PyObject *op, PyObject *loss, PyObject *count)
     return detached;
 }
 
-const char Trainer_training_step_doc[] =
+static const char Trainer_training_step_doc[] =
     "training_step($self, model, inputs, num_items_in_batch=None)\n--\n\n"
     "Run forward and backward on one micro-batch; return its loss, detached.\n\n"
     "Calls _prepare_inputs, compute_loss_context_manager and compute_loss. The loss\n"
     "returned is weighted by the micro-batch's share of the update, so that the sum\n"
     "over an update is the loss of its whole batch.";
 
-PyObject *
+static PyObject *
 Trainer_training_step(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"model", "inputs", "num_items_in_batch", NULL};
@@ -395,3 +395,12 @@ Trainer_training_step(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_DECREF(ready);
     return loss == NULL ? NULL : settle_steal(op, loss, count);
 }
+
+PyMethodDef Trainer_trainer_step_methods[] = {
+    {"training_step",   (PyCFunction)(void (*)(void))Trainer_training_step,
+     METH_VARARGS | METH_KEYWORDS,                                                  Trainer_training_step_doc  },
+    {"compute_loss",    (PyCFunction)(void (*)(void))Trainer_compute_loss,
+     METH_VARARGS | METH_KEYWORDS,                                                  Trainer_compute_loss_doc   },
+    {"_prepare_inputs", Trainer__prepare_inputs,                            METH_O, Trainer__prepare_inputs_doc},
+    {NULL,              NULL,                                               0,      NULL                       },
+};

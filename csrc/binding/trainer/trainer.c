@@ -77,44 +77,6 @@ Trainer_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-#define METHOD_FLAGS_NOARGS METH_NOARGS
-#define METHOD_FLAGS_O METH_O
-#define METHOD_FLAGS_KEYWORDS (METH_VARARGS | METH_KEYWORDS)
-
-static PyMethodDef Trainer_methods[] = {
-#define CTPY_METHOD(name, flags)                                                       \
-    {#name, (PyCFunction)(void (*)(void))Trainer_##name, METHOD_FLAGS_##flags,         \
-     Trainer_##name##_doc},
-#include "binding/trainer/trainer_methods.def"
-#undef CTPY_METHOD
-    { NULL, NULL, 0, NULL},
-};
-
-static PyGetSetDef Trainer_getset[] = {
-    {"_communicator", ctpy_trainer_get_communicator, NULL,
-     "The Communicator of the run's ranks, joined when it is first asked for.", NULL},
-    {NULL,            NULL,                          NULL, NULL,                NULL},
-};
-
-static PyType_Slot Trainer_slots[] = {
-    {Py_tp_doc,      (void *)Trainer_doc},
-    {Py_tp_new,      Trainer_new        },
-    {Py_tp_init,     Trainer_init       },
-    {Py_tp_traverse, Trainer_traverse   },
-    {Py_tp_clear,    Trainer_clear      },
-    {Py_tp_dealloc,  Trainer_dealloc    },
-    {Py_tp_methods,  Trainer_methods    },
-    {Py_tp_getset,   Trainer_getset     },
-    {0,              NULL               },
-};
-
-PyType_Spec Trainer_spec = {
-    .name = "ctrainer._C.Trainer",
-    .basicsize = sizeof(Trainer),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = Trainer_slots,
-};
-
 /* Trainer: copies, as hyper-parameter searches and processes that are spawned make
  * them. */
 
@@ -177,12 +139,12 @@ leave_out(PyObject *own, const ctpy_state *names)
     return 0;
 }
 
-const char Trainer___getstate___doc[] =
+static const char Trainer___getstate___doc[] =
     "__getstate__($self, /)\n--\n\n"
     "Return what copy and pickle take: the attributes, and the sums of losses.\n\n"
     "Raises TypeError while train() runs, and in a group of several ranks.";
 
-PyObject *
+static PyObject *
 Trainer___getstate__(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     if (refuse_running(op) < 0) {
@@ -215,11 +177,11 @@ import_adapter(PyObject *op)
     return result;
 }
 
-const char Trainer___setstate___doc[] =
+static const char Trainer___setstate___doc[] =
     "__setstate__($self, state, /)\n--\n\n"
     "Take over what __getstate__() of another Trainer returned.";
 
-PyObject *
+static PyObject *
 Trainer___setstate__(PyObject *op, PyObject *state)
 {
     PyObject *sums = ctpy_take_copy_state_borrow(op, state), *answer = NULL;
@@ -233,3 +195,34 @@ Trainer___setstate__(PyObject *op, PyObject *state)
     Py_XDECREF(method);
     return answer;
 }
+
+static PyMethodDef Trainer_methods[] = {
+    {"__getstate__", Trainer___getstate__, METH_NOARGS, Trainer___getstate___doc},
+    {"__setstate__", Trainer___setstate__, METH_O,      Trainer___setstate___doc},
+    {NULL,           NULL,                 0,           NULL                    },
+};
+
+static PyGetSetDef Trainer_getset[] = {
+    {"_communicator", ctpy_trainer_get_communicator, NULL,
+     "The Communicator of the run's ranks, joined when it is first asked for.", NULL},
+    {NULL,            NULL,                          NULL, NULL,                NULL},
+};
+
+static PyType_Slot Trainer_slots[] = {
+    {Py_tp_doc,      (void *)Trainer_doc},
+    {Py_tp_new,      Trainer_new        },
+    {Py_tp_init,     Trainer_init       },
+    {Py_tp_traverse, Trainer_traverse   },
+    {Py_tp_clear,    Trainer_clear      },
+    {Py_tp_dealloc,  Trainer_dealloc    },
+    {Py_tp_methods,  Trainer_methods    },
+    {Py_tp_getset,   Trainer_getset     },
+    {0,              NULL               },
+};
+
+PyType_Spec Trainer_spec = {
+    .name = "ctrainer._C.Trainer",
+    .basicsize = sizeof(Trainer),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = Trainer_slots,
+};

@@ -41,10 +41,4 @@ int ctpy_add_loss(PyObject *op, PyObject *loss, double *value);
 /* Brings what was summed on a device into the window. */
 int ctpy_log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate);
 
-#define CTPY_METHOD(name, flags)                                                       \
-    extern const char Trainer_##name##_doc[];                                          \
-    PyObject *Trainer_##name CTPY_SIGNATURE_##flags;
-#include "binding/trainer/trainer_methods.def"
-#undef CTPY_METHOD
-
 #endif

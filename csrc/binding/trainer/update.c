@@ -867,14 +867,14 @@ ctpy_finish_update(PyObject *op, ctpy_run *run)
 /* ---- one update --------------------------------------------------------------------
  */
 
-const char Trainer__clip_grad_norm_doc[] =
+static const char Trainer__clip_grad_norm_doc[] =
     "_clip_grad_norm($self, model, /)\n--\n\n"
     "Clip the optimizer's gradients by norm, in place, as args.max_grad_norm,\n"
     "grad_norm_type and clip_by_group say; return the norm of all before.\n"
     "\n"
     "The loop clips inside the update and calls this only where it is overridden.";
 
-PyObject *
+static PyObject *
 Trainer__clip_grad_norm(PyObject *op, PyObject *Py_UNUSED(model))
 {
     ctpy_state *names = ctpy_state_borrow(op);
@@ -1078,3 +1078,8 @@ ctpy_noise_end(PyObject *op)
     ct_probe_free(noise->probe);
     noise->probe = NULL;
 }
+
+PyMethodDef Trainer_trainer_update_methods[] = {
+    {"_clip_grad_norm", Trainer__clip_grad_norm, METH_O, Trainer__clip_grad_norm_doc},
+    {NULL,              NULL,                    0,      NULL                       },
+};
