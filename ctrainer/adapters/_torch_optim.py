@@ -145,19 +145,6 @@ def layer_norms(optimizer: Any, norm_type: float) -> list[float]:
     return [norm.item() for norm in norms]
 
 
-def grad_growth(
-    optimizer: Any, before: list[torch.Tensor | None] | None
-) -> tuple[float, list[torch.Tensor | None]]:
-    """The sum of squares of what the gradients have grown by since `before`, and what
-    to give as `before` the next time: copies of them, None for one that is missing."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    now = [None if p.grad is None else p.grad.detach().clone() for p in params]
-    pairs = zip(now, before or [None] * len(now), strict=True)
-    grown = [n if b is None else n - b for n, b in pairs if n is not None]
-    norms = torch._foreach_norm([g.to(torch.float64) for g in grown]) if grown else []
-    return sum(norm.item() ** 2 for norm in norms), now
-
-
 def parameter_labels(model: nn.Module, depth: int | None) -> dict[Any, str]:
     """The names of the model's parameters, or the first `depth` parts of them."""
     return {p: _prefix(name, depth) for name, p in model.named_parameters()}

@@ -301,16 +301,6 @@ def layer_norms(optimizer: Any, norm_type: float) -> list[float]:
     return [float(np.linalg.norm(np.ravel(g).astype(float), norm_type)) for g in grads]
 
 
-def grad_growth(optimizer: Any, before: list[Any] | None) -> tuple[float, list[Any]]:
-    """The sum of squares of what the gradients have grown by since `before`, and what
-    to give as `before` the next time: copies of them, None for one that is missing."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    now = [None if p.grad is None else p.grad.copy() for p in params]
-    pairs = zip(now, before or [None] * len(now), strict=True)
-    grown = [n if b is None else n - b for n, b in pairs if n is not None]
-    return sum(float(np.square(g, dtype=float).sum()) for g in grown), now
-
-
 def parameter_labels(model: Any, depth: int | None) -> dict[Any, str]:
     """The names of the model's parameters, or the first `depth` parts of them."""
     return {p: ".".join(name.split(".")[:depth]) for name, p in named_parameters(model)}

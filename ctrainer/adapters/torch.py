@@ -36,7 +36,6 @@ optimizer_class = optimizers.optimizer_class
 package_optimizer_class = optimizers.package_optimizer_class
 optimizer_groups = optimizers.optimizer_groups
 clip_grads = optimizers.clip_grads
-grad_growth = optimizers.grad_growth
 layer_norms = optimizers.layer_norms
 parameter_labels = optimizers.parameter_labels
 stray_parameters = optimizers.stray_parameters

@@ -261,11 +261,6 @@ def validate(args: TrainingArguments) -> None:
     if args.loss_scaler is not None and not args.fp16:
         raise ValueError("loss_scaler scales the loss of fp16=True, which is not set")
     make_loss_scaler(args.loss_scaler)
-    if args.log_grad_noise_scale and args.gradient_accumulation_steps == 1:
-        raise ValueError(
-            "log_grad_noise_scale compares the micro-batches of an update, and "
-            "gradient_accumulation_steps is 1; set it to 2 or more"
-        )
     if args.dataloader_num_workers == 0 and args.dataloader_prefetch_factor is not None:
         raise ValueError(
             "dataloader_prefetch_factor needs dataloader_num_workers above 0, which "

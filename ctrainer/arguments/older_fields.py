@@ -318,13 +318,6 @@ class OwnFields(OlderFields):
         "the same this many parts; None: one for each parameter.",
         kw_only=True,
     )
-    log_grad_noise_scale: bool = arg(
-        False,
-        "Log grad_noise_scale, about the number of examples up to which larger batches "
-        "pay off. Needs gradient_accumulation_steps above 1 and memory for one more "
-        "copy of the gradients.",
-        kw_only=True,
-    )
     use_bmuf: bool = arg(
         False,
         "On several ranks: each trains by itself, and they meet at the ends of blocks "

@@ -40,7 +40,7 @@ HONOURED = frozenset(
     loss_scaler master_weights stochastic_rounding ema_decay ema_start_update
     ema_update_freq ema_fp32 swa_start_update swa_update_freq average_in_eval
     nonfinite_policy grad_norm_type max_grad_value layer_grad_norm_depth
-    clip_by_group log_layer_grad_norms log_grad_noise_scale
+    clip_by_group log_layer_grad_norms
     use_bmuf use_diloco global_sync_iter block_lr block_momentum warmup_iterations
     use_nbm average_sync delta_bits overlap_steps
     dataloader_seed_by_place

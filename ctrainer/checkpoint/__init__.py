@@ -23,6 +23,7 @@ from ctrainer.checkpoint.files import (
     read_object,
 )
 from ctrainer.checkpoint.schema import (
+    FORMER_SUMS,
     LOSS_SUMS,
     OWN_STATE,
     POSITION,
@@ -250,6 +251,8 @@ def read_own_state(path: StrPath) -> dict[str, Any]:
     content = read_object(path)
     check_fields(path, content, OWN_STATE, ("version", "loss", "resume"))
     check_fields(path, content["loss"], LOSS_SUMS, where="loss")
+    for name in FORMER_SUMS:
+        content["loss"].pop(name, None)
     with naming(path):
         content["resume"] = from_json(content["resume"])
     check_fields(path, content["resume"], POSITION, where="resume")

@@ -122,10 +122,10 @@ LOSS_SUMS: dict[str, Kind] = {
     "window_start": whole(),
     "nonfinite_steps": whole(),
     "nonfinite_total": whole(),
-    "noise_trace": NUMBER,
-    "noise_signal": NUMBER,
-    "noise_weight": NUMBER,
 }
+
+# Sums of the gradient noise scale, which is no longer measured.
+FORMER_SUMS = ("noise_trace", "noise_signal", "noise_weight")
 
 OWN_STATE: dict[str, Kind] = {
     "version": whole(1, 1),

@@ -124,13 +124,6 @@ class OptimMixin(TrainerBase):
             optimizer, norm_type
         )
 
-    def _device_grad_growth(
-        self, optimizer: Any, before: list[Any] | None
-    ) -> tuple[float, list[Any]]:
-        return self._adapter.grad_growth(  # type: ignore[no-any-return]
-            optimizer, before
-        )
-
     def _parameter_labels(self) -> dict[Any, str]:
         """What log_layer_grad_norms calls each parameter."""
         depth = self.args.layer_grad_norm_depth

@@ -309,7 +309,6 @@ _EXCLUDED = {
     "use_bmuf": "BMUF needs the whole model on every rank",
     "use_diloco": "DiLoCo needs the whole model on every rank",
     "torch_compile": "the hooks that gather parameters cannot be compiled",
-    "log_grad_noise_scale": "it compares whole gradients of micro-batches",
     "fp16_full_eval": "shards are float32; set fp16, in which the model then computes",
     "bf16_full_eval": "shards are float32; set bf16, in which the model then computes",
 }

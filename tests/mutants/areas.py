@@ -74,8 +74,6 @@ AREAS = {
                 "core/cpu/test_factor.c",
             core("engine/step", "optim/grads"):
                 "core/engine/test_step.c",
-            core("engine/noise"):
-                "core/engine/test_step.c core/engine/test_noise.c",
             core("engine/average"):
                 "core/engine/test_average.c",
             "csrc/cpu/update.c":

@@ -3,17 +3,7 @@
 
 #include "binding/runtime/ctpy.h"
 #include "binding/runtime/signals.h"
-#include "core/engine/noise.h"
 #include "core/base/owner.h"
-
-/* binding/trainer/update.c */
-typedef struct ctpy_noise {
-    ct_noise averages;
-    ct_noise_sample sample;  /* the micro-batches of the update that is under way */
-    double examples;         /* in it */
-    ct_probe *probe;         /* NULL until it is needed */
-    PyObject *device_copies; /* the same for gradients on a device: a list, or NULL */
-} ctpy_noise;
 
 typedef struct Trainer {
     PyObject_HEAD
@@ -34,13 +24,12 @@ typedef struct Trainer {
     int64_t window_start;    /* global_step at the last log */
     int64_t nonfinite_steps; /* updates skipped for Inf or NaN, since the last log */
     int64_t nonfinite_total; /* in the whole run */
-    ctpy_noise noise;
-    double grad_norm;  /* of the last update; NaN before the first */
-    int agreed_signal; /* that all ranks know of; 0: none */
-    bool saving;       /* a checkpoint is in the making: in `staged` */
-    bool saves;        /* this rank writes it: writer.folder is open */
-    bool spare;        /* this batch runs again only to keep the other ranks company */
-    bool in_update;    /* between the first micro-batch and the end of an update */
+    double grad_norm;        /* of the last update; NaN before the first */
+    int agreed_signal;       /* that all ranks know of; 0: none */
+    bool saving;             /* a checkpoint is in the making: in `staged` */
+    bool saves;              /* this rank writes it: writer.folder is open */
+    bool spare;     /* this batch runs again only to keep the other ranks company */
+    bool in_update; /* between the first micro-batch and the end of an update */
 } Trainer;
 
 /* What does not change during one train(): made by the loop, on its stack. All borrowed
@@ -59,7 +48,6 @@ typedef struct ctpy_run {
     int64_t micro_step;       /* micro-batches of this epoch that are done */
     int64_t targets;          /* of the update, on all of several ranks; -1: unknown */
     bool layer_norms_due;     /* in the update that is under way, to be logged */
-    bool noise_due;           /* likewise */
     bool stray_parameters;    /* some parameter of the model is not the optimizer's */
 } ctpy_run;
 

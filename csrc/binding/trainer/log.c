@@ -377,45 +377,31 @@ Trainer__loss_state(PyObject *op, PyObject *Py_UNUSED(unused))
         return NULL;
     }
     return Py_BuildValue(
-        "{s:d,s:L,s:d,s:L,s:L,s:L,s:L,s:d,s:d,s:d}", "window_loss", self->window_loss,
-        "window_bad", (long long)self->window_bad, "total_loss", self->total_loss,
-        "total_bad", (long long)self->total_bad, "window_start",
-        (long long)self->window_start, "nonfinite_steps",
-        (long long)self->nonfinite_steps, "nonfinite_total",
-        (long long)self->nonfinite_total, "noise_trace", self->noise.averages.trace,
-        "noise_signal", self->noise.averages.signal, "noise_weight",
-        self->noise.averages.weight);
+        "{s:d,s:L,s:d,s:L,s:L,s:L,s:L}", "window_loss", self->window_loss, "window_bad",
+        (long long)self->window_bad, "total_loss", self->total_loss, "total_bad",
+        (long long)self->total_bad, "window_start", (long long)self->window_start,
+        "nonfinite_steps", (long long)self->nonfinite_steps, "nonfinite_total",
+        (long long)self->nonfinite_total);
 }
 
 static const char Trainer__set_loss_state_doc[] =
     "_set_loss_state($self, /, *, window_loss=0.0, window_bad=0, total_loss=0.0,\n"
     "                total_bad=0, window_start=0, nonfinite_steps=0,\n"
-    "                nonfinite_total=0, noise_trace=0.0, noise_signal=0.0,\n"
-    "                noise_weight=0.0)\n--\n\n"
+    "                nonfinite_total=0)\n--\n\n"
     "Start the sums of losses anew, or from what _loss_state() returned.";
 
 static PyObject *
 Trainer__set_loss_state(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"window_loss",
-                               "window_bad",
-                               "total_loss",
-                               "total_bad",
-                               "window_start",
-                               "nonfinite_steps",
-                               "nonfinite_total",
-                               "noise_trace",
-                               "noise_signal",
-                               "noise_weight",
-                               NULL};
+    static char *keywords[] = {
+        "window_loss",  "window_bad",      "total_loss",      "total_bad",
+        "window_start", "nonfinite_steps", "nonfinite_total", NULL};
     Trainer *self = (Trainer *)op;
     double window = 0.0, total = 0.0;
-    ct_noise noise = {0};
     long long window_bad = 0, total_bad = 0, start = 0, steps = 0, all = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$dLdLLLLddd:_set_loss_state",
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$dLdLLLL:_set_loss_state",
                                      keywords, &window, &window_bad, &total, &total_bad,
-                                     &start, &steps, &all, &noise.trace, &noise.signal,
-                                     &noise.weight)) {
+                                     &start, &steps, &all)) {
         return NULL;
     }
     self->window_loss = window;
@@ -425,7 +411,6 @@ Trainer__set_loss_state(PyObject *op, PyObject *args, PyObject *kwargs)
     self->window_start = start;
     self->nonfinite_steps = steps;
     self->nonfinite_total = all;
-    self->noise.averages = noise;
     Py_CLEAR(self->device_loss);
     Py_RETURN_NONE;
 }

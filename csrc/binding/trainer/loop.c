@@ -253,7 +253,7 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
         }
         self->share = 0.0;
         Py_DECREF(inputs);
-        if (result < 0 || (run->noise_due && ctpy_noise_see(op, shares[i]) < 0)) {
+        if (result < 0) {
             return -1;
         }
         if (!last && (ctpy_trainer_fire(op, names->str_on_substep_end, NULL) < 0 ||
@@ -611,7 +611,6 @@ end_train_steal(PyObject *op, ctpy_signals *saved, PyObject *output)
     ((Trainer *)op)->in_update = false;
     ((Trainer *)op)->share = 0.0;
     ((Trainer *)op)->agreed_signal = 0;
-    ctpy_noise_end(op);
     if (type != NULL) {
         ctpy_ranks_leave(op);
     }

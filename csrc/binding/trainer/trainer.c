@@ -46,7 +46,6 @@ Trainer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(((Trainer *)op)->signatures);
     Py_VISIT(((Trainer *)op)->device_loss);
     Py_VISIT(((Trainer *)op)->grad_metrics);
-    Py_VISIT(((Trainer *)op)->noise.device_copies);
     Py_VISIT(((Trainer *)op)->writer);
     Py_VISIT(((Trainer *)op)->staged);
     Py_VISIT(((Trainer *)op)->group);
@@ -59,7 +58,6 @@ Trainer_clear(PyObject *op)
     Py_CLEAR(((Trainer *)op)->signatures);
     Py_CLEAR(((Trainer *)op)->device_loss);
     Py_CLEAR(((Trainer *)op)->grad_metrics);
-    Py_CLEAR(((Trainer *)op)->noise.device_copies);
     Py_CLEAR(((Trainer *)op)->writer);
     Py_CLEAR(((Trainer *)op)->staged);
     Py_CLEAR(((Trainer *)op)->group);
@@ -72,7 +70,6 @@ Trainer_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     (void)Trainer_clear(op);
-    ctpy_noise_end(op);
     type->tp_free(op);
     Py_DECREF(type);
 }

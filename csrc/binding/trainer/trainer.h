@@ -15,7 +15,6 @@
 #include "binding/runtime/ctpy.h"
 #include "binding/runtime/signals.h"
 
-#include "core/engine/noise.h"
 #include "core/engine/step.h"
 
 #include <stdbool.h>

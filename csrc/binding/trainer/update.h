@@ -30,12 +30,4 @@ typedef struct ctpy_update {
 
 /* binding/trainer/update.c */
 
-/* The trainer's gradient noise scale. */
-
-/* After a micro-batch's backward; its share of the update's loss. */
-int ctpy_noise_see(PyObject *op, double share);
-
-/* Gives the memory back; averages stay. */
-void ctpy_noise_end(PyObject *op);
-
 #endif
