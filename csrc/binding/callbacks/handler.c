@@ -384,7 +384,7 @@ notify(CallbackHandler *self, PyObject *callback, event_call *call, PyObject **c
     size_t n = fill_passed(self, call, passed);
     result = call_method(self, method, call, plan);
     for (size_t i = 0; i < n; i++) {
-        Py_DECREF(passed[i]);
+        Py_XDECREF(passed[i]);
     }
     if (result != NULL) {
         status = take_control(self, callback, call->event, result, control);
