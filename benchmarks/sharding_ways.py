@@ -170,7 +170,7 @@ def fairscale(options: Any) -> Loop:
     that wait for nothing."""
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-    os.environ["ENABLE_NCCL_BASE_COLLECTIVES"] = "0"  # gloo refuses their shapes
+    os.environ["ENABLE_NCCL_BASE_COLLECTIVES"] = "0"  # gloo rejects their shapes
     cuda: Any = torch.cuda
     tensor: Any = torch.Tensor
     idle = Idle()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, cast
 
 from ctrainer._C import Schedule, write_rates
-from ctrainer.arguments.settings import refuse_unknown
+from ctrainer.arguments.settings import reject_unknown
 
 __all__ = [
     "SCHEDULES",
@@ -32,13 +32,13 @@ P = ParamSpec("P")
 
 
 def _knows_its_options(init: Callable[P, None]) -> Callable[P, None]:
-    """An __init__ that refuses other names, of a DeepSpeed config's scheduler.params
+    """An __init__ that rejects other names, of a DeepSpeed config's scheduler.params
     say, with the nearest of its own."""
     known = [*inspect.signature(init).parameters][1:]
 
     @functools.wraps(init)
     def checked(*args: P.args, **options: P.kwargs) -> None:
-        refuse_unknown(f"schedule {type(args[0]).__name__!r}", options, known)
+        reject_unknown(f"schedule {type(args[0]).__name__!r}", options, known)
         init(*args, **options)
 
     return checked

@@ -67,7 +67,7 @@ class TrainingArguments(Setters):
     Subclass it as a dataclass to add fields. Making one imports neither torch nor
     transformers; `device` imports torch.
 
-    Raises ValueError for a value that is refused or contradicts another, RuntimeError
+    Raises ValueError for a value that is rejected or contradicts another, RuntimeError
     where accelerate launch asks for DeepSpeed.
     """
 
@@ -299,7 +299,7 @@ def adopt(args: Any) -> Any:
 
     A foreign object gets the fields that it lacks, at ctrainer's defaults; nothing
     that is there is changed. Raises TypeError for an object of another kind, ValueError
-    for a value that is refused.
+    for a value that is rejected.
     """
     table.check_environment()
     if not isinstance(args, TrainingArguments):

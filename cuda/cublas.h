@@ -22,7 +22,7 @@ typedef struct ct_cublas_product {
     int64_t lda, ldb, ldc;
 } ct_cublas_product;
 
-/* CT_EDEVICE when cuBLAS cannot be found or refuses. */
+/* CT_EDEVICE when cuBLAS cannot be found or fails. */
 CT_NODISCARD ct_status ct_cublas_gemm(void *stream, const ct_cublas_product *product,
                                       ct_error *err);
 

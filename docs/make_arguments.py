@@ -25,8 +25,8 @@ Made by `python docs/make_arguments.py` from the code; change the code, not this
 
 `TrainingArguments` takes the names, the order and the defaults of transformers 5.17;
 what only earlier releases have (4.5 to 4.57), and what only ctrainer has, is
-keyword-only. Nothing is silently ignored. An argument is *honoured*; or honoured for
-the values that are listed and refused for others; or *refused* when set, with a
+keyword-only. Nothing is silently ignored. An argument is *supported*; or supported for
+the values that are listed and rejected for others; or *rejected* when set, with a
 ValueError that says what to do instead; or has *no effect* by its nature. A
 `transformers.TrainingArguments` object is checked by the same table.
 

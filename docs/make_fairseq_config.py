@@ -47,7 +47,7 @@ The groups `model`, `task`, `criterion`, `optimizer`, `lr_scheduler`, `scoring`,
 and `tokenizer` are of components. `_name` chooses one, and `register_component` says
 which dataclass checks its options; without one, any options are taken.
 
-*Honoured* is what this package acts on; *refused* raises ValueError with what to do
+*Supported* is what this package acts on; *rejected* raises ValueError with what to do
 instead; *read* is checked and kept for whoever asks for it.
 """
 

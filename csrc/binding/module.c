@@ -106,7 +106,7 @@ module_exec(PyObject *module)
     }
 #include "binding/runtime/functions.def"
 #undef CTPY_FUNCTIONS
-    return ctpy_refuse_copies(state);
+    return ctpy_reject_copies(state);
 }
 
 static int

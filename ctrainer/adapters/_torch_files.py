@@ -49,7 +49,7 @@ def load_plain(
                 _legacy(content or b"") if records is None else _Loader(records).load()
             )
     except pickle.UnpicklingError as problem:  # its advice is not ours to give
-        raise ValueError(_refusal(name, str(problem))) from None
+        raise ValueError(_rejection(name, str(problem))) from None
     except Exception as problem:
         raise ValueError(
             f"{name}: is damaged, or no file of torch.save: "
@@ -57,7 +57,7 @@ def load_plain(
         ) from None
 
 
-def _refusal(name: str, problem: str) -> str:
+def _rejection(name: str, problem: str) -> str:
     found = re.search(r"GLOBAL (\S+)", problem)
     what = f"of {found[1]} " if found else ""
     return (

@@ -80,7 +80,7 @@ _NEEDS_TORCH: dict[str, Any] = {
 
 
 def prepare_args(args: Any) -> None:
-    """Put args on the host, and refuse what a NumPy model cannot have."""
+    """Put args on the host, and reject what a NumPy model cannot have."""
     for name, unused in _NEEDS_TORCH.items():
         value = getattr(args, name, unused)
         if value != unused:
@@ -89,11 +89,11 @@ def prepare_args(args: Any) -> None:
                 f"{name}={unused!r}"
             )
     if not accelerator.config_of(args.accelerator_config).use_seedable_sampler:
-        _refuse("use_seedable_sampler=False in accelerator_config")
+        _reject("use_seedable_sampler=False in accelerator_config")
     vars(args).setdefault("_device", Host())
 
 
-def _refuse(what: str) -> NoReturn:
+def _reject(what: str) -> NoReturn:
     raise ValueError(f"{what} needs a torch model; this one is NumPy's")
 
 
@@ -162,13 +162,13 @@ def read_device_loss(total: tuple[float, int], accumulation: int) -> tuple[float
 
 
 def add_embedding_noise(model: Any, alpha: float) -> NoReturn:
-    _refuse("neftune_noise_alpha")
+    _reject("neftune_noise_alpha")
 
 
 def smoothed_loss(
     outputs: Any, labels: Any, epsilon: float, shift: bool, count: Any
 ) -> NoReturn:
-    _refuse("label_smoothing_factor")
+    _reject("label_smoothing_factor")
 
 
 # Randomness
@@ -200,11 +200,11 @@ def leave_mixed_precision(model: Any) -> None:
 
 
 def cast_model(model: Any, dtype: str, device: Any) -> NoReturn:
-    _refuse(f"evaluation in {dtype}")
+    _reject(f"evaluation in {dtype}")
 
 
 def compile_model(model: Any, args: Any) -> NoReturn:
-    _refuse("torch_compile")
+    _reject("torch_compile")
 
 
 def no_grad() -> contextlib.AbstractContextManager[Any]:
@@ -317,7 +317,7 @@ def clip_grads(optimizer: Any, factors: list[float], limit: float | None) -> Non
 
 
 def lossy_fp16_parameter(model: Any, optimizer: Any) -> None:
-    """None: training with fp16, which asks, needs torch and is refused before."""
+    """None: training with fp16, which asks, needs torch and is rejected before."""
 
 
 # Data

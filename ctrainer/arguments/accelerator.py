@@ -14,7 +14,7 @@ from ctrainer.arguments.settings import (
     parse_json,
     read,
     read_options,
-    refuse_unknown,
+    reject_unknown,
 )
 
 
@@ -96,7 +96,7 @@ def _of_dict(given: Any) -> AcceleratorConfig:
             f"accelerator_config must be a dict, or the path of a JSON file with one, "
             f"not {given!r} ({type(given).__name__})"
         )
-    refuse_unknown("accelerator_config", given, NAMES)
+    reject_unknown("accelerator_config", given, NAMES)
     return AcceleratorConfig(**copy.deepcopy(dict(given)))
 
 

@@ -12,7 +12,7 @@ from ctrainer.arguments.settings import (
     nearest,
     parse_json,
     read,
-    refuse_unknown,
+    reject_unknown,
 )
 
 _STRATEGIES = (
@@ -66,7 +66,7 @@ NO_EFFECT = {
     "limit_all_gathers": "no more than one unit is gathered ahead",
     "use_orig_params": "the optimizer always sees parameters by their names",
 }
-HONOURED = (
+SUPPORTED = (
     "reshard_after_forward",
     "auto_wrap_policy",
     "transformer_layer_cls_to_wrap",
@@ -85,7 +85,7 @@ HONOURED = (
     "xla_fsdp_settings",
     "xla_fsdp_grad_ckpt",
 )
-_REFUSED = {
+_REJECTED = {
     "xla_fsdp_v2": "sharding by torch_xla's SPMD compiler; leave it out, or set xla",
     "activation_checkpointing_offload": "activations are in host memory already",
     "ignored_modules": "every parameter is sharded; freeze what is not to be trained",
@@ -101,7 +101,7 @@ _VARIABLES = {
 def sharding_of(args: Any) -> Sharding | None:
     """How `args`, or else accelerate launch, say that the model is sharded; None: not.
 
-    Raises ValueError naming a word or a key that is unknown, refused or contradicts
+    Raises ValueError naming a word or a key that is unknown, rejected or contradicts
     another, or a file that cannot be read.
     """
     words = _words(getattr(args, "fsdp", None))
@@ -119,7 +119,7 @@ def sharding_of(args: Any) -> Sharding | None:
 def describe_keys() -> str:
     """The keys of fsdp_config, for the documentation."""
     idle = "; ".join(f"{name}: {why}" for name, why in NO_EFFECT.items())
-    return f"keys {', '.join(HONOURED)}; without effect: {idle}"
+    return f"keys {', '.join(SUPPORTED)}; without effect: {idle}"
 
 
 # ---- where the settings come from
@@ -244,11 +244,11 @@ def _read(config: dict[str, Any]) -> Sharding:
 
 
 def _check_keys(config: dict[str, Any]) -> None:
-    for name, why in _REFUSED.items():
+    for name, why in _REJECTED.items():
         if name in config and _truth(name, config[name]):
             raise ValueError(f"fsdp_config: {name} is not supported: {why}")
-    known = (*HONOURED, *NO_EFFECT, *_REFUSED, "strategy")
-    refuse_unknown("fsdp_config", config, known)
+    known = (*SUPPORTED, *NO_EFFECT, *_REJECTED, "strategy")
+    reject_unknown("fsdp_config", config, known)
 
 
 def _strategy(config: dict[str, Any]) -> str:
@@ -368,7 +368,7 @@ def _xla_options(settings: Any) -> dict[str, Any]:
         idle = name in _OPTIONS_WITHOUT_EFFECT or not value
         if name not in _OPTIONS and not idle:
             raise ValueError(
-                f"fsdp_config: xla_fsdp_settings has {name}={value!r}; honoured are "
+                f"fsdp_config: xla_fsdp_settings has {name}={value!r}; supported are "
                 f"{', '.join(_OPTIONS)}"
             )
     return {

@@ -1,6 +1,6 @@
 """What `optim` and `optim_args` mean: names of optimizers, by transformers' names.
 
-A name that is honoured is a line in RECIPES; one that another package carries is a line
+A supported name is a line in RECIPES; a name that another package carries is a line
 in PACKAGES.
 """
 
@@ -129,11 +129,11 @@ _OWN_ARGUMENTS = {
     "betas": "adam_beta1 and adam_beta2",
     "warmup_steps": "warmup_steps",
 }
-# Options of constructors that change nothing here, or that we refuse.
+# Options of constructors that change nothing here, or that we reject.
 _OF_TORCH = {"foreach", "fused", "capturable", "differentiable"}
 
 
-def honoured(name: Any) -> bool:
+def supported(name: Any) -> bool:
     """Whether `optim` may be `name`: it is built in, or its package is installed."""
     package = PACKAGES.get(str(name))
     built_in = name in RECIPES
@@ -143,7 +143,7 @@ def honoured(name: Any) -> bool:
 
 
 def instead(name: Any) -> str:
-    """What to do about a name that is not honoured."""
+    """What to do about a name that is not supported."""
     own = "make the optimizer and pass optimizers=(optimizer, None)"
     package = PACKAGES.get(str(name))
     if package is None:
@@ -183,7 +183,7 @@ def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str
     from ctrainer import adapters
 
     name = str(getattr(args.optim, "value", args.optim))
-    if not honoured(name):
+    if not supported(name):
         raise ValueError(f"optim={name!r} is not supported: {instead(name)}")
     adapter = adapters.for_model(model)
     recipe = RECIPES.get(name)
@@ -228,7 +228,7 @@ def _of_a_package(
     known = {k for group in kwargs.get("params", ()) for k in group} | kwargs.keys()
     known -= _OWN_ARGUMENTS.keys() | {"params"}
     for key in parse_options(args.optim_args).keys() - known:
-        raise ValueError(_refusal(key, str(args.optim), sorted(known)))
+        raise ValueError(_rejection(key, str(args.optim), sorted(known)))
     return cls, kwargs
 
 
@@ -245,12 +245,12 @@ def checked_options(
     known = defaults.keys() - _OWN_ARGUMENTS.keys() - _OF_TORCH - {"params"}
     options = parse_options(text)
     for key in options.keys() - known:
-        raise ValueError(_refusal(key, name, sorted(known)))
+        raise ValueError(_rejection(key, name, sorted(known)))
     kinds = {k: bool if isinstance(defaults[k], bool) else float for k in options}
     return {k: read(v, kinds[k], f"optim_args: {k}") for k, v in options.items()}
 
 
-def _refusal(key: str, name: str, known: list[str]) -> str:
+def _rejection(key: str, name: str, known: list[str]) -> str:
     if key in _OWN_ARGUMENTS:
         return f"optim_args has {key!r}: that is the argument {_OWN_ARGUMENTS[key]}"
     hint = nearest(key, known)

@@ -97,7 +97,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
     return f"there is {', '.join(names) or 'none'}" if few else "no name is near it"
 
 
-def refuse_unknown(where: str, given: Iterable[Any], known: Iterable[str]) -> None:
+def reject_unknown(where: str, given: Iterable[Any], known: Iterable[str]) -> None:
     """Raise ValueError for the first of `given` that is not among `known`."""
     known = list(known)
     for name in given:
@@ -404,7 +404,7 @@ def read_keywords(
     """
     known = dict(inspect.signature(function).parameters)
     known.pop("optimizer", None)  # the caller's own
-    refuse_unknown(where, given, known)
+    reject_unknown(where, given, known)
     kinds = {bool: bool, int: float | list[float], float: float | list[float]}
     kinds[type(inspect.Parameter.empty)] = float
     return {
@@ -424,7 +424,7 @@ def read_options(cls: type[_Options], source: Any, where: str) -> _Options:
     assert is_dataclass(cls)
     known = [field.name for field in fields(cls)]
     if isinstance(source, Mapping):
-        refuse_unknown(where, (n for n in source if n != "_name"), known)
+        reject_unknown(where, (n for n in source if n != "_name"), known)
         given = {name: source[name] for name in known if name in source}
     elif isinstance(source, (type, Real, str, bytes, Sequence, NoneType)):
         raise TypeError(

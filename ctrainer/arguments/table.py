@@ -1,8 +1,8 @@
 """What becomes of each training argument: the one table, from which docs/arguments.md
 is made and by which every TrainingArguments, ours or transformers', is checked.
 
-Nothing is silently ignored: an argument is honoured; or honoured for some values and
-refused for others; or refused when set; or without effect by its nature, which the
+Nothing is silently ignored: an argument is supported; or supported for some values and
+rejected for others; or rejected when set; or without effect by its nature, which the
 documentation says.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from ctrainer.arguments import accelerator, fsdp, optimizers
 from ctrainer.arguments.settings import nearest, read
 
-HONOURED = frozenset(
+SUPPORTED = frozenset(
     """
     output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
     lr_scheduler_type lr_scheduler_kwargs warmup_steps optim_args optim_target_modules
@@ -87,7 +87,7 @@ TOLD = {
     "save_safetensors": "weights are always written as safetensors",
 }
 
-REFUSED = {
+REJECTED = {
     "use_liger_kernel": "apply Liger's kernels to the model before it is passed on",
     "auto_find_batch_size": "restarting with another batch changes the result; lower "
     "per_device_train_batch_size and raise gradient_accumulation_steps instead",
@@ -111,7 +111,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Limit:
-    """Values that are honoured, and what to do for others where there are any."""
+    """Values that are supported, and what to do for others where there are any."""
 
     accepts: Callable[[Any], bool]
     values: str
@@ -126,7 +126,7 @@ def one_of(*words: Any, instead: str = "") -> Limit:
 
 LIMITED = {
     "optim": Limit(
-        optimizers.honoured,
+        optimizers.supported,
         ", ".join(map(repr, optimizers.RECIPES)) + " and those of packages",
         "install the package, or make the optimizer and pass it as optimizers",
         optimizers.instead,
@@ -150,7 +150,7 @@ LIMITED = {
         "several gloo, and GPUs nccl",
     ),
     "fsdp_config": Limit(
-        lambda config: True,  # read, and refused, by sharding_of
+        lambda config: True,  # read, and rejected, by sharding_of
         fsdp.describe_keys(),
         "",
     ),
@@ -163,8 +163,8 @@ LIMITED = {
 
 
 def check(args: Any, default_of: Callable[[str], Any]) -> None:
-    """Raise ValueError for the first argument whose value is not honoured."""
-    for name, reason in REFUSED.items():
+    """Raise ValueError for the first argument whose value is not supported."""
+    for name, reason in REJECTED.items():
         value = getattr(args, name, None)
         if value:  # the defaults of all of them are false
             raise ValueError(f"{name}={value!r} is not supported: {reason}")
@@ -224,15 +224,15 @@ def check_environment() -> None:
 
 def status_of(name: str) -> tuple[str, str]:
     """What becomes of the argument, in a word and in a sentence."""
-    if name in HONOURED:
-        return "honoured", ""
+    if name in SUPPORTED:
+        return "supported", ""
     if name in LIMITED:
         limit = LIMITED[name]
         if not limit.instead:
-            return "honoured", limit.values
-        return "honoured in part", f"{limit.values}; otherwise: {limit.instead}"
-    if name in REFUSED:
-        return "refused when set", REFUSED[name]
+            return "supported", limit.values
+        return "supported in part", f"{limit.values}; otherwise: {limit.instead}"
+    if name in REJECTED:
+        return "rejected when set", REJECTED[name]
     if name in TOLD:
         return "no effect, with a warning", TOLD[name]
     return "no effect", RECORDED[name]

@@ -2,7 +2,7 @@
 in a notebook.
 
 CTRAINER_LOG chooses: live, plain, json or notebook; unset, by what the output is.
-NO_COLOR and TERM=dumb are honoured.
+NO_COLOR and TERM=dumb are supported.
 """
 
 from __future__ import annotations

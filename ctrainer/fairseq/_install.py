@@ -60,7 +60,7 @@ def cure_dataclasses(patches: Patches) -> str:
 
     From Python 3.11 on a default has to be hashable, and a dataclass that compares its
     fields is not. A default_factory would not do: fairseq reads the defaults of fields.
-    So the configs get the hash of objects; what others define is refused as before.
+    So the configs get the hash of objects; what others define is rejected as before.
     """
     original = dataclasses.dataclass
 

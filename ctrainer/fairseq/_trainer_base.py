@@ -21,7 +21,7 @@ from ctrainer.fairseq.iterators import EpochBatchIterator, StreamingEpochBatchIt
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
 from ctrainer.fairseq.optim import build_trainer_optimizer
 
-# What fairseq's Trainer checks of its config, and what ours refuses.
+# What fairseq's Trainer checks of its config, and what ours rejects.
 
 
 def setting(cfg: Any, group: str, name: str, default: Any) -> Any:
@@ -45,7 +45,7 @@ def check_config(cfg: Any) -> None:
         assert not setting(cfg, "common", "amp", False), (
             "Cannot use fp16 and AMP together"
         )
-    for group, name, allowed, why in _REFUSED:
+    for group, name, allowed, why in _REJECTED:
         value = setting(cfg, group, name, allowed[0])
         if value not in allowed:
             raise ValueError(f"{group}.{name} is {value!r}: {why}")
@@ -101,7 +101,7 @@ def _check_slowmo(cfg: Any) -> None:
 
 
 _WHOLE = "every worker of this trainer holds the whole model and its optimizer"
-_REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
+_REJECTED: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("common", "tpu", (False,), "there is no support for TPUs here"),
     ("common", "model_parallel_size", (1,), _WHOLE),
     ("distributed_training", "pipeline_model_parallel", (False,), _WHOLE),

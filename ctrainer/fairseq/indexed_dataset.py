@@ -380,7 +380,7 @@ __all__ = [
 _HUFFMAN_MAGIC = b"HUFFIDX\x00"
 _TORCHNET_MAGIC = b"TNTIDX\x00\x00"
 _TORCHNET = "it is TorchNet's format, which fairseq wrote before mmap"
-_REFUSED = {
+_REJECTED = {
     "cached": _TORCHNET,
     "lazy": _TORCHNET,
     "fasta": "it reads FASTA files of letters, for which there is no encoder here",
@@ -490,9 +490,9 @@ def make_dataset(
     format, and changes nothing of these. Raises ValueError
     for fairseq's other kinds, and for a file that is not what impl says.
     """
-    if impl in _REFUSED:
+    if impl in _REJECTED:
         raise ValueError(
-            f"{path}: data sets of kind {impl!r} cannot be read: {_REFUSED[impl]}; "
+            f"{path}: data sets of kind {impl!r} cannot be read: {_REJECTED[impl]}; "
             "binarise the text with --dataset-impl mmap"
         )
     if impl is None or not dataset_exists(path, impl):

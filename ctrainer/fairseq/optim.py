@@ -87,7 +87,7 @@ def _adam(cfg: Any) -> dict[str, Any]:
 
 
 def _adafactor(cfg: Any) -> dict[str, Any]:
-    """fairseq refuses relative_step beside its lr, which is always there; here it takes
+    """fairseq rejects relative_step beside its lr, which is always there; here it takes
     the place of lr."""
     names = ("weight_decay", "scale_parameter", "relative_step", "warmup_init")
     defaults = dict.fromkeys(names, False) | {"weight_decay": 0.0}

@@ -231,7 +231,7 @@ def _tqdm_class() -> Any:
 
 # Bars around a bar that pass the numbers on: to TensorBoard, to Weights & Biases.
 #
-# Each package is imported when its wrapper is made, and refused with what to install
+# Each package is imported when its wrapper is made, and rejected with what to install
 # where it is missing; fairseq goes on without.
 
 

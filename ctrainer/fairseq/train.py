@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Losses = list[float | None]
 
-_REFUSED = {
+_REJECTED = {
     "quantization_config_path": "there is no quantizer here",
     "profile": "run the program under NVIDIA's profiler instead",
 }
@@ -120,7 +120,7 @@ def _check(cfg: Any) -> None:
         )
     if not cfg.criterion:
         raise ValueError("Please specify criterion to train a model: --criterion")
-    for name, why in _REFUSED.items():
+    for name, why in _REJECTED.items():
         value = getattr(cfg.common, name)
         if value:
             raise ValueError(f"common.{name} is {value!r}: {why}")

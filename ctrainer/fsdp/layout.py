@@ -208,7 +208,7 @@ class Sharding:
         """The attributes by which checkpoints, outer units and optimizers know a
         shard."""
         shard._is_sharded = True
-        refuse_hooks(shard)
+        reject_hooks(shard)
         shard._orig_size = group.orig_size
         shard._orig_name = group.name
         shard._is_part = group.is_divided or len(group.entries) > 1
@@ -218,12 +218,12 @@ class Sharding:
         shard._name = f"_fsdp_shard.{group.name}".replace(".", SEPARATOR)
 
 
-def refuse_hooks(param: Any) -> None:
+def reject_hooks(param: Any) -> None:
     """Let the parameter turn down hooks, which autograd would never call."""
-    param.register_hook = param.register_post_accumulate_grad_hook = _refuse_hook
+    param.register_hook = param.register_post_accumulate_grad_hook = _reject_hook
 
 
-def _refuse_hook(hook: object) -> None:
+def _reject_hook(hook: object) -> None:
     raise RuntimeError(
         "a sharded parameter takes no hooks: its gradient comes from a reduction over "
         "the ranks, not from autograd, which would never call them. Change gradients "
@@ -451,7 +451,7 @@ def _cut(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces:
             values = values.view(-1, *shard.shape[1:])
         view: Any = nn.Parameter(values, requires_grad=group.requires_grad)
         view._is_sharded = True
-        refuse_hooks(view)
+        reject_hooks(view)
         view._part = part_of(entry, offset, communicator)
         view._orig_size = entry.param.size()
         pieces.append((view, low))

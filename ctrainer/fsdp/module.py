@@ -254,7 +254,7 @@ class FullyShardedDataParallel(ShardedModule):
         """Scale the gradients so that their norm over all ranks is at most max_norm.
 
         norm_type: p > 0, or inf, also as a string. groups: the group is the unit's own;
-        another is refused. Returns the norm that it was, a float32 scalar. Collective.
+        another is rejected. Returns the norm that it was, a float32 scalar. Collective.
         Raises AssertionError where this is not the root of a forward.
         """
         assert self._is_root, (

@@ -19,7 +19,7 @@ from ctrainer.fsdp.layout import FLOAT_DTYPES
 
 
 def check_module(module: nn.Module, wrapper: type) -> None:
-    """Refuse what is wrapped already, and containers that are never called."""
+    """Reject what is wrapped already, and containers that are never called."""
     if isinstance(module, wrapper):
         raise RuntimeError(
             "Cannot wrap a module that is already wrapped with FSDP. For nested FSDP, "
@@ -84,7 +84,7 @@ def backward_prefetch(given: Any) -> str | None:
 
 
 def check_flags(init: Any, given: dict[str, Any]) -> None:
-    """Refuse text for a truth value: "false" would be true."""
+    """Reject text for a truth value: "false" would be true."""
     for name, parameter in inspect.signature(init).parameters.items():
         if parameter.annotation == "bool" and isinstance(given[name], str):
             raise ValueError(f"{name} must be True or False, not {given[name]!r} (str)")

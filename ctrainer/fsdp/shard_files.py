@@ -698,13 +698,13 @@ def _write_optimizer(optimizer: State, path: str) -> None:
 
 
 def _json(path: str, value: Any) -> str:
-    def refuse(found: Any) -> Any:
+    def reject(found: Any) -> Any:
         raise ValueError(
             f"{path}: a {type(found).__name__} among the metadata or the options of an "
             "optimizer's group is no JSON; make it a number, or save as .pth"
         )
 
-    return json.dumps(value, default=refuse)
+    return json.dumps(value, default=reject)
 
 
 def _split_optimizer(optimizer: State) -> tuple[dict[str, Any], State]:

@@ -318,7 +318,7 @@ class ShardedModule(nn.Module):
     # ---- construction
 
     def _borrow(self, module: nn.Module) -> list[tuple[layout.Place, Any]]:
-        """Parameters below that units outside of this one have: refused."""
+        """Parameters below that units outside of this one have: rejected."""
         for place, _ in layout.of_other_units(module):
             raise ValueError(
                 f"{place.path} is a parameter of another unit, too: wrap the module "

@@ -119,7 +119,7 @@ def read_safetensors_index(path: str) -> tuple[dict[str, str], dict[str, Stored]
 # What a file of torch.save holds, its tensors left where they are.
 #
 # The pickle is read with less trust than weights_only=True has: a name that it gives is
-# looked up in one short table of plain types, and what is not there is refused.
+# looked up in one short table of plain types, and what is not there is rejected.
 
 
 _STORAGES = {

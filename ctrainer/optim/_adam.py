@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, count, refuse, zeros
+from ctrainer.optim._face import Face, count, reject, zeros
 from ctrainer.optim._precision import Precision
 
 Betas = tuple[float | torch.Tensor, float | torch.Tensor]
@@ -28,7 +28,7 @@ class Adam(_Adam, torch.optim.Adam):
     decoupled_weight_decay asks for AdamW's.
 
     foreach and fused are accepted and change nothing: there is one implementation.
-    capturable and differentiable are refused. For 16-bit parameters see Precision.
+    capturable and differentiable are rejected. For 16-bit parameters see Precision.
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015; amsgrad:
     Reddi, Kale and Kumar, "On the Convergence of Adam and Beyond", 2018.
@@ -53,7 +53,7 @@ class Adam(_Adam, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        refuse(capturable=capturable, differentiable=differentiable)
+        reject(capturable=capturable, differentiable=differentiable)
         super().__init__(
             params,
             lr=lr,
@@ -73,7 +73,7 @@ class AdamW(_Adam, torch.optim.AdamW):
     """AdamW, as torch.optim.AdamW.
 
     foreach and fused are accepted and change nothing: there is one implementation.
-    capturable and differentiable are refused. For 16-bit parameters see Precision.
+    capturable and differentiable are rejected. For 16-bit parameters see Precision.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
@@ -96,7 +96,7 @@ class AdamW(_Adam, torch.optim.AdamW):
         fused: bool | None = None,
         **precision: Unpack[Precision],
     ) -> None:
-        refuse(capturable=capturable, differentiable=differentiable)
+        reject(capturable=capturable, differentiable=differentiable)
         super().__init__(
             params,
             lr=lr,
@@ -114,7 +114,7 @@ class AdamW(_Adam, torch.optim.AdamW):
 class RAdam(_Adam, torch.optim.RAdam):
     """RAdam, as torch.optim.RAdam.
 
-    foreach is accepted and changes nothing; capturable and differentiable are refused.
+    foreach is accepted and changes nothing; capturable and differentiable are rejected.
     For 16-bit parameters see Precision.
 
     Source: Liu et al., "On the Variance of the Adaptive Learning Rate and
@@ -138,7 +138,7 @@ class RAdam(_Adam, torch.optim.RAdam):
         differentiable: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        refuse(capturable=capturable, differentiable=differentiable)
+        reject(capturable=capturable, differentiable=differentiable)
         super().__init__(
             params,
             lr=lr,
@@ -159,7 +159,7 @@ class NAdam(Face, torch.optim.NAdam):
         betas[0] * (1 - 0.96**(t * momentum_decay) / 2); state[param]["mu_product"] is
         the product of all so far, a float32.
 
-    foreach is accepted and changes nothing; capturable and differentiable are refused.
+    foreach is accepted and changes nothing; capturable and differentiable are rejected.
     For 16-bit parameters see Precision.
 
     Source: Dozat, "Incorporating Nesterov Momentum into Adam", 2016.
@@ -183,7 +183,7 @@ class NAdam(Face, torch.optim.NAdam):
         differentiable: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        refuse(capturable=capturable, differentiable=differentiable)
+        reject(capturable=capturable, differentiable=differentiable)
         super().__init__(
             params,
             lr=lr,
@@ -258,7 +258,7 @@ class AdEMAMix(Face):
 class Adamax(Face, torch.optim.Adamax):
     """Adamax, as torch.optim.Adamax.
 
-    foreach is accepted and changes nothing; capturable and differentiable are refused.
+    foreach is accepted and changes nothing; capturable and differentiable are rejected.
     For 16-bit parameters see Precision.
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015,
@@ -281,7 +281,7 @@ class Adamax(Face, torch.optim.Adamax):
         capturable: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        refuse(capturable=capturable, differentiable=differentiable)
+        reject(capturable=capturable, differentiable=differentiable)
         super().__init__(
             params,
             lr=lr,

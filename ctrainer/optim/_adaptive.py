@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, count, refuse, zeros
+from ctrainer.optim._face import Face, count, reject, zeros
 from ctrainer.optim._precision import Precision
 
 
@@ -18,7 +18,7 @@ class Adagrad(Face, torch.optim.Adagrad):
     The state of the parameters given to the constructor is made there, as torch does;
     that of later ones, of groups whose first sum is their own, and of 16-bit parameters
     whose state is float32, at their first step.
-    foreach and fused are accepted and change nothing; differentiable is refused. For
+    foreach and fused are accepted and change nothing; differentiable is rejected. For
     16-bit parameters see Precision.
 
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning
@@ -42,7 +42,7 @@ class Adagrad(Face, torch.optim.Adagrad):
         fused: bool | None = None,
         **precision: Unpack[Precision],
     ) -> None:
-        refuse(differentiable=differentiable)
+        reject(differentiable=differentiable)
         super().__init__(
             params,
             lr=lr,
@@ -72,7 +72,7 @@ class Adagrad(Face, torch.optim.Adagrad):
 class Adadelta(Face, torch.optim.Adadelta):
     """Adadelta, as torch.optim.Adadelta.
 
-    foreach is accepted and changes nothing; capturable and differentiable are refused.
+    foreach is accepted and changes nothing; capturable and differentiable are rejected.
     For 16-bit parameters see Precision.
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012.
@@ -94,7 +94,7 @@ class Adadelta(Face, torch.optim.Adadelta):
         differentiable: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        refuse(capturable=capturable, differentiable=differentiable)
+        reject(capturable=capturable, differentiable=differentiable)
         super().__init__(
             params,
             lr=lr,
@@ -114,7 +114,7 @@ class RMSprop(Face, torch.optim.RMSprop):
     """RMSprop, as torch.optim.RMSprop, but for one thing: where rounding makes the
     centred variance negative it counts as 0, while torch's parameter becomes NaN.
 
-    foreach is accepted and changes nothing; capturable and differentiable are refused.
+    foreach is accepted and changes nothing; capturable and differentiable are rejected.
     For 16-bit parameters see Precision.
 
     Source: Hinton, "Neural Networks for Machine Learning", 2012, lecture 6; the centred
@@ -138,7 +138,7 @@ class RMSprop(Face, torch.optim.RMSprop):
         differentiable: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        refuse(capturable=capturable, differentiable=differentiable)
+        reject(capturable=capturable, differentiable=differentiable)
         super().__init__(
             params,
             lr=lr,

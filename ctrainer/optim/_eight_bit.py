@@ -178,7 +178,7 @@ class AdamW8bit(_EightBit):
     uint8, with a float32 scale for each 256 elements, "absmax1" and "absmax2", and what
     the codes mean, "qmap1" and "qmap2": 2 bytes a parameter where AdamW has 8. Each
     step computes in float32 and takes the nearest code. A gradient that is Inf or NaN
-    makes its whole block NaN. The count "step" is an int. amsgrad is refused. For
+    makes its whole block NaN. The count "step" is an int. amsgrad is rejected. For
     what stays in float32 see EightBit, for 16-bit parameters Precision.
 
     Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise

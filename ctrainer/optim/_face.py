@@ -13,7 +13,7 @@ from ctrainer._C import OptimEngine
 from ctrainer.optim._precision import Precision, keep_float32, new_master
 
 
-def refuse(**options: bool) -> None:
+def reject(**options: bool) -> None:
     """Raise ValueError for an option of torch's that is set and that we lack."""
     for name, value in options.items():
         if value:

@@ -20,7 +20,7 @@ class Precision(TypedDict, total=False):
         Keep the state in float32, and round the parameter itself at each step.
     stochastic_rounding: bool = False
         Round bfloat16 parameters up or down at random, in proportion to what bfloat16
-        cannot hold, so that small updates are right on average. float16 is refused.
+        cannot hold, so that small updates are right on average. float16 is rejected.
         Source: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
     rounding_seed: int = 0
         In [0, 2**64): of the random bits. They are a function of it, of the group's

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, refuse, zeros
+from ctrainer.optim._face import Face, reject, zeros
 from ctrainer.optim._precision import Precision
 
 
@@ -15,7 +15,7 @@ class SGD(Face, torch.optim.SGD):
     """Stochastic gradient descent with momentum, as torch.optim.SGD.
 
     foreach and fused are accepted and change nothing: there is one implementation.
-    differentiable is refused. For 16-bit parameters see Precision.
+    differentiable is rejected. For 16-bit parameters see Precision.
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep
     learning", 2013, in torch's form.
@@ -38,7 +38,7 @@ class SGD(Face, torch.optim.SGD):
         fused: bool | None = None,
         **precision: Unpack[Precision],
     ) -> None:
-        refuse(differentiable=differentiable)
+        reject(differentiable=differentiable)
         super().__init__(
             params,
             lr=lr,

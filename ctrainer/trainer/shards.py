@@ -31,7 +31,7 @@ class ShardsMixin(CheckpointMixin):
     _shard_group: _C.Communicator | None  # of ranks that have a shard each
 
     def _plan_shards(self) -> None:
-        """Read how the model is to be sharded; what does not go with it is refused."""
+        """Read how the model is to be sharded; what does not go with it is rejected."""
         plan = sharding_of(self.args)
         self._sharding = None if plan is None or plan.replicates else plan
         if self._sharding is None:

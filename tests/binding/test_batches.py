@@ -135,14 +135,14 @@ def test_a_function_may_empty_the_array_of_indices() -> None:
         (np.arange(3), np.arange(4), "4 lengths for 3 indices"),
     ],
 )
-def test_arrays_of_other_kinds_are_refused(
+def test_arrays_of_other_kinds_are_rejected(
     indices: Any, lengths: Any, match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
         _C.batch_by_size(indices, lengths, 1, 1, 1)
 
 
-def test_a_multiple_below_one_is_refused() -> None:
+def test_a_multiple_below_one_is_rejected() -> None:
     with pytest.raises(
         ValueError, match="required_batch_size_multiple must be at least"
     ):

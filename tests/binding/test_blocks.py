@@ -32,7 +32,7 @@ def test_a_stream_of_nothing_has_no_blocks() -> None:
         (SIZES, "lines", "Invalid break_mode: lines; expected none"),
     ],
 )
-def test_what_cannot_be_is_refused(sizes: Any, mode: str, message: str) -> None:
+def test_what_cannot_be_is_rejected(sizes: Any, mode: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _C.token_blocks(sizes, mode, 8, 1)
 
@@ -56,6 +56,6 @@ def test_every_allocation_may_fail() -> None:
     assert all(rows is None or rows == whole for rows in found)
 
 
-def test_strides_are_refused() -> None:
+def test_strides_are_rejected() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         _C.token_blocks(SIZES[::2], "none", 8, 1)

@@ -1,4 +1,4 @@
-"""Tensors and arrays to spans: what is read, and how a refusal speaks."""
+"""Tensors and arrays to spans: what is read, and how a rejection speaks."""
 
 import gc
 from typing import Any

@@ -77,7 +77,7 @@ def test_live_tensors_are_filled_in_place(tmp_path: Path) -> None:
     assert all(torch.equal(targets[n], tensors[n]) for n in tensors)
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_rejected_before_anything_changes(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-1", {"a": torch.ones(3), "b": torch.ones(2)})
     path = tmp_path / "checkpoint-1" / "model.safetensors"
     a = torch.zeros(3)
@@ -246,8 +246,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_another_thread_is_refused_while_one_is_inside(tmp_path: Path) -> None:
-    writer, refused = CheckpointWriter(), []
+def test_another_thread_is_rejected_while_one_is_inside(tmp_path: Path) -> None:
+    writer, rejected = CheckpointWriter(), []
     writer.begin(tmp_path / "checkpoint-1")
     writer.add_safetensors("model.safetensors", {"w": torch.ones(20_000_000)})
     writer.commit()
@@ -257,10 +257,10 @@ def test_another_thread_is_refused_while_one_is_inside(tmp_path: Path) -> None:
         try:
             writer.flush()
         except RuntimeError as problem:
-            refused.append(str(problem))
+            rejected.append(str(problem))
     thread.join()
-    assert all("another thread" in text for text in refused)
-    assert refused
+    assert all("another thread" in text for text in rejected)
+    assert rejected
     assert verify_checkpoint(tmp_path / "checkpoint-1") == []
 
 

@@ -189,7 +189,7 @@ def test_a_backends_error_names_collective_and_rank(
     group.close()
 
 
-def test_operands_that_do_not_fit_are_refused() -> None:
+def test_operands_that_do_not_fit_are_rejected() -> None:
     alone = _C.Communicator()
     with pytest.raises(ValueError, match="op is 'avg'; expected sum, mean, max or min"):
         alone.all_reduce(np.zeros(2), "avg")
@@ -208,7 +208,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         group.all_gather(np.zeros(2), np.zeros(2))
 
 
-def test_a_backend_without_sensible_ranks_is_refused() -> None:
+def test_a_backend_without_sensible_ranks_is_rejected() -> None:
     class Wrong(Backend):
         rank = 2
 

@@ -352,7 +352,7 @@ def test_a_transposed_parameter_is_taken_in_the_order_of_memory() -> None:
     assert torch.equal(a, b)
 
 
-# ---- what is refused ----------------------------------------------------------------
+# ---- what is rejected ----------------------------------------------------------------
 
 
 def test_options_out_of_range_are_named() -> None:
@@ -397,7 +397,7 @@ def test_state_that_does_not_fit_is_named(
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
-def test_codes_without_their_scales_are_refused() -> None:
+def test_codes_without_their_scales_are_rejected() -> None:
     params = parameters()
     optimizer = optim.AdamW8bit(params)
     give_grads(0, params)

@@ -188,7 +188,7 @@ def test_what_the_crash_report_raises_does_not_hide_the_failure(
 
 
 @pytest.mark.parametrize("samples", [[], 3])
-def test_no_samples_are_refused(samples: Any) -> None:
+def test_no_samples_are_rejected(samples: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         Trainer().train_step(samples)
 

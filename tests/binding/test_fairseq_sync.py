@@ -102,7 +102,7 @@ def test_the_task_says_whether_logs_can_be_summed(
     assert logs == ["the other's"]
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_rejected() -> None:
     trainer = Trainer(Twin())
     with pytest.raises(TypeError, match="expected logging_outputs"):
         trainer._fast_stat_sync_sum()  # type: ignore[call-arg]

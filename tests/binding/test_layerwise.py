@@ -248,7 +248,7 @@ def test_an_option_out_of_range_is_named_and_changes_nothing(
     assert all((a == b).all() for a, b in zip(before, run.arrays(), strict=True))
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_sparse_gradients_are_rejected() -> None:
     p = torch.nn.Parameter(torch.zeros(4, 3))
     p.grad = torch.ones(4, 3).to_sparse()
     for cls in (optim.LAMB, optim.LARS, optim.Adafactor, optim.Muon):

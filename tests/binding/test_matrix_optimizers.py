@@ -121,7 +121,7 @@ def test_adafactors_rate_does_not_compound_from_parameter_to_parameter() -> None
     assert a.param_groups[0]["lr"] == 0.1
 
 
-def test_adafactor_refuses_what_transformers_refuses() -> None:
+def test_adafactor_rejects_what_transformers_rejects() -> None:
     params = make_params([(2, 2)], torch.float32)
     with pytest.raises(ValueError, match="relative_step=True"):
         optim.Adafactor(params, lr=0.1)
@@ -134,7 +134,7 @@ def test_adafactor_refuses_what_transformers_refuses() -> None:
         optim.Adafactor(params, clip_threshold=0.0).step()
 
 
-def test_a_transposed_matrix_is_refused() -> None:
+def test_a_transposed_matrix_is_rejected() -> None:
     p = torch.nn.Parameter(torch.ones(4, 3).t())
     p.grad = torch.ones(4, 3).t()
     for cls in (optim.Adafactor, optim.Muon):
@@ -142,7 +142,7 @@ def test_a_transposed_matrix_is_refused() -> None:
             cls([p]).step()
 
 
-def test_state_of_another_shape_is_refused_and_nothing_changes() -> None:
+def test_state_of_another_shape_is_rejected_and_nothing_changes() -> None:
     (p,) = params = make_params([(4, 3)], torch.float32)
     a = optim.Adafactor(params)
     give_grads(0, params)
@@ -253,7 +253,7 @@ def test_muons_update_is_nearly_orthogonal() -> None:
     assert 0.5 < float(singular.min()) <= float(singular.max()) < 1.5
 
 
-def test_muon_refuses_what_is_no_matrix() -> None:
+def test_muon_rejects_what_is_no_matrix() -> None:
     with pytest.raises(ValueError, match=r"got a parameter of shape \(3,\)"):
         optim.Muon(make_params([(2, 2), (3,)], torch.float32))
     params = make_params([(2, 2)], torch.float32)
@@ -335,7 +335,7 @@ def test_a_composite_clips_by_one_norm() -> None:
     assert one.grad_norm == pytest.approx(expected, rel=1e-15)
 
 
-def test_a_composite_refuses_strangers() -> None:
+def test_a_composite_rejects_strangers() -> None:
     params = make_params([(4, 4), (4,)], torch.float32)
     with pytest.raises(TypeError, match=r"expected one of .*Adafactor"):
         optim.Composite([{"params": params, "optimizer": torch.optim.Adam}])

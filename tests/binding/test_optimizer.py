@@ -497,10 +497,10 @@ class TestRefusals:
             opt.step()
 
 
-def test_busy_engine_refuses_changes() -> None:
+def test_busy_engine_rejects_changes() -> None:
     param = Parameter(torch.zeros(2))
     opt = optim.SGD([param], lr=0.1)
-    refusals = []
+    rejections = []
 
     class Meddling(float):
         def __float__(self) -> float:
@@ -511,7 +511,7 @@ def test_busy_engine_refuses_changes() -> None:
             ):
                 with pytest.raises(RuntimeError, match="step"):
                     change()
-                refusals.append(change)
+                rejections.append(change)
             return 0.1
 
     class Rate:
@@ -520,7 +520,7 @@ def test_busy_engine_refuses_changes() -> None:
 
     opt.param_groups[0]["lr"] = Rate()
     opt.step()
-    assert len(refusals) == 3
+    assert len(rejections) == 3
 
 
 def test_engine_is_driven_directly_only_when_step_is_ours() -> None:
@@ -536,12 +536,12 @@ def test_engine_is_driven_directly_only_when_step_is_ours() -> None:
     assert not Overriding(parameters())._native_step
 
 
-def test_threads_share_the_optimizer_or_are_refused() -> None:
+def test_threads_share_the_optimizer_or_are_rejected() -> None:
     params = [Parameter(torch.zeros(300_000)) for _ in range(4)]
     for param in params:
         param.grad = torch.ones_like(param)
     opt = optim.SGD(params, lr=1.0)
-    done, refused = [], []
+    done, rejected = [], []
 
     def work() -> None:
         for _ in range(30):
@@ -549,14 +549,14 @@ def test_threads_share_the_optimizer_or_are_refused() -> None:
                 opt.step(max_norm=1e9)
                 done.append(1)
             except RuntimeError:
-                refused.append(1)
+                rejected.append(1)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(done) + len(refused) == 120
+    assert len(done) + len(rejected) == 120
     assert all((p == -len(done)).all() for p in params)
 
 

@@ -243,7 +243,7 @@ def test_is_torchs_class_with_torchs_signature(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sparse_gradients_are_refused_by_name(name: str) -> None:
+def test_sparse_gradients_are_rejected_by_name(name: str) -> None:
     param = Parameter(torch.ones(4, 2))
     opt = make(name, [param], {"lr": 0.1})
     param.grad = torch.eye(4, 2).to_sparse()
@@ -290,7 +290,7 @@ def test_an_update_skipped_for_infinity_counts_nothing(name: str) -> None:
         if name in inspect.signature(getattr(torch.optim, cls)).parameters
     ],
 )
-def test_options_that_are_not_there_are_refused(cls: str, name: str) -> None:
+def test_options_that_are_not_there_are_rejected(cls: str, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         getattr(optim, cls)(parameters(torch.float32), **{name: True})
 
@@ -406,7 +406,7 @@ class TestScheduleFree:
             ("SGDScheduleFree", {"momentum": 1.0}),
         ],
     )
-    def test_a_momentum_that_cannot_be_undone_is_refused(
+    def test_a_momentum_that_cannot_be_undone_is_rejected(
         self, name: str, options: dict[str, Any]
     ) -> None:
         with pytest.raises(ValueError, match="between 0 and 1"):

@@ -66,7 +66,7 @@ def closed() -> _C.Communicator:
         ((_C.Communicator(), 0, (1,) * 65), ValueError, "65 dimensions"),
     ],
 )
-def test_what_does_not_say_of_what_it_is_a_part_is_refused(
+def test_what_does_not_say_of_what_it_is_a_part_is_rejected(
     part: Any, error: type[Exception], message: str
 ) -> None:
     param = part_of(torch.ones(4), part)

@@ -215,7 +215,7 @@ class TestStochasticRounding:
         end = self.run(0, steps=64).float().mean().item()
         assert end == pytest.approx(1 - 64 * 2.0**-10, abs=2e-3)
 
-    def test_float16_is_refused(self) -> None:
+    def test_float16_is_rejected(self) -> None:
         p = Parameter(torch.ones(3, dtype=torch.float16))
         opt = optim.SGD([p], lr=0.1, stochastic_rounding=True)
         p.grad = torch.ones_like(p)

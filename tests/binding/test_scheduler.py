@@ -205,12 +205,12 @@ def misspelt(chance: random.Random, name: str) -> str:
     "kind", ["linear", "cosine_with_min_lr", "warmup_stable_decay"]
 )
 def test_a_misspelt_option_is_told_the_nearest_that_the_schedule_has(kind: str) -> None:
-    def refusal(option: str) -> str:
+    def rejection(option: str) -> str:
         with pytest.raises((TypeError, ValueError), match="has no option") as caught:
             LRScheduler(optimizer(), kind, 0, 9, {option: 1})
         return str(caught.value)
 
-    known = refusal("").split("it takes ")[1].split(", ")
+    known = rejection("").split("it takes ")[1].split(", ")
     assert {"num_warmup_steps", "num_training_steps"} <= set(known)
     chance = random.Random(kind)
     told = 0
@@ -222,7 +222,7 @@ def test_a_misspelt_option_is_told_the_nearest_that_the_schedule_has(kind: str) 
         near = [name for name in known if far[name] <= 1 + len(name) // 4]
         least = min((far[name] for name in near), default=0)
         nearest = [name for name in near if far[name] == least]
-        message = refusal(option)
+        message = rejection(option)
         if nearest:
             assert message.endswith(f"; did you mean '{nearest[0]}'?"), option
             told += 1
@@ -312,7 +312,7 @@ def test_schedules_on_a_metric_need_an_optimizer_of_torch(name: str) -> None:
         optim.get_scheduler(name, numpy_models.SGD([parameter], lr=0.1))
 
 
-def test_layerwise_optimizers_are_refused() -> None:
+def test_layerwise_optimizers_are_rejected() -> None:
     class LayerWise:
         optimizer_dict: dict[Any, Any] = {}  # noqa: RUF012
 
@@ -320,7 +320,7 @@ def test_layerwise_optimizers_are_refused() -> None:
         optim.get_scheduler("linear", LayerWise(), 0, 9)
 
 
-def test_added_group_is_refused() -> None:
+def test_added_group_is_rejected() -> None:
     opt = optimizer()
     scheduler = optim.get_scheduler("constant", opt)
     opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
@@ -349,7 +349,7 @@ def test_bad_state_changes_nothing(change: dict[str, Any], error: type) -> None:
     assert scheduler.state_dict() == before
 
 
-def test_rates_are_written_to_every_group_or_refused() -> None:
+def test_rates_are_written_to_every_group_or_rejected() -> None:
     opt = optimizer()
     write_rates(opt, [0.5, 0.25])
     assert rates(opt) == [0.5, 0.25]

@@ -260,7 +260,7 @@ class Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     "data", [[], torch.utils.data.TensorDataset(torch.zeros(0)), Stream()]
 )
-def test_empty_data_is_refused(data: Any, tmp_path: Path) -> None:
+def test_empty_data_is_rejected(data: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="empty"):
         make(tmp_path).evaluate(data)
     with pytest.raises(ValueError, match="empty"):
@@ -274,7 +274,7 @@ def test_loop_without_a_batch_says_which_loop(tmp_path: Path) -> None:
         trainer.evaluation_loop(loader, "Prediction")
 
 
-def test_evaluation_without_a_data_set_is_refused(tmp_path: Path) -> None:
+def test_evaluation_without_a_data_set_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="eval_dataset"):
         make(tmp_path, eval_dataset=None).evaluate()
 

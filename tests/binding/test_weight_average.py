@@ -1,4 +1,4 @@
-"""EMA and SWA by themselves: the originals' numbers, whole states, clear refusals."""
+"""EMA and SWA by themselves: the originals' numbers, whole states, clear rejections."""
 
 import copy
 from typing import Any

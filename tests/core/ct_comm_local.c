@@ -163,7 +163,7 @@ work(const member *self)
 /* ---- the table ---------------------------------------------------------------------
  */
 
-/* All ranks are refused alike or none is. */
+/* All ranks are rejected alike or none is. */
 static ct_status
 collective(ct_comm *comm, const ct_request *wanted, ct_error *err)
 {

@@ -286,7 +286,7 @@ test_add_rounds_as_the_cpu_does()
 }
 
 static void
-test_add_refuses_what_does_not_fit()
+test_add_rejects_what_does_not_fit()
 {
     twin a(CT_F32, 4, 0), b(CT_F32, 3, 0), c(CT_I32, 4, 0);
     const ct_span sum = a.on_device(), shorter = b.on_device(), whole = c.on_device();
@@ -347,7 +347,7 @@ main()
         test_copy_converts_as_the_cpu_does();
         test_copy_keeps_nan();
         test_add_rounds_as_the_cpu_does();
-        test_add_refuses_what_does_not_fit();
+        test_add_rejects_what_does_not_fit();
         test_copy_moves_bytes_of_any_dtype();
     });
     return 0;

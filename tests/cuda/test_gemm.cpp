@@ -82,7 +82,7 @@ test_gemm_is_within_its_bound()
 }
 
 static void
-test_gemm_refuses_what_the_cpu_refuses()
+test_gemm_rejects_what_the_cpu_rejects()
 {
     float x[16] = {};
     ct_error err;
@@ -109,6 +109,6 @@ main()
     CHECK(ct_dynlib_set_path(&folder, 1, NULL) == CT_OK);
 #endif
     test_gemm_is_within_its_bound();
-    test_gemm_refuses_what_the_cpu_refuses();
+    test_gemm_rejects_what_the_cpu_rejects();
     return 0;
 }

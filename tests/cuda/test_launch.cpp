@@ -1,5 +1,5 @@
 /* What an entry does around its kernels: streams, waiting, errors, nothing to do. Only
- * the emulation can count and refuse, so this test is for it alone. */
+ * the emulation can count and reject, so this test is for it alone. */
 #include "cuda_test.h"
 
 static const cudaStream_t stream = (cudaStream_t)(uintptr_t)0x5eed;
@@ -101,7 +101,7 @@ test_nothing_to_do_launches_nothing()
 }
 
 static void
-test_a_refused_launch_is_reported()
+test_a_rejected_launch_is_reported()
 {
     for (int entry = 0; entry < N_ENTRIES; entry++) {
         fixture f(CT_F32, 100);
@@ -117,7 +117,7 @@ test_a_refused_launch_is_reported()
 }
 
 static void
-test_integers_are_refused_where_they_make_no_sense()
+test_integers_are_rejected_where_they_make_no_sense()
 {
     for (int entry = 0; entry < N_ENTRIES; entry++) {
         fixture f(CT_I32, 100);
@@ -131,7 +131,7 @@ test_integers_are_refused_where_they_make_no_sense()
 }
 
 static void
-test_copy_refuses_unequal_lengths_and_odd_pairs()
+test_copy_rejects_unequal_lengths_and_odd_pairs()
 {
     fixture f(CT_F32, 100);
     const ct_span shorter = {f.a.device(), 99, CT_F32};
@@ -144,7 +144,7 @@ test_copy_refuses_unequal_lengths_and_odd_pairs()
 }
 
 static void
-test_scratch_grows_by_doubling_and_survives_a_refusal()
+test_scratch_grows_by_doubling_and_survives_a_rejection()
 {
     ct_scratch scratch = {};
     ct_error err;
@@ -184,9 +184,9 @@ main()
     test_an_entry_enqueues_on_its_stream_and_does_not_wait();
     test_read_waits();
     test_nothing_to_do_launches_nothing();
-    test_a_refused_launch_is_reported();
-    test_integers_are_refused_where_they_make_no_sense();
-    test_copy_refuses_unequal_lengths_and_odd_pairs();
-    test_scratch_grows_by_doubling_and_survives_a_refusal();
+    test_a_rejected_launch_is_reported();
+    test_integers_are_rejected_where_they_make_no_sense();
+    test_copy_rejects_unequal_lengths_and_odd_pairs();
+    test_scratch_grows_by_doubling_and_survives_a_rejection();
     return 0;
 }

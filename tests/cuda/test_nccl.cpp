@@ -176,7 +176,7 @@ test_broadcast_and_barrier()
 }
 
 static void
-test_wrong_operands_are_refused()
+test_wrong_operands_are_rejected()
 {
     buffers all(N, own);
     ct_comm *comm = comms[0];
@@ -222,7 +222,7 @@ check_broken(ct_comm *comm, const ct_span *span, int aborted)
 }
 
 static void
-test_a_refused_collective_breaks_the_group()
+test_a_rejected_collective_breaks_the_group()
 {
     buffers all(N, own);
     const ct_span span = all.of[0].on_device();
@@ -417,12 +417,12 @@ main()
     test_all_to_all();
     test_reduce();
     test_broadcast_and_barrier();
-    test_wrong_operands_are_refused();
+    test_wrong_operands_are_rejected();
     test_nothing_to_send_is_no_collective();
     test_a_stream_cannot_be_followed_without_an_event();
     test_host_memory_is_copied();
     test_groups_are_split();
-    test_a_refused_collective_breaks_the_group();
+    test_a_rejected_collective_breaks_the_group();
     test_a_dead_peer_ends_the_wait();
     test_a_rank_that_does_not_come_ends_the_wait_in_time();
     test_joining_ends_in_time();

@@ -92,7 +92,7 @@ def test_collectives_on_host_memory_are_copied_to_the_device(
         ]
 
 
-def test_operands_that_do_not_fit_are_refused_on_every_rank(
+def test_operands_that_do_not_fit_are_rejected_on_every_rank(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work(group: _C.Communicator) -> str:

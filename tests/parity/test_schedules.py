@@ -252,7 +252,7 @@ def test_a_metric_that_evaluation_does_not_give_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ON_METRIC)
-def test_without_evaluation_a_schedule_on_a_metric_is_refused(name: str) -> None:
+def test_without_evaluation_a_schedule_on_a_metric_is_rejected(name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' follows .* eval_strategy is 'no'"):
         make(ctrainer.Trainer, Net(), rows(), lr_scheduler_type=name)
 
@@ -266,7 +266,7 @@ def test_without_evaluation_a_passed_one_is_warned_of(
     assert "ReduceLROnPlateau is stepped when an evaluation ends" in caplog.text
 
 
-def test_options_that_are_no_dict_are_refused() -> None:
+def test_options_that_are_no_dict_are_rejected() -> None:
     with pytest.raises(ValueError, match="lr_scheduler_kwargs must be a dict"):
         make(ctrainer.Trainer, Net(), rows(), lr_scheduler_kwargs="num_cycles=2")
 

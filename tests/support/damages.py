@@ -295,7 +295,7 @@ class Judge:
         self.read, self.same = read, same
         self.kept = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
         self.right = read(folder)
-        self.counts = {"refused": 0, "right": 0, "forged": 0}
+        self.counts = {"rejected": 0, "right": 0, "forged": 0}
 
     def restore(self) -> None:
         for path in self.folder.iterdir():
@@ -322,7 +322,7 @@ class Judge:
         except Exception as error:
             if not is_ours(error, self.folder):
                 raise AssertionError(f"{told}: {error!r}") from error
-            self.counts["refused"] += 1
+            self.counts["rejected"] += 1
             return
         if self.same(self.right, result):
             self.counts["right"] += 1

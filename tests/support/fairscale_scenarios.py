@@ -207,7 +207,7 @@ def dumped(value: Any) -> bytes:
     return file.getvalue()
 
 
-def scenario_an_optimizer_of_other_parameters_is_refused(group: Any) -> None:
+def scenario_an_optimizer_of_other_parameters_is_rejected(group: Any) -> None:
     model = nested(group)
     other = torch.optim.SGD(tree().parameters(), lr=1)
     with pytest.raises(ValueError, match="is no shard of this module"):

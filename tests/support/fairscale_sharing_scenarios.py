@@ -72,9 +72,9 @@ class Resettable(nn.Linear):
 
 
 def scenario_parameters_may_be_reset_where_that_is_allowed(group: Any) -> None:
-    refusing = FullyShardedDataParallel(Resettable(3, 3), group)
+    rejecting = FullyShardedDataParallel(Resettable(3, 3), group)
     with pytest.raises(RuntimeError, match="not allowed: construct with allow_reset"):
-        refusing.reset_parameters()
+        rejecting.reset_parameters()
     model = FullyShardedDataParallel(
         Resettable(3, 3), group, allow_reset_parameters=True
     )

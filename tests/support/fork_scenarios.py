@@ -110,7 +110,7 @@ def _owner() -> str:
 
 
 def use(rank: Rank) -> None:
-    """Every collective is refused at once, by a name."""
+    """Every collective is rejected at once, by a name."""
     group, part = rank.group, rank.part
     assert group is not None
     assert part is not None

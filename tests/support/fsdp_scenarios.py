@@ -465,7 +465,7 @@ def scenario_an_exception_leaves_the_module_usable(group: Any) -> None:
         check_same(group, sharded, plain)
 
 
-def scenario_second_order_gradients_are_refused(group: Any) -> None:
+def scenario_second_order_gradients_are_rejected(group: Any) -> None:
     sharded = nested(group, tree())
     message = "^FSDP only works with gradients that don't require gradients$"
     with pytest.raises(RuntimeError, match=message):
@@ -545,11 +545,11 @@ def scenario_full_states_load(group: Any) -> None:
     before = sharded.full_state_dict()
     wrong = {**plain.state_dict(), "0.weight": torch.zeros(2, 2), "more": torch.ones(1)}
     del wrong["0.bias"]
-    with pytest.raises(RuntimeError) as refused:
+    with pytest.raises(RuntimeError) as rejected:
         sharded.load_full_state_dict(wrong)
-    assert "0.weight has shape (2, 2), expected (10, 6)" in str(refused.value)
-    assert "Missing key(s): ['0.bias']" in str(refused.value)
-    assert "Unexpected key(s): ['more']" in str(refused.value)
+    assert "0.weight has shape (2, 2), expected (10, 6)" in str(rejected.value)
+    assert "Missing key(s): ['0.bias']" in str(rejected.value)
+    assert "Unexpected key(s): ['more']" in str(rejected.value)
     check_parameters(sharded, plain, 1e-12)
     assert set(before) == set(plain.state_dict())
 

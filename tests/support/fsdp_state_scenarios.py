@@ -154,17 +154,17 @@ def scenario_states_that_do_not_fit_are_named(group: Any) -> None:
     with pytest.raises(ValueError, match="is no parameter of this module"):
         FSDP.shard_full_optim_state_dict(full, model, optim=foreign)
 
-    def refused(text: str, **changes: Any) -> None:
+    def rejected(text: str, **changes: Any) -> None:
         with pytest.raises(ValueError, match=text):
             FSDP.shard_full_optim_state_dict(full | changes, model)
 
     options = full["param_groups"][0]
     first, second, *others = options["params"]
-    refused(
+    rejected(
         f"has no parameter '{first}'; it has {sorted([second, *others])[0]}",
         param_groups=[options | {"params": [second, *others]}],
     )
-    refused(
+    rejected(
         f"'{second}' was saved with .* make the optimizer of the groups",
         param_groups=[
             options | {"params": [first]},
@@ -173,9 +173,9 @@ def scenario_states_that_do_not_fit_are_named(group: Any) -> None:
     )
     state = full["state"]
     moved = state[second] | {"step": torch.tensor(9.0)}
-    refused(f"'step' of '{second}' is tensor.9", state=state | {second: moved})
+    rejected(f"'step' of '{second}' is tensor.9", state=state | {second: moved})
     wide = state[second] | {"exp_avg": torch.ones(1, 1, 1)}
-    refused(f"'exp_avg' of '{second}' has shape", state=state | {second: wide})
+    rejected(f"'exp_avg' of '{second}' has shape", state=state | {second: wide})
     for key in (0, "PARAM"):
         with pytest.raises(ValueError, match=f"PARAM_NAME or PARAM_ID, got {key!r}"):
             FSDP.rekey_optim_state_dict(full, key, tree())

@@ -104,14 +104,14 @@ def loaded(folder: str) -> dict[str, Any]:
     }
 
 
-def refused(folder: str) -> None:
+def rejected(folder: str) -> None:
     with pytest.raises(ValueError, match=r"the meta device and has no values\. fsdp"):
-        trainer(f"{folder}/refused", bare(), fsdp=None)
-    made = trainer(f"{folder}/refused", bare())
+        trainer(f"{folder}/rejected", bare(), fsdp=None)
+    made = trainer(f"{folder}/rejected", bare())
     with pytest.raises(ValueError, match=r"the meta device and has no values\. fsdp"):
         made.evaluate(tiny.tokens(4))
     own = bare() if world().rank else tiny.gpt2()
-    made = trainer(f"{folder}/refused", own, fsdp_config={"sync_module_states": False})
+    made = trainer(f"{folder}/rejected", own, fsdp_config={"sync_module_states": False})
     with pytest.raises(ValueError, match=r"on the meta device on ranks \[1\], and"):
         made.train()
 

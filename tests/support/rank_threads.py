@@ -73,16 +73,16 @@ def _alone(call: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _refused(owner: Any, name: str) -> Callable[..., Any]:
+def _rejected(owner: Any, name: str) -> Callable[..., Any]:
     """An import is left alone: it happens once, and half of one stays broken."""
     original = getattr(owner, name)
 
-    def refuse(*args: Any, **named: Any) -> Any:
+    def reject(*args: Any, **named: Any) -> Any:
         if any("importlib" in f.filename for f in traceback.extract_stack()):
             return original(*args, **named)
         raise RuntimeError(f"{name} on a rank changes it for all ranks: {ADVICE}")
 
-    return refuse
+    return reject
 
 
 def _drawn() -> dict[str, Any]:
@@ -101,7 +101,7 @@ def nothing_global_changes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         patch = lambda *given: stack.enter_context(mock.patch.object(*given))  # noqa: E731
         for owner, name in FORBIDDEN:
-            patch(owner, name, _refused(owner, name))
+            patch(owner, name, _rejected(owner, name))
         for name in ("get_rng_state", "set_rng_state"):
             patch(torch, name, _alone(getattr(torch, name)))
         yield

@@ -238,7 +238,7 @@ def scenario_a_model_is_cast_and_trains_on(group: Any) -> None:
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def scenario_what_needs_whole_averages_is_refused(group: Any) -> None:
+def scenario_what_needs_whole_averages_is_rejected(group: Any) -> None:
     model, optimizer = sharded(group)
     with pytest.raises(ValueError, match=r"join\(\) is not for gradients that go to"):
         with model.join():

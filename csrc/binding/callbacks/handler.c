@@ -498,7 +498,7 @@ CallbackHandler_call_event(PyObject *op, PyObject *const *args, Py_ssize_t nargs
 #undef CTPY_EVENT
 
 /* handler.<event>(args, state, control, **extra): fires the event by attribute lookup,
- * so that a replaced handler or a patched event is honoured. `event` is one of the
+ * so that a replaced handler or a patched event is called. `event` is one of the
  * interned str_on_*; `extra` is a dict, or NULL for none (on_log wants logs,
  * on_evaluate and on_predict want metrics). Borrows everything. Returns the control
  * that the last callback left, a new reference, or NULL with the exception of the

@@ -215,7 +215,7 @@ list_unexpected(const ct_st_file *file, const load *l)
 }
 
 static int
-refuse_differences(PyObject *path, const load *l)
+reject_differences(PyObject *path, const load *l)
 {
     if (PyList_GET_SIZE(l->missing) == 0 && PyList_GET_SIZE(l->unexpected) == 0) {
         return 0;
@@ -237,7 +237,7 @@ load_file(PyObject *path, const ct_st_file *file, const ctpy_tensors *tensors,
     PyObject *answer = NULL;
     if (load_init(&l, file) == 0 && match(path, file, tensors, &l) == 0 &&
         list_unexpected(file, &l) == 0 &&
-        (!strict || refuse_differences(path, &l) == 0)) {
+        (!strict || reject_differences(path, &l) == 0)) {
         ct_status status;
         Py_BEGIN_ALLOW_THREADS
         status = ct_st_read(file, l.targets, check != 0, expected, &err);

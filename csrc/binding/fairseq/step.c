@@ -516,7 +516,7 @@ FairseqTrainer__repeat_step(PyObject *op, PyObject *samples)
 /* FairseqTrainer: a sample before the task sees it, and the dummy in its place. */
 
 static PyObject *
-refuse_dummy(void)
+reject_dummy(void)
 {
     PyErr_SetString(
         PyExc_Exception,
@@ -594,7 +594,7 @@ FairseqTrainer__prepare_sample(PyObject *op, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     if (is_word(sample)) {
-        return refuse_dummy();
+        return reject_dummy();
     }
     int empty = is_empty(sample);
     if (empty != 0) {

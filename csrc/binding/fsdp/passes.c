@@ -723,16 +723,16 @@ complete(FSDPUnit *self)
 }
 
 static int
-refuse_second_order(const ctpy_state *state, PyObject *grad)
+reject_second_order(const ctpy_state *state, PyObject *grad)
 {
     PyObject *wanted = PyObject_GetAttr(grad, state->str_requires_grad);
-    const int refused = wanted == NULL || wanted == Py_True;
+    const int rejected = wanted == NULL || wanted == Py_True;
     if (wanted == Py_True) {
         PyErr_SetString(PyExc_RuntimeError,
                         "FSDP only works with gradients that don't require gradients");
     }
     Py_XDECREF(wanted);
-    return refused ? -1 : 0;
+    return rejected ? -1 : 0;
 }
 
 /* Into the flat gradient; autograd's own tensor can go then. */
@@ -743,7 +743,7 @@ store(FSDPUnit *self, fsdp_leaf *leaf, PyObject *grad)
     ct_span span;
     ct_status status;
     ct_error err;
-    if (refuse_second_order(state, grad) < 0 ||
+    if (reject_second_order(state, grad) < 0 ||
         fsdp_span_from(self, grad, "a gradient", 0, &span) < 0 ||
         fsdp_use_stream(self) < 0) {
         return -1;
@@ -761,7 +761,7 @@ store(FSDPUnit *self, fsdp_leaf *leaf, PyObject *grad)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-/* A gradient that was refused must not be added to by the next backward. */
+/* A gradient that was rejected must not be added to by the next backward. */
 static int
 drop(PyObject *param, PyObject *name, int result)
 {

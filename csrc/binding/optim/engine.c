@@ -15,7 +15,7 @@
  */
 
 static PyObject *
-refuse_kind(const char *name)
+reject_kind(const char *name)
 {
     PyObject *kinds = PyUnicode_FromString("");
     for (int k = 0; kinds != NULL && k < CT_OPTIM_KIND_COUNT; k++) {
@@ -46,7 +46,7 @@ OptimEngine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     const ct_optim_kind kind = ct_optim_kind_from_name(name);
     if (kind == CT_OPTIM_KIND_COUNT) {
-        return refuse_kind(name);
+        return reject_kind(name);
     }
     OptimEngine *self = (OptimEngine *)type->tp_alloc(type, 0);
     if (self != NULL) {
@@ -218,7 +218,7 @@ resize(OptimEngine *self, size_t n_groups, size_t n_params)
 
 /* A parameter listed twice would be updated twice at once, by two threads. */
 static int
-refuse_duplicates(OptimEngine *self)
+reject_duplicates(OptimEngine *self)
 {
     int result = 0;
     PyObject *seen = PySet_New(NULL);
@@ -322,7 +322,7 @@ plan_slots(OptimEngine *self, PyObject *groups)
     }
     self->n_known = 0; /* the slots' state has to be looked up anew */
     self->parts_asked = false;
-    return refuse_duplicates(self);
+    return reject_duplicates(self);
 }
 
 /* Makes slots agree with the face's live param_groups. */

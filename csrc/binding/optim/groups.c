@@ -143,7 +143,7 @@ read_choice(PyObject *group, PyObject *key, size_t g, const char *const *choices
 
 /* An option of torch's that we lack. It may come with a state_dict. */
 static int
-refuse(PyObject *group, PyObject *key, size_t g)
+reject(PyObject *group, PyObject *key, size_t g)
 {
     int set = read_flag(group, key, 0);
     if (set > 0) {
@@ -183,7 +183,7 @@ read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field
     case OPTIM_LIMIT:
         return ctpy_group_max_norm(state, group, (Py_ssize_t)g, member);
     case OPTIM_NEVER:
-        return refuse(group, key, g);
+        return reject(group, key, g);
     }
     Py_UNREACHABLE();
 }
@@ -225,7 +225,7 @@ read_kind(OptimEngine *self, PyObject *group, size_t g, ct_optim_kind *kind)
 #define LIVE(key, of, its_type) {MEMBER(key, of), .type = (its_type), .live = true}
 #define CHOICE(key, of, names)                                                         \
     {MEMBER(key, of), .type = OPTIM_CHOICE, .choices = (names)}
-#define REFUSED(key, its_type)                                                         \
+#define REJECTED(key, its_type)                                                        \
     {.name = offsetof(ctpy_state, str_##key), .type = (its_type)}
 #define COUNT {offsetof(ctpy_state, str_step), " state 'step'", -1, OPTIM_ONE, 0}
 #define SHAPED(key, array, shape)                                                      \
@@ -258,8 +258,8 @@ const optim_field optim_common_fields[] = {
     FIELD(rounding_seed, rounding.seed, OPTIM_COUNT),
     LIVE(rounding_step, rounding.step, OPTIM_COUNT),
     /* What torch's optimizers have and ours do not; it may come with a state_dict. */
-    REFUSED(capturable, OPTIM_NEVER),
-    REFUSED(differentiable, OPTIM_NEVER),
+    REJECTED(capturable, OPTIM_NEVER),
+    REJECTED(differentiable, OPTIM_NEVER),
 };
 const size_t optim_n_common_fields =
     sizeof optim_common_fields / sizeof *optim_common_fields;
@@ -469,7 +469,7 @@ static const optim_field adamw_8bit_fields[] = {
     FIELD(betas, adamw.beta1, OPTIM_PAIR),
     FIELD(eps, adamw.eps, OPTIM_NUMBER),
     FIELD(weight_decay, adamw.weight_decay, OPTIM_NUMBER),
-    REFUSED(amsgrad, OPTIM_NEVER),
+    REJECTED(amsgrad, OPTIM_NEVER),
     FIELD(decoupled_weight_decay, adamw.decoupled, OPTIM_FLAG_ON),
 };
 static const optim_value two_8bit_values[] = {

@@ -847,7 +847,7 @@ attribute(const optim_slot *slot, PyObject *name)
 }
 
 static int
-refuse_row(const OptimEngine *self, const optim_slot *slot)
+reject_row(const OptimEngine *self, const optim_slot *slot)
 {
     PyObject *answer = attribute(slot, self->state->str__is_part);
     const int several = answer == NULL ? -1 : PyObject_IsTrue(answer);
@@ -942,7 +942,7 @@ optim_read_parts(OptimEngine *self)
         if (ct_optim_group_is_whole(&groups[slot->group])) {
             PyObject *described = attribute(slot, self->state->str__part);
             result = described == NULL      ? -1
-                     : Py_IsNone(described) ? refuse_row(self, slot)
+                     : Py_IsNone(described) ? reject_row(self, slot)
                                             : read_part(self, slot, described);
             Py_XDECREF(described);
         }

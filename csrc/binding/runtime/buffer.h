@@ -59,7 +59,7 @@ typedef enum ctpy_problem {
 /* Tensors and arrays to spans. `op` is an exact torch.Tensor or Parameter, or a NumPy
  * array; contiguous and on the CPU. TypeError or ValueError name `what`, what was
  * given, what was expected and what to do. The span borrows op's memory: own op while
- * it is in use. `writable` refuses read-only arrays. */
+ * it is in use. `writable` rejects read-only arrays. */
 int ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
                    ct_span *span);
 

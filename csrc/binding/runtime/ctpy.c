@@ -379,10 +379,10 @@ ctpy_take_copy_state_borrow(PyObject *op, PyObject *state)
     return PyTuple_GET_ITEM(state, 1);
 }
 
-typedef struct refusal {
+typedef struct rejection {
     PyTypeObject *type; /* borrowed from the module's state */
     const char *why;
-} refusal;
+} rejection;
 
 static const char of_group[] = "it belongs to the ranks of an open group";
 static const char of_run[] = "it is a part of a run that is under way";
@@ -401,14 +401,14 @@ has_own_reduce(PyObject *op)
 }
 
 static PyObject *
-refuse(PyObject *op, PyObject *Py_UNUSED(protocol))
+reject(PyObject *op, PyObject *Py_UNUSED(protocol))
 {
     ctpy_state *state = ctpy_state_borrow(op);
     const int own = has_own_reduce(op);
     if (own != 0) {
         return own < 0 ? NULL : PyObject_CallMethod(op, "__reduce__", NULL);
     }
-    const refusal known[] = {
+    const rejection known[] = {
         {state->BatchShard,       of_run                                           },
         {state->CheckpointWriter, "it writes files from a thread of this process"  },
         {state->FairseqTrainer,   "it holds a run that is under way"               },
@@ -431,13 +431,13 @@ refuse(PyObject *op, PyObject *Py_UNUSED(protocol))
     return NULL;
 }
 
-static PyMethodDef refusing = {"__reduce_ex__", refuse, METH_O,
-                               "__reduce_ex__($self, protocol, /)\n--\n\nRaise "
-                               "TypeError: there are no copies, but those of a "
-                               "subclass's own __reduce__()."};
+static PyMethodDef rejecting = {"__reduce_ex__", reject, METH_O,
+                                "__reduce_ex__($self, protocol, /)\n--\n\nRaise "
+                                "TypeError: there are no copies, but those of a "
+                                "subclass's own __reduce__()."};
 
 int
-ctpy_refuse_copies(const ctpy_state *state)
+ctpy_reject_copies(const ctpy_state *state)
 {
     PyTypeObject *const types[] = {
         state->BMUF,           state->BatchShard,   state->CheckpointWriter,
@@ -447,10 +447,10 @@ ctpy_refuse_copies(const ctpy_state *state)
         state->RowBuffer,
     };
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
-        PyObject *method = PyDescr_NewMethod(types[i], &refusing);
+        PyObject *method = PyDescr_NewMethod(types[i], &rejecting);
         const int failed =
             method == NULL ||
-            PyObject_SetAttrString((PyObject *)types[i], refusing.ml_name, method) < 0;
+            PyObject_SetAttrString((PyObject *)types[i], rejecting.ml_name, method) < 0;
         Py_XDECREF(method);
         if (failed) {
             return -1;

@@ -118,7 +118,7 @@ PyObject *ctpy_copy_state_steal(PyObject *op, PyObject *fields);
 PyObject *ctpy_take_copy_state_borrow(PyObject *op, PyObject *state);
 
 /* Makes types of which no copy can be right say so, and what to do. 0, or -1. */
-int ctpy_refuse_copies(const ctpy_state *state);
+int ctpy_reject_copies(const ctpy_state *state);
 
 /* Is op.name the method that this extension defines, not an override? 1, 0 or -1. */
 int ctpy_is_default(PyObject *op, PyObject *name);

@@ -403,7 +403,7 @@ static const char LRScheduler_load_state_dict_doc[] =
 
 /* transformers' schedules keep nothing in lr_lambdas: each entry is None or {}. */
 static int
-refuse_lambdas(PyObject *state)
+reject_lambdas(PyObject *state)
 {
     PyObject *lambdas = PyMapping_GetItemString(state, "lr_lambdas");
     PyObject *list = lambdas == NULL ? NULL : PySequence_List(lambdas);
@@ -462,7 +462,7 @@ LRScheduler_load_state_dict(PyObject *op, PyObject *state)
     Py_ssize_t n = self->last_lr == NULL ? 0 : PySequence_Size(self->last_lr);
     PyObject *base = n < 0 ? NULL : state_rates(state, "base_lrs", n);
     PyObject *last = base == NULL ? NULL : state_rates(state, "_last_lr", n);
-    if (last == NULL || refuse_lambdas(state) < 0 ||
+    if (last == NULL || reject_lambdas(state) < 0 ||
         state_integer(state, "last_epoch", &last_epoch) < 0 ||
         state_integer(state, "_step_count", &step_count) < 0) {
         Py_XDECREF(last);

@@ -17,7 +17,7 @@ static PyObject *
 Trainer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kw))
 {
     PyObject *none = PyTuple_New(0);
-    /* object's own refuses a class with abstract methods. */
+    /* object's own rejects a class with abstract methods. */
     PyObject *op = none == NULL ? NULL : PyBaseObject_Type.tp_new(type, none, NULL);
     Py_XDECREF(none);
     if (op != NULL) {
@@ -78,7 +78,7 @@ Trainer_dealloc(PyObject *op)
  * them. */
 
 static int
-refuse_running(PyObject *op)
+reject_running(PyObject *op)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     Trainer *self = (Trainer *)op;
@@ -144,7 +144,7 @@ static const char Trainer___getstate___doc[] =
 static PyObject *
 Trainer___getstate__(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    if (refuse_running(op) < 0) {
+    if (reject_running(op) < 0) {
         return NULL;
     }
     PyObject *state =

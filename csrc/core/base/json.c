@@ -63,7 +63,7 @@ ct_json_enter(ct_json *json, char open, ct_error *err)
 }
 
 /* Bytes of the UTF-8 sequence at p, of which `left` >= 1 are there; 0 if malformed.
- * Overlong forms and surrogates are malformed: Python would refuse them too. */
+ * Overlong forms and surrogates are malformed: Python would reject them too. */
 static size_t
 utf8_length(const char *text, size_t left)
 {

@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 
 #ifndef MREMAP_DONTUNMAP
-#define MREMAP_DONTUNMAP 4 /* of Linux 5.7: an older one refuses to move pages */
+#define MREMAP_DONTUNMAP 4 /* of Linux 5.7: an older one moves no pages */
 #endif
 
 enum {

@@ -34,7 +34,7 @@ CT_NODISCARD ct_status ct_pages_new_steal(ct_pages **pages, ct_segment *segment,
                                           size_t offset, size_t bytes, ct_error *err);
 
 /* Gives the memory of [offset, offset + bytes) back; it then reads as zeroes. Both are
- * multiples of a page within the pages, or CT_EINVAL; CT_EIO when the system refuses,
+ * multiples of a page within the pages, or CT_EINVAL; CT_EIO when the system fails,
  * CT_ECOMM for shared memory in a forked child. */
 CT_NODISCARD ct_status ct_pages_discard(ct_pages *pages, size_t offset, size_t bytes,
                                         ct_error *err);

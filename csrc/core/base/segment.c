@@ -321,7 +321,7 @@ ask_for_memory(const meeting *m, int server, int *memory, ct_error *err)
     return reply == NO_ANSWER
                ? ct_fail(err, CT_ECOMM, "rank 0 of %s went away", m->key)
                : ct_fail(err, CT_EINVAL,
-                         "rank 0 of %s refuses rank %d of %d: %s (its error says more)",
+                         "rank 0 of %s rejects rank %d of %d: %s (its error says more)",
                          m->key, m->rank, m->world_size,
                          reply == RANK_TAKEN   ? "there is one already"
                          : reply == OTHER_SIZE ? "it expects another number of ranks"

@@ -30,7 +30,7 @@ typedef struct ct_segment {
  *
  * CT_ECOMM when that does not happen within timeout_seconds, naming who is missing, or
  * when a process of another kind answers; CT_EINVAL when ranks disagree about their
- * number or size, or two have one rank; CT_EIO when the system refuses. */
+ * number or size, or two have one rank; CT_EIO when the system fails. */
 CT_NODISCARD ct_status ct_segment_join(ct_segment *segment, const char *key, int rank,
                                        int world_size, size_t bytes,
                                        double timeout_seconds, ct_error *err);

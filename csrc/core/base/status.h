@@ -24,8 +24,8 @@ typedef enum ct_status {
     CT_EINVAL,  /* the caller broke the contract */
     CT_ENOMEM,  /* an allocation failed */
     CT_EFLOAT,  /* the numbers went bad: NaN, Inf or underflow */
-    CT_EDEVICE, /* the device or its driver refused */
-    CT_EIO,     /* the file system refused; err->os_error says why */
+    CT_EDEVICE, /* the device or its driver failed */
+    CT_EIO,     /* the file system failed; err->os_error says why */
     CT_ECOMM,   /* a collective failed or a peer is gone */
     CT_EHOST,   /* a host callback failed and has reported it already */
 } ct_status;

@@ -382,7 +382,7 @@ ct_st_read(const ct_st_file *file, void *const *targets, bool check,
 /* Opening safetensors files: a hostile header must cost an error message and no more.
  */
 
-/* The library's own limit; a header of more is refused unread. */
+/* The library's own limit; a header of more is rejected unread. */
 #define HEADER_LIMIT 100000000u
 
 enum {

@@ -260,7 +260,7 @@ ct_zip_plan(ct_plan *plan, const ct_zip_record *records, size_t n, ct_error *err
 
 /* Reading archives: a hostile directory must cost an error message and no more. */
 
-/* More than a million records with long names; what claims more is refused unread. */
+/* More than a million records with long names; what claims more is rejected unread. */
 #define DIRECTORY_LIMIT (256u << 20)
 
 /* Where the directory is, as the end of the archive says. */

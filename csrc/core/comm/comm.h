@@ -227,7 +227,7 @@ void ct_label_set(ct_label *label, const char *name, uint64_t shape);
 ct_request ct_request_labelled(const ct_comm *comm, const ct_request *request);
 
 /* CT_EINVAL unless the lengths, dtypes and the root fit a group of world_size ranks. To
- * be called when the ranks are known to ask for the same, so that all are refused. */
+ * be called when the ranks are known to ask for the same, so that all are rejected. */
 CT_NODISCARD ct_status ct_request_check(const ct_request *request, int world_size,
                                         ct_error *err);
 

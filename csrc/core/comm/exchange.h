@@ -73,7 +73,7 @@ CT_NODISCARD ct_status ct_exchange_init(ct_exchange *exchange,
  * when this returns; without it goes as far as others let it, and to go on it is called
  * again, with no other transfer between. Failing ends it.
  *
- * All ranks are refused alike (CT_EINVAL) or none is; of a request that is refused
+ * All ranks are rejected alike (CT_EINVAL) or none is; of a request that is rejected
  * nothing is read. CT_ECOMM when a rank is gone or late, CT_EHOST when interrupted.
  *
  * Where what all give lies in peer buffers, it is read there, in one piece; of an

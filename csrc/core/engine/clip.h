@@ -10,7 +10,7 @@ extern "C" {
 
 /* {0} clips nothing. */
 typedef struct ct_clip {
-    double max_norm;  /* to this norm; 0 or Inf: not; < 0 is refused */
+    double max_norm;  /* to this norm; 0 or Inf: not; < 0 is rejected */
     double norm_type; /* p of the norm, > 0 or Inf; 0 stands for 2 */
     double value;     /* after that each element to [-value, value]; 0 or Inf: not */
     bool by_group;    /* max_norm holds for each group by itself */

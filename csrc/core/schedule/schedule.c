@@ -36,7 +36,7 @@ word_list_add(word_list *list, const char *prefix, const char *word)
 }
 
 static ct_status
-refuse_name(const ct_schedule_family *family, const char *name, ct_error *err)
+reject_name(const ct_schedule_family *family, const char *name, ct_error *err)
 {
     word_list known = {.length = 0};
     for (size_t k = 0; k < family->n_kinds; k++) {
@@ -105,7 +105,7 @@ nearest_option(const ct_schedule *schedule, const char *name)
 }
 
 static ct_status
-refuse_option(const ct_schedule *schedule, const char *name, ct_error *err)
+reject_option(const ct_schedule *schedule, const char *name, ct_error *err)
 {
     const char *nearest = nearest_option(schedule, name);
     if (nearest != NULL) {
@@ -124,7 +124,7 @@ refuse_option(const ct_schedule *schedule, const char *name, ct_error *err)
 }
 
 static ct_status
-refuse_word(const ct_schedule_option *option, const char *word, ct_error *err)
+reject_word(const ct_schedule_option *option, const char *word, ct_error *err)
 {
     word_list known = {.length = 0};
     for (size_t w = 0; option->words[w] != NULL; w++) {
@@ -158,7 +158,7 @@ ct_schedule_init(ct_schedule *schedule, const char *name, ct_error *err)
         k++;
     }
     if (k == family->n_kinds) {
-        return refuse_name(family, name, err);
+        return reject_name(family, name, err);
     }
     schedule->family = family;
     schedule->kind = &family->kinds[k];
@@ -235,7 +235,7 @@ look_up(const ct_schedule *schedule, const char *name, size_t *i, ct_error *err)
 {
     const int found = ct_schedule_find(schedule, name);
     if (found < 0 || !ct_schedule_takes(schedule, (size_t)found)) {
-        return refuse_option(schedule, name, err);
+        return reject_option(schedule, name, err);
     }
     *i = (size_t)found;
     return CT_OK;
@@ -292,7 +292,7 @@ ct_schedule_set_word(ct_schedule *schedule, const char *name, const char *word,
             return CT_OK;
         }
     }
-    return refuse_word(option, word, err);
+    return reject_word(option, word, err);
 }
 
 ct_status

@@ -48,7 +48,7 @@ class FullyShardedDataParallel(Engine):
     flatten_parameters: a flat parameter for what is trained and one for what is frozen.
     move_params_to_cpu, cpu_offload: of a module on a GPU the shards are in host memory,
     and their gradients, whatever move_grads_to_cpu. compute_device, state_dict_device:
-    the kind of device that the module is on; another is refused.
+    the kind of device that the module is on; another is rejected.
     gradient_predivide_factor: what gradients are divided by before their sum.
     state_dict_on_rank_0_only: state_dict() is empty on other ranks.
     process_group_reduce_scatter, bucket_cap_mb, no_broadcast_optim_state,

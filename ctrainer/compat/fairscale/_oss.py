@@ -24,7 +24,7 @@ class OSS(Optimizer):
     ctrainer.optim, made of this rank's parameters with `default`. group: a
     Communicator, a group of torch.distributed or None for all ranks.
     broadcast_buffer_size and force_broadcast_object have nothing to do: tensors are
-    sent in C through one buffer. broadcast_fp16 is refused: the ranks' parameters
+    sent in C through one buffer. broadcast_fp16 is rejected: the ranks' parameters
     would come apart.
 
     Parameters go, in order, to the rank with the fewest elements so far. Gradients

@@ -35,7 +35,7 @@ class ShardedDataParallel(DataParallel):
 
     As in fairscale, gradients in eval() mode are each rank's own, OSS.clip_grad_norm
     clips, and ShardedGradScaler scales. join() and the hooks that need whole averages
-    are refused with ValueError, and so is an OSS of other ranks.
+    are rejected with ValueError, and so is an OSS of other ranks.
 
     Source: Rajbhandari et al., "ZeRO", 2020, stage 2; names and arguments of fairscale,
     fairscale/nn/data_parallel/sharded_ddp.py.

@@ -128,7 +128,7 @@ def _reader(name: str, hint: Any) -> Callable[[str], Any]:
 class _Parser(ArgumentParser):
     """Says which option may be meant by one that it does not know."""
 
-    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+    def reject(self, unknown: Sequence[str]) -> NoReturn:
         parts = []
         for text in unknown:
             name = text.split("=")[0]
@@ -190,7 +190,7 @@ def parse_training_args(
         modify_parser(parser)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.refuse(unknown)
+        parser.reject(unknown)
     return _config(parser, options)
 
 

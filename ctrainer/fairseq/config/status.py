@@ -1,6 +1,6 @@
 """What becomes of each option: the table from which docs/fairseq_config.md is made.
 
-An option that is neither honoured nor refused is read: checked, kept for whoever asks
+An option that is neither supported nor rejected is read: checked, kept for whoever asks
 for it, and acted on by nothing in this package.
 """
 
@@ -18,7 +18,7 @@ _BLOCKS = "by Trainer, with use_bmuf"
 _LOCAL = "by Trainer, of slowmo"
 _SHARDS = "by Trainer, of fully_sharded"
 
-HONOURED = {
+SUPPORTED = {
     "bmuf.average_sync": _BLOCKS,
     "bmuf.block_lr": _BLOCKS,
     "bmuf.block_momentum": _BLOCKS,
@@ -127,12 +127,12 @@ HONOURED = {
     "optimization.use_bmuf": "by Trainer",
 }
 # Of all options of a kind of component.
-HONOURED_COMPONENTS = {
+SUPPORTED_COMPONENTS = {
     "criterion": "by the criterion",
     "lr_scheduler": "by build_lr_scheduler",
     "model": "by the model",
 }
-REFUSED = {
+REJECTED = {
     "common.aim_repo": _TRACKER,
     "common.azureml_logging": _TRACKER,
     "common.profile": "fairseq-train raises ValueError",
@@ -146,11 +146,11 @@ REFUSED = {
 
 def status_of(option: str) -> str:
     """The status of "group.option" or "component.name.option", with where or why."""
-    if option in HONOURED:
-        return f"honoured: {HONOURED[option]}"
+    if option in SUPPORTED:
+        return f"supported: {SUPPORTED[option]}"
     component = option.partition(".")[0]
-    if component in HONOURED_COMPONENTS:
-        return f"honoured: {HONOURED_COMPONENTS[component]}"
-    if option in REFUSED:
-        return f"refused when set: {REFUSED[option]}"
+    if component in SUPPORTED_COMPONENTS:
+        return f"supported: {SUPPORTED_COMPONENTS[component]}"
+    if option in REJECTED:
+        return f"rejected when set: {REJECTED[option]}"
     return "read"

@@ -23,7 +23,7 @@ from ctrainer.fairseq.utils import split_paths
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = {
+_REJECTED = {
     "eval_bleu": "nothing generates translations here to score",
     "load_alignments": "no criterion here learns from alignments",
     "num_batch_buckets": "batches are padded to their longest sample alone",
@@ -124,7 +124,7 @@ class TranslationTask(FairseqTask):
     def setup_task(cls, cfg: Any, **kwargs: Any) -> Any:
         """Raises ValueError for options that are not acted on, and where no languages
         are named or found."""
-        for name, why in _REFUSED.items():
+        for name, why in _REJECTED.items():
             if getattr(cfg, name, False):
                 raise ValueError(f"task.{name} is {getattr(cfg, name)!r}: {why}")
         if not cfg.data:

@@ -28,7 +28,7 @@ test_calloc_zeroes(void)
 }
 
 static void
-test_sizes_that_overflow_are_refused(void)
+test_sizes_that_overflow_are_rejected(void)
 {
     CHECK(ct_alloc(SIZE_MAX) == NULL);
     CHECK(ct_alloc(SIZE_MAX - 63) == NULL);
@@ -97,7 +97,7 @@ main(void)
 {
     test_blocks_are_aligned_to_a_cache_line();
     test_calloc_zeroes();
-    test_sizes_that_overflow_are_refused();
+    test_sizes_that_overflow_are_rejected();
     test_the_nth_allocation_fails_and_all_after_it();
     test_grow_keeps_the_content_and_doubles();
     test_a_failed_grow_changes_nothing();

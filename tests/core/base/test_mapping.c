@@ -156,7 +156,7 @@ without_memory_for_a_spare_pages_go_back(void)
 }
 
 static void
-what_cannot_be_mapped_is_refused(void)
+what_cannot_be_mapped_is_rejected(void)
 {
     ct_mapping map;
     ct_error err;
@@ -173,7 +173,7 @@ main(void)
     spares_are_as_many_as_were_in_use_at_once();
     what_lies_ready_goes_back_to_the_system();
     without_memory_for_a_spare_pages_go_back();
-    what_cannot_be_mapped_is_refused();
+    what_cannot_be_mapped_is_rejected();
     a_touch_after_the_release_is_told(SMALL);
     a_touch_after_the_release_is_told(LARGE);
     poisoned_pages_are_nan_while_they_are_released(SMALL);

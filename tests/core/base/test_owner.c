@@ -37,7 +37,7 @@ free_all(ct_comm *comm, ct_pages *memory)
 }
 
 static void
-check_refused(ct_status status, const ct_error *err, const char *what)
+check_rejected(ct_status status, const ct_error *err, const char *what)
 {
     char owner[64];
     (void)snprintf(owner, sizeof owner, "belongs to process %d; this is process %d,",
@@ -58,15 +58,15 @@ use_all(ct_comm *comm, ct_pages *memory)
     const ct_request sum = {
         .what = CT_ALL_REDUCE, .in = {&value, 1, CT_F32}
     };
-    check_refused(ct_comm_run(comm, &sum, &err), &err, "all_reduce on rank ");
-    check_refused(ct_comm_start(comm, &sum, &work, &err), &err, "all_reduce on rank ");
-    check_refused(comm->ops->barrier(comm, &err), &err, "barrier on rank ");
-    check_refused(ct_comm_split(comm, 0, 0, &part, &err), &err, "all_gather on rank ");
+    check_rejected(ct_comm_run(comm, &sum, &err), &err, "all_reduce on rank ");
+    check_rejected(ct_comm_start(comm, &sum, &work, &err), &err, "all_reduce on rank ");
+    check_rejected(comm->ops->barrier(comm, &err), &err, "barrier on rank ");
+    check_rejected(ct_comm_split(comm, 0, 0, &part, &err), &err, "all_gather on rank ");
     CHECK(value == 1.0f && work == NULL && part == NULL && more == NULL);
     if (memory != NULL) {
-        check_refused(ct_comm_memory(comm, 4096, &more, &err), &err, "all_reduce on ");
-        check_refused(ct_pages_discard(memory, 0, memory->bytes, &err), &err,
-                      "discard: this memory of a group");
+        check_rejected(ct_comm_memory(comm, 4096, &more, &err), &err, "all_reduce on ");
+        check_rejected(ct_pages_discard(memory, 0, memory->bytes, &err), &err,
+                       "discard: this memory of a group");
     }
 }
 

@@ -259,7 +259,7 @@ test_threads_above_a_lower_number_end(void)
 #endif
 
 static void
-test_a_number_of_threads_out_of_range_is_refused(void)
+test_a_number_of_threads_out_of_range_is_rejected(void)
 {
     ct_error err;
     CHECK(ct_pool_set_threads(2, NULL) == CT_OK);
@@ -341,7 +341,7 @@ main(void)
 #ifdef __linux__
     test_threads_above_a_lower_number_end();
 #endif
-    test_a_number_of_threads_out_of_range_is_refused();
+    test_a_number_of_threads_out_of_range_is_rejected();
     test_too_few_resources_for_threads_keep_the_old_number();
     test_the_environment_sets_the_number_to_start_with();
     CHECK(ct_pool_set_threads(1, NULL) == CT_OK);

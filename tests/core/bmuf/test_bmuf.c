@@ -287,7 +287,7 @@ test_a_loaded_global_model_is_compared_before_the_next_block(void)
 }
 
 static void
-test_integers_are_refused(void)
+test_integers_are_rejected(void)
 {
     int64_t value = 3;
     const ct_bmuf_tensor tensor = {
@@ -431,7 +431,7 @@ main(void)
     test_every_dtype_and_copies_of_lower_precision();
     test_momentum_and_global_model_can_be_saved();
     test_a_loaded_global_model_is_compared_before_the_next_block();
-    test_integers_are_refused();
+    test_integers_are_rejected();
     test_no_memory_is_an_error();
     test_a_sum_that_has_begun_is_waited_for_where_the_next_fails();
     test_when_workers_meet();

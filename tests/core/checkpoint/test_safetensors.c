@@ -112,7 +112,7 @@ test_damaged_data_is_found_also_where_it_is_not_read(void)
 }
 
 static void
-expect_refused(const char *header, size_t data_bytes, const char *reason)
+expect_rejected(const char *header, size_t data_bytes, const char *reason)
 {
     unsigned char bytes[4096] = {0};
     ct_st_file *file = NULL;
@@ -133,32 +133,32 @@ expect_refused(const char *header, size_t data_bytes, const char *reason)
     "," end "]}"
 
 static void
-test_lying_headers_are_refused_by_name(void)
+test_lying_headers_are_rejected_by_name(void)
 {
-    expect_refused("{", 0, "bad JSON");
-    expect_refused("{}x", 0, "after the end");
-    expect_refused("{} ", 4, "holds 4 bytes");
-    expect_refused("{" TENSOR("w", "[2]", "0", "8") "}", 4, "cut short");
-    expect_refused("{" TENSOR("w", "[2]", "0", "4") "}", 4, "do not fit its shape");
-    expect_refused("{" TENSOR("w", "[1]", "4", "0") "}", 4, "do not fit its shape");
-    expect_refused(
+    expect_rejected("{", 0, "bad JSON");
+    expect_rejected("{}x", 0, "after the end");
+    expect_rejected("{} ", 4, "holds 4 bytes");
+    expect_rejected("{" TENSOR("w", "[2]", "0", "8") "}", 4, "cut short");
+    expect_rejected("{" TENSOR("w", "[2]", "0", "4") "}", 4, "do not fit its shape");
+    expect_rejected("{" TENSOR("w", "[1]", "4", "0") "}", 4, "do not fit its shape");
+    expect_rejected(
         "{" TENSOR("w", "[1]", "0", "4") "," TENSOR("v", "[1]", "0", "4") "}", 4,
         "overlaps");
-    expect_refused("{" TENSOR("w", "[1]", "4", "8") "}", 8, "gap");
-    expect_refused(
+    expect_rejected("{" TENSOR("w", "[1]", "4", "8") "}", 8, "gap");
+    expect_rejected(
         "{" TENSOR("w", "[1]", "0", "4") "," TENSOR("w", "[1]", "4", "8") "}", 8,
         "twice");
-    expect_refused("{" TENSOR("w", "[4294967296,4294967296]", "0", "4") "}", 4,
-                   "overflows");
-    expect_refused("{" TENSOR("w", "[18446744073709551616]", "0", "4") "}", 4,
-                   "too large");
-    expect_refused("{" TENSOR("w", "[-1]", "0", "4") "}", 4, "whole number");
-    expect_refused("{\"w\":{\"dtype\":\"F32\"}}", 0, "lacks dtype");
-    expect_refused("{\"w\":{\"dtype\":\"X7\",\"shape\":[],\"data_offsets\":[0,4]}}", 4,
-                   "dtype that this reader lacks");
-    expect_refused("{\"w\":7}", 0, "expected {");
-    expect_refused("{\"\xff\":{}}", 0, "UTF-8");
-    expect_refused("{\"__metadata__\":{\"a\":1}}", 0, "expected a string");
+    expect_rejected("{" TENSOR("w", "[4294967296,4294967296]", "0", "4") "}", 4,
+                    "overflows");
+    expect_rejected("{" TENSOR("w", "[18446744073709551616]", "0", "4") "}", 4,
+                    "too large");
+    expect_rejected("{" TENSOR("w", "[-1]", "0", "4") "}", 4, "whole number");
+    expect_rejected("{\"w\":{\"dtype\":\"F32\"}}", 0, "lacks dtype");
+    expect_rejected("{\"w\":{\"dtype\":\"X7\",\"shape\":[],\"data_offsets\":[0,4]}}", 4,
+                    "dtype that this reader lacks");
+    expect_rejected("{\"w\":7}", 0, "expected {");
+    expect_rejected("{\"\xff\":{}}", 0, "UTF-8");
+    expect_rejected("{\"__metadata__\":{\"a\":1}}", 0, "expected a string");
 }
 
 static void
@@ -215,7 +215,7 @@ test_mutations(void)
 }
 
 static void
-test_bad_entries_are_refused(void)
+test_bad_entries_are_rejected(void)
 {
     ct_plan plan = {0};
     ct_error err;
@@ -243,10 +243,10 @@ main(void)
     (void)snprintf(path, sizeof path, "%s/f", folder);
     test_round_trip();
     test_damaged_data_is_found_also_where_it_is_not_read();
-    test_lying_headers_are_refused_by_name();
+    test_lying_headers_are_rejected_by_name();
     test_short_and_absent_files();
     test_mutations();
-    test_bad_entries_are_refused();
+    test_bad_entries_are_rejected();
     CHECK(ct_remove_tree(folder, NULL) == CT_OK);
     return 0;
 }

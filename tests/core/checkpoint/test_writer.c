@@ -265,7 +265,7 @@ test_a_save_leaves_the_callers_signals_alone(void)
 }
 
 static void
-test_misuse_is_refused(void)
+test_misuse_is_rejected(void)
 {
     ct_writer *w = ct_writer_new();
     ct_error err;
@@ -315,7 +315,7 @@ main(void)
     test_older_folders_go_once_the_new_one_is_in_place();
     test_reserved_memory_is_what_the_first_save_uses();
     test_a_save_leaves_the_callers_signals_alone();
-    test_misuse_is_refused();
+    test_misuse_is_rejected();
     test_survives_every_failed_allocation();
     CHECK(ct_remove_tree(root, NULL) == CT_OK);
     return 0;

@@ -398,13 +398,13 @@ call_for_other_things(ct_comm *comm, void *arg)
 }
 
 static void
-test_ranks_in_collectives_for_other_things_are_refused(void)
+test_ranks_in_collectives_for_other_things_are_rejected(void)
 {
     run_ranks(4, 30.0, call_for_other_things, NULL);
 }
 
 static void
-test_ranks_that_disagree_are_all_refused_and_may_go_on(void)
+test_ranks_that_disagree_are_all_rejected_and_may_go_on(void)
 {
     run_ranks(3, 60.0, call_differently, NULL);
 }
@@ -540,8 +540,8 @@ main(void)
     test_gathering_bytes_survives_a_lack_of_memory();
     test_a_broadcast_is_the_roots();
     test_many_collectives_in_a_row();
-    test_ranks_that_disagree_are_all_refused_and_may_go_on();
-    test_ranks_in_collectives_for_other_things_are_refused();
+    test_ranks_that_disagree_are_all_rejected_and_may_go_on();
+    test_ranks_in_collectives_for_other_things_are_rejected();
     test_a_rank_that_leaves_makes_the_others_fail();
     test_a_rank_that_does_not_come_in_time_breaks_the_group();
     test_no_group_of_threads_without_ranks_time_or_memory();

@@ -66,7 +66,7 @@ call_with_other_lengths(ct_comm *comm)
 }
 
 static void
-test_ranks_that_disagree_are_all_refused_and_may_go_on(void)
+test_ranks_that_disagree_are_all_rejected_and_may_go_on(void)
 {
     run_processes(3, 30.0, -1, call_differently);
     run_processes(2, 30.0, -1, call_with_other_lengths);
@@ -310,7 +310,7 @@ test_a_group_can_be_made_anew_after_a_death(void)
 }
 
 static void
-check_refused(const char *key, int rank, int world_size, const char *text)
+check_rejected(const char *key, int rank, int world_size, const char *text)
 {
     ct_comm *comm = NULL;
     ct_error err = {.message = ""};
@@ -320,17 +320,17 @@ check_refused(const char *key, int rank, int world_size, const char *text)
 
 /* The child is rank 1 of 3, where this process, rank 0, expects 2. */
 static void
-test_ranks_that_disagree_about_their_number_are_refused(void)
+test_ranks_that_disagree_about_their_number_are_rejected(void)
 {
     char key[64];
     int ended;
     process_key(key, sizeof key);
     const pid_t child = fork();
     if (child == 0) {
-        check_refused(key, 1, 3, "it expects another number of ranks");
+        check_rejected(key, 1, 3, "it expects another number of ranks");
         exit(0);
     }
-    check_refused(key, 0, 2, "rank 0 expects 2 ranks");
+    check_rejected(key, 0, 2, "rank 0 expects 2 ranks");
     CHECK(waitpid(child, &ended, 0) == child && ended == 0);
 }
 
@@ -340,12 +340,12 @@ test_bad_arguments_are_named(void)
     ct_comm *comm = NULL;
     ct_error err;
     static const double bad_times[] = {0.0, -1.0, INFINITY, NAN};
-    check_refused("test", 0, 0, "world_size must be in [1, 1024], got 0");
-    check_refused("test", 2, 2, "rank must be in [0, 2), got 2");
+    check_rejected("test", 0, 0, "world_size must be in [1, 1024], got 0");
+    check_rejected("test", 2, 2, "rank must be in [0, 2), got 2");
     char long_key[257];
     memset(long_key, 'k', 256);
     long_key[256] = '\0';
-    check_refused(long_key, 0, 2, "key must have at most 255 bytes, got 256");
+    check_rejected(long_key, 0, 2, "key must have at most 255 bytes, got 256");
     for (int i = 0; i < 4; i++) {
         CHECK(ct_comm_shm_new(&comm, "test", 0, 1, bad_times[i], &err) == CT_EINVAL);
         CHECK(strstr(err.message, "timeout_seconds") == err.message);
@@ -361,7 +361,7 @@ test_bad_arguments_are_named(void)
 int
 main(void)
 {
-    test_ranks_that_disagree_are_all_refused_and_may_go_on();
+    test_ranks_that_disagree_are_all_rejected_and_may_go_on();
     test_a_rank_that_leaves_makes_the_others_fail();
     test_a_rank_that_dies_makes_the_others_fail_at_once();
     test_a_rank_may_die_in_a_collective();
@@ -371,7 +371,7 @@ main(void)
     test_a_slow_rank_is_waited_for();
     test_ranks_that_never_come_are_named();
     test_a_group_can_be_made_anew_after_a_death();
-    test_ranks_that_disagree_about_their_number_are_refused();
+    test_ranks_that_disagree_about_their_number_are_rejected();
     test_bad_arguments_are_named();
     return 0;
 }

@@ -145,7 +145,7 @@ ask_for_different_memory(ct_comm *comm)
 }
 
 static void
-test_memory_of_different_sizes_is_refused(void)
+test_memory_of_different_sizes_is_rejected(void)
 {
     run_processes(2, 30.0, -1, ask_for_different_memory);
 }
@@ -155,7 +155,7 @@ main(void)
 {
     test_memory_of_the_group_is_read_where_it_is();
     test_long_copies_arrive_whole();
-    test_memory_of_different_sizes_is_refused();
+    test_memory_of_different_sizes_is_rejected();
     test_discarded_memory_reads_as_zeroes();
     return 0;
 }

@@ -283,7 +283,7 @@ lose_one_under_way(ct_comm *comm, void *arg)
 }
 
 static void
-refuse(ct_comm *comm, void *arg)
+reject(ct_comm *comm, void *arg)
 {
     ct_comm *hierarchical = hierarchical_of(comm), *pair = NULL,
             *one = ct_comm_self_new(), *other = ct_comm_self_new();
@@ -305,9 +305,9 @@ refuse(ct_comm *comm, void *arg)
 }
 
 static void
-test_what_does_not_fit_is_refused_on_every_rank(void)
+test_what_does_not_fit_is_rejected_on_every_rank(void)
 {
-    run_ranks(RANKS, 30.0, refuse, NULL);
+    run_ranks(RANKS, 30.0, reject, NULL);
 }
 
 /* Rank 4 leaves: the others are told where it was missed. */
@@ -343,7 +343,7 @@ main(void)
     test_means_are_those_of_all_ranks();
     test_all_reduces_work_side_by_side();
     test_a_broadcast_may_be_begun_as_an_all_reduce_may();
-    test_what_does_not_fit_is_refused_on_every_rank();
+    test_what_does_not_fit_is_rejected_on_every_rank();
     test_a_missing_rank_is_reported_with_its_level();
     return 0;
 }

@@ -173,7 +173,7 @@ test_nan_stays_nan_in_every_dtype(void)
 }
 
 static void
-test_what_cannot_be_converted_is_refused_before_anything_is_written(void)
+test_what_cannot_be_converted_is_rejected_before_anything_is_written(void)
 {
     float from[2] = {1.0f, 2.0f};
     float to[2] = {0.0f, 0.0f};
@@ -206,6 +206,6 @@ main(void)
     test_every_half_is_converted_by_the_formula();
     test_equal_dtypes_are_copied_byte_for_byte();
     test_nan_stays_nan_in_every_dtype();
-    test_what_cannot_be_converted_is_refused_before_anything_is_written();
+    test_what_cannot_be_converted_is_rejected_before_anything_is_written();
     return 0;
 }

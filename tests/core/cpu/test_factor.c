@@ -116,7 +116,7 @@ test_factors_equal_plain_loops_and_are_always_alike(void)
 }
 
 static void
-test_factors_of_16_bits_are_refused(void)
+test_factors_of_16_bits_are_rejected(void)
 {
     ct_error err;
     ct_factored f = {.matrices = 1, .rows = 1, .cols = 1, .state_dtype = CT_BF16};
@@ -178,6 +178,6 @@ main(void)
 {
     test_sums_of_parts_add_up();
     test_factors_equal_plain_loops_and_are_always_alike();
-    test_factors_of_16_bits_are_refused();
+    test_factors_of_16_bits_are_rejected();
     return 0;
 }

@@ -469,7 +469,7 @@ test_an_empty_list_is_no_work(void)
 }
 
 static void
-test_dtypes_that_are_no_floats_are_refused_and_named(void)
+test_dtypes_that_are_no_floats_are_rejected_and_named(void)
 {
     int64_t x[2] = {1, 2};
     ct_error err;
@@ -499,6 +499,6 @@ main(void)
     test_scaling_stops_at_the_limit_and_keeps_nan();
     test_sums_of_other_dtypes_and_with_a_factor_are_added_to_the_last();
     test_an_empty_list_is_no_work();
-    test_dtypes_that_are_no_floats_are_refused_and_named();
+    test_dtypes_that_are_no_floats_are_rejected_and_named();
     return 0;
 }

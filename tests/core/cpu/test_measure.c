@@ -223,7 +223,7 @@ test_every_measured_rule_equals_plain_loops_and_settles_alike_always(void)
 }
 
 static void
-test_a_rule_that_measures_nothing_is_refused(void)
+test_a_rule_that_measures_nothing_is_rejected(void)
 {
     ct_error err;
     ct_scratch scratch = {0};
@@ -291,7 +291,7 @@ int
 main(void)
 {
     test_every_measured_rule_equals_plain_loops_and_settles_alike_always();
-    test_a_rule_that_measures_nothing_is_refused();
+    test_a_rule_that_measures_nothing_is_rejected();
     test_an_outer_product_stands_for_the_first_state();
     return 0;
 }

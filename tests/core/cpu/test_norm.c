@@ -226,7 +226,7 @@ test_nothing_sums_to_zero(void)
 }
 
 static void
-test_a_dtype_that_is_no_float_is_refused(void)
+test_a_dtype_that_is_no_float_is_rejected(void)
 {
     int32_t x = 3;
     ct_error err;
@@ -247,6 +247,6 @@ main(void)
     test_a_bad_span_leaves_its_neighbours_sums_alone();
     test_the_largest_floats_do_not_overflow();
     test_nothing_sums_to_zero();
-    test_a_dtype_that_is_no_float_is_refused();
+    test_a_dtype_that_is_no_float_is_rejected();
     return 0;
 }

@@ -315,7 +315,7 @@ test_dynamic_maps_are_searched_directly(const fixture *f)
 }
 
 static ct_status
-refused(const fixture *f, ct_rule rule, ct_update_span span, ct_error *err)
+rejected(const fixture *f, ct_rule rule, ct_update_span span, ct_error *err)
 {
     const ct_rule_coef coef = ct_rule_example(rule, 0);
     const ct_update u = {.rule = rule, .coefs = &coef, .spans = &span, .n_spans = 1};
@@ -324,14 +324,14 @@ refused(const fixture *f, ct_rule rule, ct_update_span span, ct_error *err)
 }
 
 static void
-test_what_cannot_have_codes_is_refused(fixture *f)
+test_what_cannot_have_codes_is_rejected(fixture *f)
 {
     ct_error err;
     ct_update_span span = span_of(f, f->memory, 2, true);
-    CHECK(refused(f, CT_RULE_lamb, span, &err) == CT_EINVAL);
+    CHECK(rejected(f, CT_RULE_lamb, span, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "lamb: span 0 has state of uint8") != NULL);
     span.quant[1].absmax = NULL;
-    CHECK(refused(f, CT_RULE_adamw, span, &err) == CT_EINVAL);
+    CHECK(rejected(f, CT_RULE_adamw, span, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "scales of state array 1") != NULL);
 }
 
@@ -351,7 +351,7 @@ main(void)
     test_a_bad_gradient_makes_its_block_nan(&f);
     test_the_nearest_number_is_found(&f);
     test_dynamic_maps_are_searched_directly(&f);
-    test_what_cannot_have_codes_is_refused(&f);
+    test_what_cannot_have_codes_is_rejected(&f);
     ct_free(f.start);
     ct_free(f.expected);
     ct_free(f.memory);

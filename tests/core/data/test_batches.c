@@ -97,7 +97,7 @@ test_a_batch_fits_one_of_the_shapes(void)
 }
 
 static void
-test_a_multiple_below_one_is_refused(void)
+test_a_multiple_below_one_is_rejected(void)
 {
     ct_error err;
     const ct_batch_rule rule = {.multiple = 0};
@@ -112,6 +112,6 @@ main(void)
     test_a_sample_beyond_max_tokens_is_named();
     test_no_length_overflows();
     test_a_batch_fits_one_of_the_shapes();
-    test_a_multiple_below_one_is_refused();
+    test_a_multiple_below_one_is_rejected();
     return 0;
 }

@@ -109,7 +109,7 @@ test_blocks_beyond_the_room_are_counted_only(void)
 }
 
 static void
-test_what_cannot_be_is_refused(void)
+test_what_cannot_be_is_rejected(void)
 {
     static const int64_t negative[] = {3, -1}, large[] = {1, INT64_MAX};
     ct_error err;
@@ -129,6 +129,6 @@ main(void)
     test_each_mode_breaks_by_its_rule();
     test_empty_items_are_passed_over();
     test_blocks_beyond_the_room_are_counted_only();
-    test_what_cannot_be_is_refused();
+    test_what_cannot_be_is_rejected();
     return 0;
 }

@@ -4,7 +4,7 @@
 #include <string.h>
 
 static int
-is_refused(ct_shard shard, const char *words)
+is_rejected(ct_shard shard, const char *words)
 {
     ct_error err;
     return ct_shard_check(&shard, &err) == CT_EINVAL &&
@@ -12,13 +12,13 @@ is_refused(ct_shard shard, const char *words)
 }
 
 static void
-test_a_shard_that_makes_no_sense_is_refused(void)
+test_a_shard_that_makes_no_sense_is_rejected(void)
 {
-    CHECK(is_refused((ct_shard){.rank = 2, .world_size = 2}, "in [0, 2)"));
-    CHECK(is_refused((ct_shard){.rank = -1, .world_size = 2}, "in [0, 2)"));
-    CHECK(is_refused((ct_shard){.world_size = 2, .split = true}, "has 0 items"));
-    CHECK(is_refused((ct_shard){.world_size = 2, .batch_size = 3, .split = true},
-                     "has 3 items"));
+    CHECK(is_rejected((ct_shard){.rank = 2, .world_size = 2}, "in [0, 2)"));
+    CHECK(is_rejected((ct_shard){.rank = -1, .world_size = 2}, "in [0, 2)"));
+    CHECK(is_rejected((ct_shard){.world_size = 2, .split = true}, "has 0 items"));
+    CHECK(is_rejected((ct_shard){.world_size = 2, .batch_size = 3, .split = true},
+                      "has 3 items"));
 }
 
 static void
@@ -77,7 +77,7 @@ test_counts_are_those_of_the_parts(void)
 int
 main(void)
 {
-    test_a_shard_that_makes_no_sense_is_refused();
+    test_a_shard_that_makes_no_sense_is_rejected();
     test_a_whole_round_gives_every_rank_its_batch();
     test_filling_up_goes_on_where_the_rank_before_ended();
     test_a_short_batch_is_split_as_far_as_it_goes();

@@ -68,7 +68,7 @@ test_an_equal_average_counts_all_states_since_its_start_alike(void)
 }
 
 static void
-check_refused(ct_average_config config, const char *field)
+check_rejected(ct_average_config config, const char *field)
 {
     ct_error err;
     ct_average average;
@@ -79,10 +79,10 @@ check_refused(ct_average_config config, const char *field)
 static void
 test_a_bad_option_is_named(void)
 {
-    check_refused((ct_average_config){CT_AVERAGE_EMA, 1.5, 0, 1}, "decay");
-    check_refused((ct_average_config){CT_AVERAGE_EMA, NAN, 0, 1}, "decay");
-    check_refused((ct_average_config){CT_AVERAGE_EMA, 0.5, -1, 1}, "start");
-    check_refused((ct_average_config){CT_AVERAGE_SWA, 0.5, 0, 0}, "every");
+    check_rejected((ct_average_config){CT_AVERAGE_EMA, 1.5, 0, 1}, "decay");
+    check_rejected((ct_average_config){CT_AVERAGE_EMA, NAN, 0, 1}, "decay");
+    check_rejected((ct_average_config){CT_AVERAGE_EMA, 0.5, -1, 1}, "start");
+    check_rejected((ct_average_config){CT_AVERAGE_SWA, 0.5, 0, 0}, "every");
 }
 
 int

@@ -230,7 +230,7 @@ fail_on_one_rank(ct_comm *comm, void *arg)
 
 /* A rank whose own scale is no number. */
 static void
-refuse_on_one_rank(ct_comm *comm, void *arg)
+reject_on_one_rank(ct_comm *comm, void *arg)
 {
     fixture f;
     ct_error err;
@@ -254,7 +254,7 @@ test_what_fails_on_one_rank_before_they_meet_fails_on_all(void)
     for (size_t i = 0; i < sizeof configs / sizeof *configs; i++) {
         run_ranks(RANKS, 60.0, fail_on_one_rank, &configs[i]);
     }
-    run_ranks(RANKS, 60.0, refuse_on_one_rank, NULL);
+    run_ranks(RANKS, 60.0, reject_on_one_rank, NULL);
 }
 
 int

@@ -326,7 +326,7 @@ lone_collectives_keep_to_this_rank(ct_comm *comm, void *arg)
 }
 
 static void
-refuses_what_does_not_fit(void)
+rejects_what_does_not_fit(void)
 {
     fixture f;
     ct_comm *comm = ct_comm_self_new();
@@ -450,7 +450,7 @@ main(void)
         run_ranks(ranks, 30.0, takes_cleared_gradients_as_zero, NULL);
         run_ranks(ranks, 30.0, lone_collectives_keep_to_this_rank, NULL);
     }
-    refuses_what_does_not_fit();
+    rejects_what_does_not_fit();
     an_empty_unit_is_fine();
     return 0;
 }

@@ -165,7 +165,7 @@ test_each_span_uses_its_own_coefficients(void)
 }
 
 static void
-check_refused(ct_adamw_config config, uint64_t step, const char *field)
+check_rejected(ct_adamw_config config, uint64_t step, const char *field)
 {
     ct_error err;
     ct_adamw_coef coef;
@@ -176,14 +176,14 @@ check_refused(ct_adamw_config config, uint64_t step, const char *field)
 static void
 test_a_bad_hyperparameter_is_named(void)
 {
-    check_refused((ct_adamw_config){.lr = -1e-3}, 1, "lr");
-    check_refused((ct_adamw_config){.lr = NAN}, 1, "lr");
-    check_refused((ct_adamw_config){.beta1 = 1.0}, 1, "beta1");
-    check_refused((ct_adamw_config){.beta1 = NAN}, 1, "beta1");
-    check_refused((ct_adamw_config){.beta2 = -0.1}, 1, "beta2");
-    check_refused((ct_adamw_config){.eps = -1e-8}, 1, "eps");
-    check_refused((ct_adamw_config){.weight_decay = NAN}, 1, "weight_decay");
-    check_refused((ct_adamw_config){.lr = 1e-3}, 0, "step");
+    check_rejected((ct_adamw_config){.lr = -1e-3}, 1, "lr");
+    check_rejected((ct_adamw_config){.lr = NAN}, 1, "lr");
+    check_rejected((ct_adamw_config){.beta1 = 1.0}, 1, "beta1");
+    check_rejected((ct_adamw_config){.beta1 = NAN}, 1, "beta1");
+    check_rejected((ct_adamw_config){.beta2 = -0.1}, 1, "beta2");
+    check_rejected((ct_adamw_config){.eps = -1e-8}, 1, "eps");
+    check_rejected((ct_adamw_config){.weight_decay = NAN}, 1, "weight_decay");
+    check_rejected((ct_adamw_config){.lr = 1e-3}, 0, "step");
 }
 
 int

@@ -165,7 +165,7 @@ test_every_option_of_schedule_free_is_checked_and_named(void)
  */
 
 static void
-test_an_update_advances_its_groups_and_a_refused_one_does_not(void)
+test_an_update_advances_its_groups_and_a_rejected_one_does_not(void)
 {
     float grad = 1.0f, param = 1.0f, buffer = 0.0f;
     const ct_optim_pass pass = {.grad_scale = 1.0};
@@ -233,7 +233,7 @@ main(void)
     test_the_first_of_several_is_named();
     test_every_option_of_every_kind_is_checked_and_named();
     test_every_option_of_schedule_free_is_checked_and_named();
-    test_an_update_advances_its_groups_and_a_refused_one_does_not();
+    test_an_update_advances_its_groups_and_a_rejected_one_does_not();
     test_nag_rescales_its_momentum_with_the_rate();
     test_rectification_begins_when_the_average_is_long_enough();
     return 0;

@@ -175,7 +175,7 @@ test_sgd_starts_its_momentum_as_the_gradient_undampened(void)
 
 /* What is wrong with the second of two parameters must leave the first alone. */
 static void
-check_refused(void (*spoil)(ct_optim *optim), const char *word)
+check_rejected(void (*spoil)(ct_optim *optim), const char *word)
 {
     tensor a = tensor_make(1.0f), b = tensor_make(1.0f);
     ct_optim *optim = adamw_make(2, 2);
@@ -222,13 +222,13 @@ spoil_lr(ct_optim *optim)
 }
 
 static void
-test_a_refused_update_changes_nothing(void)
+test_a_rejected_update_changes_nothing(void)
 {
-    check_refused(spoil_state, "parameter 1: its state array 1 is missing");
-    check_refused(spoil_group, "parameter 1: group must be below 2, got 2");
-    check_refused(spoil_dtype, "parameter 1: dtype must be a float, got int64");
-    check_refused(spoil_memory, "parameter 1 has a gradient but no memory");
-    check_refused(spoil_lr, "lr must be >= 0, got nan");
+    check_rejected(spoil_state, "parameter 1: its state array 1 is missing");
+    check_rejected(spoil_group, "parameter 1: group must be below 2, got 2");
+    check_rejected(spoil_dtype, "parameter 1: dtype must be a float, got int64");
+    check_rejected(spoil_memory, "parameter 1 has a gradient but no memory");
+    check_rejected(spoil_lr, "lr must be >= 0, got nan");
 }
 
 static void
@@ -387,7 +387,7 @@ main(void)
     test_sgd_starts_its_momentum_as_the_gradient_undampened();
     test_groups_may_be_of_different_kinds();
     test_master_copies_feed_the_model_and_the_average();
-    test_a_refused_update_changes_nothing();
+    test_a_rejected_update_changes_nothing();
     test_resizing_keeps_what_was_there_and_zeroes_what_is_new();
     test_every_allocation_that_fails_is_reported_and_touches_nothing();
     test_a_failed_resize_keeps_the_old_arrays();

@@ -315,7 +315,7 @@ update_misfit(ct_comm *comm, void *arg)
 }
 
 static void
-test_parts_that_do_not_fit_are_refused_on_all_ranks_and_nothing_changes(void)
+test_parts_that_do_not_fit_are_rejected_on_all_ranks_and_nothing_changes(void)
 {
     static misfit cases[] = {
         {2, 11, 9,  "the part of rank 1 begins at element 11, and the ranks before"},
@@ -334,6 +334,6 @@ main(void)
     test_lamb_and_lars_of_parts_have_the_norms_of_whole_parameters();
     test_adafactor_of_parts_has_whole_rows_and_columns();
     test_muon_of_parts_makes_whole_matrices_orthogonal();
-    test_parts_that_do_not_fit_are_refused_on_all_ranks_and_nothing_changes();
+    test_parts_that_do_not_fit_are_rejected_on_all_ranks_and_nothing_changes();
     return 0;
 }

@@ -100,7 +100,7 @@ test_without_weight_decay_an_infinite_parameter_stays_infinite(void)
 }
 
 static void
-check_refused(ct_sgd_config config, const char *field)
+check_rejected(ct_sgd_config config, const char *field)
 {
     ct_error err;
     ct_sgd_coef coef;
@@ -111,15 +111,15 @@ check_refused(ct_sgd_config config, const char *field)
 static void
 test_a_bad_hyperparameter_is_named(void)
 {
-    check_refused((ct_sgd_config){.lr = -0.1}, "lr");
-    check_refused((ct_sgd_config){.lr = NAN}, "lr");
-    check_refused((ct_sgd_config){.momentum = -1.0}, "momentum");
-    check_refused((ct_sgd_config){.momentum = NAN}, "momentum");
-    check_refused((ct_sgd_config){.dampening = NAN}, "dampening");
-    check_refused((ct_sgd_config){.weight_decay = -1e-9}, "weight_decay");
-    check_refused((ct_sgd_config){.nesterov = true}, "nesterov");
-    check_refused((ct_sgd_config){.momentum = 0.9, .dampening = 0.1, .nesterov = true},
-                  "nesterov");
+    check_rejected((ct_sgd_config){.lr = -0.1}, "lr");
+    check_rejected((ct_sgd_config){.lr = NAN}, "lr");
+    check_rejected((ct_sgd_config){.momentum = -1.0}, "momentum");
+    check_rejected((ct_sgd_config){.momentum = NAN}, "momentum");
+    check_rejected((ct_sgd_config){.dampening = NAN}, "dampening");
+    check_rejected((ct_sgd_config){.weight_decay = -1e-9}, "weight_decay");
+    check_rejected((ct_sgd_config){.nesterov = true}, "nesterov");
+    check_rejected((ct_sgd_config){.momentum = 0.9, .dampening = 0.1, .nesterov = true},
+                   "nesterov");
 }
 
 int

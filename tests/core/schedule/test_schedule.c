@@ -220,7 +220,7 @@ test_polynomial_without_a_decay_ends_at_its_last_rate(void)
 }
 
 static void
-check_refused(const char *name, const char *option, double value, const char *message)
+check_rejected(const char *name, const char *option, double value, const char *message)
 {
     const setting settings[] = {
         {option, value},
@@ -235,24 +235,24 @@ check_refused(const char *name, const char *option, double value, const char *me
 static void
 test_what_is_wrong_is_named(void)
 {
-    check_refused("Linear", NULL, 0.0, "name is 'Linear'; expected one of constant");
-    check_refused("", NULL, 0.0, "name is ''");
-    check_refused("linear", NULL, 0.0, "needs num_warmup_steps");
-    check_refused("linear", "num_warmup_steps", -1.0, "num_warmup_steps must be >= 0");
-    check_refused("linear", "num_warmup_steps", 1.5, "whole number");
-    check_refused("linear", "num_warmup_steps", 0x1p54, "2**53");
-    check_refused("linear", "num_warmup_steps", (double)NAN, "num_warmup_steps");
-    check_refused("linear", "num_cycles", 1.0,
-                  "no option 'num_cycles'; it takes num_warmup_steps, num_training");
-    check_refused("constant", "num_warmup_steps", 1.0, "it takes none");
-    check_refused("cosine", "num_cylces", 1.0,
-                  "'num_cylces'; did you mean 'num_cycles'?");
-    check_refused("cosine", "NUM-CYCLES", 1.0, "did you mean 'num_cycles'?");
-    check_refused("cosine", "cycles", 1.0, "it takes num_warmup_steps");
-    check_refused("cosine", "", 1.0, "has no option ''; it takes");
-    check_refused("cosine", "num_cycles", (double)INFINITY, "num_cycles");
-    check_refused("inverse_sqrt", "timescale", 0.0, "timescale must be > 0");
-    check_refused("warmup_stable_decay", "decay_type", 1.0, "decay_type is a number");
+    check_rejected("Linear", NULL, 0.0, "name is 'Linear'; expected one of constant");
+    check_rejected("", NULL, 0.0, "name is ''");
+    check_rejected("linear", NULL, 0.0, "needs num_warmup_steps");
+    check_rejected("linear", "num_warmup_steps", -1.0, "num_warmup_steps must be >= 0");
+    check_rejected("linear", "num_warmup_steps", 1.5, "whole number");
+    check_rejected("linear", "num_warmup_steps", 0x1p54, "2**53");
+    check_rejected("linear", "num_warmup_steps", (double)NAN, "num_warmup_steps");
+    check_rejected("linear", "num_cycles", 1.0,
+                   "no option 'num_cycles'; it takes num_warmup_steps, num_training");
+    check_rejected("constant", "num_warmup_steps", 1.0, "it takes none");
+    check_rejected("cosine", "num_cylces", 1.0,
+                   "'num_cylces'; did you mean 'num_cycles'?");
+    check_rejected("cosine", "NUM-CYCLES", 1.0, "did you mean 'num_cycles'?");
+    check_rejected("cosine", "cycles", 1.0, "it takes num_warmup_steps");
+    check_rejected("cosine", "", 1.0, "has no option ''; it takes");
+    check_rejected("cosine", "num_cycles", (double)INFINITY, "num_cycles");
+    check_rejected("inverse_sqrt", "timescale", 0.0, "timescale must be > 0");
+    check_rejected("warmup_stable_decay", "decay_type", 1.0, "decay_type is a number");
 }
 
 static void

@@ -1,5 +1,5 @@
 /* The emulated driver: physical memory is a file without a name, which is mapped where
- * addresses were reserved. What real drivers refuse is refused: parts of a block,
+ * addresses were reserved. What real drivers reject is rejected: parts of a block,
  * addresses that are taken or not reserved, memory without access. */
 #include "cuda.h"
 #include "emul.h"

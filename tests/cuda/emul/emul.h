@@ -36,7 +36,7 @@ struct record {
 extern record seen;
 extern bool descending;      /* threads and blocks run last to first */
 extern unsigned most_blocks; /* a launch gets no more than that; 0: what it asks */
-extern size_t fail_launch;   /* the n-th launch from now on is refused; 0: none */
+extern size_t fail_launch;   /* the n-th launch from now on is rejected; 0: none */
 extern size_t fail_malloc;   /* likewise for cudaMalloc */
 extern bool no_events;       /* cudaEventCreateWithFlags fails */
 extern size_t busy;          /* so many times cudaStreamQuery says not yet */

@@ -306,11 +306,11 @@ def resume_within(overlap):
     try:
         second.regroup(group)
     except RuntimeError as error:
-        refused = "finish() first" in str(error)
+        rejected = "finish() first" in str(error)
     run(first, whole, range(5, 10))
     run(second, again, range(5, 10))
     same = bits_of(whole) == bits_of(again)
-    found = [away, refused, same, first.is_away]
+    found = [away, rejected, same, first.is_away]
     second.load_state_dict(first.state_dict())  # what is on its way is waited for
     group.barrier()
     first.finish()

@@ -170,8 +170,8 @@ def error(run):
         return f"{type(e).__name__}: {e}"
 
 
-# Two passes without zeroing add up, and a second time through the same graph is refused
-found["unused refused"] = error(lambda: loss(ours, 0).backward())
+# Two passes without zeroing add up, and a second pass through one graph is rejected
+found["unused rejected"] = error(lambda: loss(ours, 0).backward())
 ours.zero_grad()
 value = ours(data(0), all_of_it=True)["sum"].mean()
 value.backward(retain_graph=True)

@@ -167,14 +167,14 @@ class Greedy(tiny.Task):
             if self.when == "forward":
                 raise RuntimeError("CUDA out of memory. Tried to allocate")
             loss, _size, _output = criterion(model, sample)
-            loss.register_hook(refuse)
+            loss.register_hook(reject)
             optimizer.backward(loss)
         return super().train_step(
             sample, model, criterion, optimizer, update_num, **more
         )
 
 
-def refuse(gradient):
+def reject(gradient):
     raise RuntimeError("CUDA out of memory. Tried to allocate")
 
 

@@ -11,7 +11,7 @@ from programs.run import join_gloo, options, tell
 from ctrainer.comm.process_group import communicator
 from ctrainer.compat import fairscale as ours
 
-os.environ["ENABLE_NCCL_BASE_COLLECTIVES"] = "0"  # gloo refuses their shapes
+os.environ["ENABLE_NCCL_BASE_COLLECTIVES"] = "0"  # gloo rejects their shapes
 sys.path.append(options["fairscale"])
 
 from fairscale.nn import FullyShardedDataParallel as FSDP

@@ -1,4 +1,4 @@
-"""What `optim` and `optim_args` make, and what they refuse."""
+"""What `optim` and `optim_args` make, and what they reject."""
 
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,16 @@ def made(folder: Path, name: str, **options: Any) -> Any:
     return cls(nn.Linear(2, 1).parameters(), **kwargs)
 
 
-def test_every_name_is_honoured_or_has_its_package() -> None:
+def test_every_name_is_supported_or_has_its_package() -> None:
     known = optimizers.RECIPES.keys() | optimizers.PACKAGES.keys()
     assert known == {n.value for n in OptimizerNames}
     assert not optimizers.RECIPES.keys() & optimizers.PACKAGES.keys()
 
 
 @pytest.mark.parametrize("name", sorted(optimizers.RECIPES))
-def test_every_name_that_is_honoured_makes_its_class(name: str, tmp_path: Path) -> None:
+def test_every_name_that_is_supported_makes_its_class(
+    name: str, tmp_path: Path
+) -> None:
     optimizer = made(tmp_path, name, learning_rate=0.25)
     assert type(optimizer) is getattr(optim, optimizers.RECIPES[name].cls)
     assert optimizer.param_groups[0]["lr"] == 0.25
@@ -102,7 +104,7 @@ def test_a_package_s_optimizer_trains_as_in_transformers(
     torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
 
 
-def test_options_that_a_package_s_optimizer_lacks_are_refused(tmp_path: Path) -> None:
+def test_options_that_a_package_s_optimizer_lacks_are_rejected(tmp_path: Path) -> None:
     pytest.importorskip("grokadamw")
     args = arguments(tmp_path, "grokadamw", optim_args="gama=0.2")
     with pytest.raises(ValueError, match="did you mean 'gamma'"):
@@ -182,14 +184,14 @@ def test_options_that_the_optimizer_lacks_are_named(
         made(tmp_path, name, optim_args=text)
 
 
-def test_warm_up_as_a_share_is_refused_where_updates_are_counted(
+def test_warm_up_as_a_share_is_rejected_where_updates_are_counted(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ValueError, match=r"warmup_steps=0\.1 is a share"):
         made(tmp_path, "schedule_free_adamw", warmup_steps=0.1)
 
 
-def test_what_torch_lacks_is_refused_for_a_model_elsewhere(tmp_path: Path) -> None:
+def test_what_torch_lacks_is_rejected_for_a_model_elsewhere(tmp_path: Path) -> None:
     args = arguments(tmp_path, "lion_32bit")
     model = nn.Linear(2, 1, device="meta")
     with pytest.raises(

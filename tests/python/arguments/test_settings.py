@@ -1,5 +1,5 @@
 """Settings are read by their types: text is converted as transformers' own command line
-does, and what means nothing is refused by field, value and type."""
+does, and what means nothing is rejected by field, value and type."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ SCALARS = [
     if {bool, int, float} & {KINDS[name], *typing.get_args(KINDS[name])}
     and not {str} & {*typing.get_args(KINDS[name])}
 ]
-# Fields that are refused when set, or contradict others: these errors need not tell
+# Fields that are rejected when set, or contradict others: these errors need not tell
 # the type of the value.
 OF_ITS_OWN = (
     "is not supported", "needs", "exclude", "is of blocks", "contradict",
@@ -136,7 +136,7 @@ OF_ITS_OWN = (
 class TestTrainingArguments:
     @pytest.mark.parametrize("part", range(4))
     def test_text_means_what_transformers_parser_makes_of_it(self, part: int) -> None:
-        """Or is refused; where their parser refuses, ours may know the same number, or
+        """Or is rejected; where their parser rejects, ours may know the same number, or
         YAML's truth value."""
         yaml = pytest.importorskip("yaml")
         hf = pytest.importorskip("transformers", minversion="5.17")
@@ -163,7 +163,7 @@ class TestTrainingArguments:
                 assert float(text) == found, (name, text, found)
 
     @pytest.mark.parametrize("part", range(4))
-    def test_other_values_keep_their_meaning_or_are_refused(self, part: int) -> None:
+    def test_other_values_keep_their_meaning_or_are_rejected(self, part: int) -> None:
         cases = drawn([(n, v) for n in SCALARS for v in OTHERS], 1200)[part::4]
         for name, value in cases:
             found = outcome(lambda n=name, v=value: of_ours(n, v))
@@ -180,11 +180,11 @@ class TestTrainingArguments:
                 assert is_same(found, expected), (name, value, found)
 
     def test_what_transformers_takes_as_its_type_ours_takes_alike(self) -> None:
-        """Right types and sentinels; what ours refuses has a reason of its own."""
+        """Right types and sentinels; what ours rejects has a reason of its own."""
         hf = pytest.importorskip("transformers", minversion="5.17")
         values = (True, False, -1, 0, 1, 3, 0.25, 2.0, 40, None)
         theirs = {f.name for f in dataclasses.fields(hf.TrainingArguments) if f.init}
-        refused = 0
+        rejected = 0
         for name in (n for n in SCALARS if n in theirs):
             for value in values:
                 if meaning(value, KINDS[name]) is ... or (
@@ -201,11 +201,11 @@ class TestTrainingArguments:
                     continue
                 found = outcome(lambda n=name, v=value: of_ours(n, v))
                 if isinstance(found, Exception):
-                    refused += 1
+                    rejected += 1
                     assert name in str(found), (name, value, found)
                 else:
                     assert found == expected, (name, value, found, expected)
-        assert refused < 60, refused
+        assert rejected < 60, rejected
 
     @pytest.mark.parametrize(
         ("name", "value", "kept"),
@@ -352,7 +352,7 @@ class TestNames:
 
 class TestLaterChanges:
     @pytest.mark.parametrize("kind", ["ours", "transformers"])
-    def test_text_that_reads_as_something_else_is_refused(self, kind: str) -> None:
+    def test_text_that_reads_as_something_else_is_rejected(self, kind: str) -> None:
         hf = pytest.importorskip("transformers", minversion="5.17")
         cls = TrainingArguments if kind == "ours" else hf.TrainingArguments
         for name, value in (
@@ -557,7 +557,7 @@ class TestFairseq:
 
 class TestEnvironment:
     @pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
-    def test_another_engine_is_refused(
+    def test_another_engine_is_rejected(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         variable = f"ACCELERATE_USE_{name}"
@@ -737,7 +737,7 @@ class TestReader:
             ("1,2", list[int]), ([None], list[int]), (np.ones(2), float),
         ],
     )  # fmt: skip
-    def test_what_is_refused(self, value: Any, hint: Any) -> None:
+    def test_what_is_rejected(self, value: Any, hint: Any) -> None:
         with pytest.raises(ValueError, match=r"^x(\[0\])? must be"):
             read(value, hint, "x")
 

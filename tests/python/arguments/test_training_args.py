@@ -160,7 +160,7 @@ class TestAgainstTransformers:
             {"optim": "no_such"},
         ],
     )
-    def test_contradictions_are_refused_by_both(self, hf, given, tmp_path) -> None:
+    def test_contradictions_are_rejected_by_both(self, hf, given, tmp_path) -> None:
         with pytest.raises(ValueError, match=r"."):
             hf.TrainingArguments(str(tmp_path), **given)
         with pytest.raises(ValueError, match="|".join(given)):
@@ -172,8 +172,8 @@ class TestAgainstTransformers:
         steps = ("0.05", "0.1", "0.3", "0.5", "0.9", "1", "2", "3", "4", "6")
         for saved, evaluated in itertools.product(map(Fraction, steps), repeat=2):
             whole = saved % evaluated == 0 and (saved < 1) == (evaluated < 1)
-            refused = pytest.raises(ValueError, match="a multiple of eval_steps")
-            with contextlib.nullcontext() if whole else refused:
+            rejected = pytest.raises(ValueError, match="a multiple of eval_steps")
+            with contextlib.nullcontext() if whole else rejected:
                 TrainingArguments(
                     tmp_path, load_best_model_at_end=True, eval_strategy="steps",
                     save_steps=float(saved), eval_steps=float(evaluated),
@@ -222,10 +222,10 @@ class TestAgainstTransformers:
 class TestTable:
     def test_every_field_has_exactly_one_status(self) -> None:
         groups = [
-            table.HONOURED,
+            table.SUPPORTED,
             table.RECORDED,
             table.TOLD,
-            table.REFUSED,
+            table.REJECTED,
             table.LIMITED,
         ]
         names = [name for group in groups for name in group]
@@ -234,8 +234,8 @@ class TestTable:
         assert set(names) | set(ALIASES) == fields
         assert not set(names) & set(ALIASES)
 
-    @pytest.mark.parametrize("name", table.REFUSED)
-    def test_what_is_refused_raises_with_a_reason(self, name: str, tmp_path) -> None:
+    @pytest.mark.parametrize("name", table.REJECTED)
+    def test_what_is_rejected_raises_with_a_reason(self, name: str, tmp_path) -> None:
         default = default_of(Seq2SeqTrainingArguments, name)
         assert not default, "the check relies on it"
         values = {bool: True, int: 2, str: "x"}
@@ -253,7 +253,7 @@ class TestTable:
             ("include_num_input_tokens_seen", "some"),
         ],
     )
-    def test_values_that_are_not_honoured_raise(self, name, value, tmp_path) -> None:
+    def test_values_that_are_not_supported_raise(self, name, value, tmp_path) -> None:
         with pytest.raises(ValueError, match=f"^{name}=.* is not supported; "):
             TrainingArguments(tmp_path, **{name: value})
 
@@ -317,8 +317,8 @@ class TestTable:
             TrainingArguments(tmp_path, **{name: value})
         assert told[0].filename == __file__
 
-    def test_every_honoured_argument_is_read_somewhere(self) -> None:
-        """A name that no code reads, beside that which defines it, is not honoured."""
+    def test_every_supported_argument_is_read_somewhere(self) -> None:
+        """A name that no code reads, beside that which defines it, is not supported."""
         own = {f"arguments/{name}.py" for name in ("table", "checks", "setters")}
         own |= {"arguments/fields.py", "arguments/older_fields.py", "_C.pyi"}
         folder = ROOT / "ctrainer"
@@ -332,7 +332,7 @@ class TestTable:
         pattern = r"(args|self)\.{0}\b|str_{0}\b|[\"']{0}[\"']"
         unread = [
             name
-            for name in {*table.HONOURED, *table.LIMITED} - at_home
+            for name in {*table.SUPPORTED, *table.LIMITED} - at_home
             if not re.search(pattern.format(name), text)
         ]
         assert sorted(unread) == []
@@ -564,7 +564,7 @@ class TestObject:
         args = TrainingArguments(tmp_path, save_on_each_node=True)
         assert args.should_save is (local_rank == 0)
 
-    def test_deepspeed_of_accelerate_launch_is_refused(
+    def test_deepspeed_of_accelerate_launch_is_rejected(
         self, monkeypatch, tmp_path
     ) -> None:
         name = "ACCELERATE_USE_DEEPSPEED"

@@ -116,7 +116,7 @@ def test_options_are_the_originals_and_out_of_range_ones_are_named() -> None:
             alone(**options)
 
 
-def test_a_group_of_another_size_is_refused() -> None:
+def test_a_group_of_another_size_is_rejected() -> None:
     params = [torch.nn.Parameter(torch.ones(3))]
     cfg = SimpleNamespace(distributed_world_size=2)
     with pytest.raises(ValueError, match="distributed_world_size is 2, and the group"):

@@ -35,9 +35,9 @@ def test_an_average_that_is_taken_later_is_the_formulas(told: Told) -> None:
 
 
 def test_an_average_on_its_way_is_saved_and_can_be_finished(told: Told) -> None:
-    away, refused, same, away_again = True, True, True, True
+    away, rejected, same, away_again = True, True, True, True
     left, stays, as_new = True, False, True
-    expected = [away, refused, same, away_again, False, True, False]
+    expected = [away, rejected, same, away_again, False, True, False]
     expected += [left, stays, as_new]
     assert [r["overlapped resume"] for r in told] == [expected] * 4
 
@@ -83,7 +83,7 @@ def test_ranks_join_and_leave_at_the_ends_of_blocks(told: Told) -> None:
         assert found.get("left") == ([3, 8, 1] if rank else None)
 
 
-def test_slowmo_without_a_rate_is_refused(told: Told) -> None:
+def test_slowmo_without_a_rate_is_rejected(told: Told) -> None:
     for rank in told:
         assert rank["rate"].startswith("the optimizer's lr is 0.0 where a block of Sl")
 

@@ -89,7 +89,7 @@ def test_fourth_positional_argument_goes_by_its_name(event: str, keyword: str) -
     assert seen[keyword] == {"loss": 1.0}
 
 
-def test_other_events_refuse_a_fourth_positional_argument() -> None:
+def test_other_events_reject_a_fourth_positional_argument() -> None:
     with pytest.raises(TypeError, match="on_save takes args, state and control"):
         fire(handler_of(), "on_save", {})
 
@@ -285,14 +285,14 @@ def test_flags_that_an_event_lowers(event: str, lowered: set[str]) -> None:
     assert {name for name, value in vars(control).items() if not value} == lowered
 
 
-def test_list_that_is_no_list_is_refused() -> None:
+def test_list_that_is_no_list_is_rejected() -> None:
     handler = handler_of()
     handler.callbacks = (1, 2)
     with pytest.raises(TypeError, match="callbacks must be a list"):
         fire(handler, "on_save")
 
 
-def test_too_many_extras_are_refused() -> None:
+def test_too_many_extras_are_rejected() -> None:
     with pytest.raises(TypeError, match="at most 24"):
         fire(handler_of(), "on_save", **{f"k{i}": i for i in range(25)})
 
@@ -460,7 +460,7 @@ class TestEarlyStopping:
         assert "no eval_f1 among the metrics (eval_a)" in caplog.text
         assert stopper.early_stopping_patience_counter == 0
 
-    def test_refuses_a_run_that_cannot_evaluate(self) -> None:
+    def test_rejects_a_run_that_cannot_evaluate(self) -> None:
         args = SimpleNamespace(
             load_best_model_at_end=True, metric_for_best_model=None, eval_strategy="no"
         )

@@ -230,7 +230,7 @@ def test_a_damaged_file_is_read_right_or_named(
     count = draws(60, 10_000)
     for seed in range(SEED, SEED + count):
         judge.run(seed)
-    assert judge.counts["refused"] > count // 3, judge.counts
+    assert judge.counts["rejected"] > count // 3, judge.counts
     print(name, judge.counts)
 
 
@@ -292,7 +292,7 @@ def test_transformers_folders_are_judged_by_their_formats(
         except AssertionError as error:
             if "deleted" not in str(error):  # nothing says that it was there
                 raise
-    assert judge.counts["refused"] > count // 3
+    assert judge.counts["rejected"] > count // 3
     assert read_safetensors(folders_[0] / "model.safetensors")
 
 

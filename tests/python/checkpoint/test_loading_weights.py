@@ -77,7 +77,7 @@ def test_shards_and_torchs_own_format(tmp_path: Path) -> None:
     assert same(source, target)
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_rejected_and_changes_nothing(tmp_path: Path) -> None:
     save(make(0), tmp_path)
     wider = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="size mismatch"):
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
         files.load_model(renamed, str(tmp_path.parent))
 
 
-def test_values_that_are_no_tensors_are_refused_by_name(tmp_path: Path) -> None:
+def test_values_that_are_no_tensors_are_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"\['extra'\]"):
         files.save_model(Sink(tmp_path, None), make(), {"extra": 3})
     assert os.listdir(tmp_path) == []

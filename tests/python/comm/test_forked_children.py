@@ -105,7 +105,7 @@ def test_a_data_set_that_is_being_written_stays_the_parents(tmp_path: Path) -> N
     assert [read[i].tolist() for i in range(2)] == [list(range(9)), list(range(5))]
 
 
-def test_an_iterator_with_a_thread_is_refused_in_a_child_and_never_waits() -> None:
+def test_an_iterator_with_a_thread_is_rejected_in_a_child_and_never_waits() -> None:
     ahead = BufferedIterator(2, list(range(10)))
     assert next(ahead) == 0
     while ahead._channel.items.qsize() < 2:

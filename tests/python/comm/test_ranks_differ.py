@@ -205,7 +205,7 @@ class Backend:
     rank, world_size = 0, 2
 
 
-def test_a_word_that_is_neither_yes_nor_no_is_refused(
+def test_a_word_that_is_neither_yes_nor_no_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CTRAINER_CHECK_COLLECTIVES", "ture")

@@ -240,7 +240,7 @@ def test_memory_of_a_group_is_a_buffer_that_outlives_it() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
-def test_memory_of_no_bytes_is_refused(nbytes: int) -> None:
+def test_memory_of_no_bytes_is_rejected(nbytes: int) -> None:
     shared = _C.shared_memory_communicator(uuid.uuid4().hex, 0, 1, 1.0)
     for group in (_C.Communicator(), shared):
         with pytest.raises(ValueError, match="bytes"):

@@ -95,7 +95,7 @@ def test_equal_to_accelerate(n, size, ranks, flags) -> None:
         ((0, 2, 3), {"split": True}, "to 2 ranks, and a batch has 3 items"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused(arguments, options, message) -> None:
+def test_what_cannot_be_dealt_out_is_rejected(arguments, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         _C.BatchShard([], *arguments, **options)
 

@@ -159,7 +159,7 @@ def test_torchs_way_is_an_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("saved", "now"), [(2, 0), (0, 2)])
-def test_a_stream_is_refused_to_other_workers(
+def test_a_stream_is_rejected_to_other_workers(
     tmp_path: Path, saved: int, now: int
 ) -> None:
     make(tmp_path, "stream", saved, False, max_steps=2).train()
@@ -198,7 +198,7 @@ class Unsteady(RandomSampler):
         return iter([(7 * i + Unsteady.made) % N for i in range(N)])
 
 
-def test_other_data_than_before_is_refused(tmp_path: Path) -> None:
+def test_other_data_than_before_is_rejected(tmp_path: Path) -> None:
     def trainer() -> Given:
         made = make(tmp_path, "stream", 0, False, max_steps=3)
         made.train_dataset = Forgetful()
@@ -209,7 +209,7 @@ def test_other_data_than_before_is_refused(tmp_path: Path) -> None:
         trainer().train(str(tmp_path / "checkpoint-2"))
 
 
-def test_another_order_than_before_is_refused(tmp_path: Path) -> None:
+def test_another_order_than_before_is_rejected(tmp_path: Path) -> None:
     def trainer() -> Given:
         made = make(tmp_path, "map-style", 0, False, max_steps=3)
         made.own_loader = DataLoader(

@@ -110,7 +110,7 @@ def test_all_ranks_are_told_when_rank_0_cannot_read_on(groups: Any) -> None:
     assert second == "rank 0 could not read on; its own error says why"
 
 
-def test_what_is_no_tensor_is_refused_with_what_to_do(groups: Any) -> None:
+def test_what_is_no_tensor_is_rejected_with_what_to_do(groups: Any) -> None:
     def read(group: _C.Communicator) -> str:
         groups.group = group
         loader: Any = loading(["a", "b"], batch_size=1)

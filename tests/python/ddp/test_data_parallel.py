@@ -36,7 +36,7 @@ def test_halves_are_rounded_to_as_many_bits(found: list[dict[str, Any]]) -> None
         assert 0 < rank["bf16"] <= 4 * 2**-8
 
 
-def test_another_hook_is_refused(found: list[dict[str, Any]]) -> None:
+def test_another_hook_is_rejected(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert "powerSGD_hook" in rank["other hook"]
         assert "others are for torch's" in rank["other hook"]
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_the_whole_batch(found: list[dict[str, Any]]) -> 
 
 def test_parameters_without_a_gradient_are_named(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert rank["unused refused"].startswith(
+        assert rank["unused rejected"].startswith(
             "RuntimeError: the backward pass has ended and these parameters got no "
             "gradient: 'nobodys.weight', 'nobodys.bias'. "
         )
@@ -92,7 +92,7 @@ def test_checkpoints_with_passes_of_their_own(found: list[dict[str, Any]]) -> No
     assert all(all(rank["checkpoints"]) for rank in found)
 
 
-def test_modules_that_differ_are_refused_on_all_ranks(
+def test_modules_that_differ_are_rejected_on_all_ranks(
     found: list[dict[str, Any]],
 ) -> None:
     for rank in found:

@@ -267,7 +267,7 @@ class TestModes:
             monkeypatch.setenv(name, value)
         assert choose_mode(self.Stream(terminal)) == mode
 
-    def test_unknown_word_is_refused(self, monkeypatch) -> None:
+    def test_unknown_word_is_rejected(self, monkeypatch) -> None:
         monkeypatch.setenv("CTRAINER_LOG", "loud")
         with pytest.raises(ValueError, match="set it to one of live, plain, json"):
             choose_mode(self.Stream(True))

@@ -47,7 +47,7 @@ def test_rows_that_a_loader_repeats_are_left_out_of_metrics(found: Any) -> None:
         ]
 
 
-def test_values_that_do_not_go_together_are_refused_on_all(found: Any) -> None:
+def test_values_that_do_not_go_together_are_rejected_on_all(found: Any) -> None:
     for rank, other in ((0, 1), (1, 0)):
         assert f"rank {other} has a container" in found[rank]["structure"]
         assert f"rank {other} has a container" in found[rank]["predictions"]
@@ -75,7 +75,7 @@ class Cut:
         pass
 
 
-def test_a_message_that_ends_too_early_is_refused_with_its_rank() -> None:
+def test_a_message_that_ends_too_early_is_rejected_with_its_rank() -> None:
     value = {"a": np.arange(5.0), "b": [None, np.ones((2, 3), bool)]}
     for missing in range(8, 600, 8):
         group = _C.Communicator(Cut(missing))

@@ -117,7 +117,7 @@ def test_generation_config_of_the_arguments_replaces_the_models(tmp_path) -> Non
         assert trainer.model.generation_config.num_beams == 3
 
 
-def test_generation_config_that_cannot_be_saved_is_refused(tmp_path) -> None:
+def test_generation_config_that_cannot_be_saved_is_rejected(tmp_path) -> None:
     config = hf.GenerationConfig(do_sample=False, temperature=0.5)
     with pytest.raises(ValueError, match="generation_config cannot be saved"):
         trainer_of(ctrainer, tmp_path, generation_config=config)

@@ -134,7 +134,7 @@ def test_reset_optimizer_leaves_updates_at_zero_and_overrides_hold() -> None:
     assert other.optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
-def test_another_optimizer_or_criterion_is_refused() -> None:
+def test_another_optimizer_or_criterion_is_rejected() -> None:
     class Other(tiny.Criterion): ...
 
     tiny.trainer().save_checkpoint("a.pt", {})
@@ -267,7 +267,7 @@ def test_replay_names_the_module_that_raises() -> None:
     assert verdict.startswith("raised in model.embed: IndexError")
 
 
-def test_replay_of_a_checkpoint_is_refused() -> None:
+def test_replay_of_a_checkpoint_is_rejected() -> None:
     tiny.trainer().save_checkpoint("a.pt", {})
     with pytest.raises(ValueError, match="holds no failed update"):
         replay("a.pt", tiny.trainer())

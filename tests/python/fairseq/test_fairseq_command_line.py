@@ -215,7 +215,7 @@ class TestModifiedParser:
         assert config.common.seed == 11
         assert config.optimizer.momentum == 0.5
 
-    def test_an_option_that_nothing_takes_is_refused(
+    def test_an_option_that_nothing_takes_is_rejected(
         self, capsys: pytest.CaptureFixture
     ) -> None:
         def modify(parser: ArgumentParser) -> None:

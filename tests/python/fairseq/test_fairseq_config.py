@@ -125,14 +125,14 @@ def test_document_is_current() -> None:
     assert done.returncode == 0
 
 
-def test_the_table_of_what_is_honoured_names_options() -> None:
-    named = {*status.HONOURED, *status.REFUSED}
+def test_the_table_of_what_is_supported_names_options() -> None:
+    named = {*status.SUPPORTED, *status.REJECTED}
     of_components = {name for name in named if name.count(".") == 2}
     assert named - of_components <= set(known_options())
     for component, name, option in (text.split(".") for text in of_components):
         assert option in hints(component_class(component, name))
-    assert not status.HONOURED.keys() & status.REFUSED.keys()
-    assert status.HONOURED_COMPONENTS.keys() <= set(COMPONENTS)
+    assert not status.SUPPORTED.keys() & status.REJECTED.keys()
+    assert status.SUPPORTED_COMPONENTS.keys() <= set(COMPONENTS)
 
 
 class Optimizer:

@@ -1,4 +1,4 @@
-"""Numbers of fairseq's options: which have a meaning in fairseq, and which are refused.
+"""Numbers of fairseq's options: which mean something in fairseq and which are rejected.
 
 The table is written by hand from what fairseq does with a number: where it divides by
 it or counts with it, 0 and less mean nothing; where it asks whether it is above 0, -1

@@ -285,7 +285,7 @@ class TestOverrides:
         assert source == {"common": {"seed": 1}}
 
     @pytest.mark.parametrize("override", ["common.seed", "=3", "common..seed=3"])
-    def test_others_are_refused(self, override: str) -> None:
+    def test_others_are_rejected(self, override: str) -> None:
         with pytest.raises(ValueError, match=r"is not group.option=value"):
             as_config(overrides=[override])
 
@@ -370,7 +370,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(known_options())), VALUES)
-def test_any_value_is_refused_by_name_or_kept_for_good(
+def test_any_value_is_rejected_by_name_or_kept_for_good(
     option: str, value: object
 ) -> None:
     group, name = option.split(".")

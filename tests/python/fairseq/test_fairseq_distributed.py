@@ -142,7 +142,7 @@ def test_slurm_has_a_task_a_node(
         )
 
 
-def test_joining_without_an_address_is_refused() -> None:
+def test_joining_without_an_address_is_rejected() -> None:
     cfg = SimpleNamespace(
         distributed_training=group(), common=SimpleNamespace(cpu=True)
     )

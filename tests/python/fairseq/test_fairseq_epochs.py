@@ -319,7 +319,7 @@ def test_the_first_batch_is_collated_before_shuffling() -> None:
         _ = epochs_of([]).first_batch
 
 
-def test_what_is_no_data_set_is_refused() -> None:
+def test_what_is_no_data_set_is_rejected() -> None:
     with pytest.raises(TypeError, match="generator without __getitem__"):
         epochs_of(dataset=(i for i in range(3)))
     with pytest.raises(ValueError, match="shard_id must be between 0 and num_shards"):

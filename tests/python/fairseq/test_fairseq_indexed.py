@@ -365,7 +365,7 @@ def test_make_dataset_opens_what_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("impl", ["huffman", "fasta", "lazy", "cached"])
-def test_kinds_that_are_not_read_are_refused_with_the_reason(impl: str) -> None:
+def test_kinds_that_are_not_read_are_rejected_with_the_reason(impl: str) -> None:
     with pytest.raises(
         ValueError, match=f"kind '{impl}' cannot be read: .*--dataset-impl"
     ):

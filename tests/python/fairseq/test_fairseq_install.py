@@ -87,7 +87,7 @@ class TestDataclasses:
         base = type("FairseqDataclass", (), {"__module__": "fairseq.dataclass"})
         _holder(_config("users_task", base)(1))
 
-    def test_others_are_refused_as_python_does(self, patches):
+    def test_others_are_rejected_as_python_does(self, patches):
         cures.cure_dataclasses(patches)
         with pytest.raises(ValueError, match="mutable default"):
             _holder(_config("users_task")(1))

@@ -212,7 +212,7 @@ def test_a_run_with_sharded_parameters_goes_on_from_one_without(
         ([6, 2, 2], "3 parameters"),  # the first of as many elements as all of ours
     ],
 )
-def test_the_state_of_another_number_of_parameters_is_refused(
+def test_the_state_of_another_number_of_parameters_is_rejected(
     sizes: list[int], told: str
 ) -> None:
     model = torch.nn.Linear(2, 2)

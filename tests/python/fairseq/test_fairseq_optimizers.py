@@ -241,7 +241,7 @@ def test_a_groups_schedule_on_a_plateau_leaves_the_other_groups_rate() -> None:
         ),
     ],
 )  # fmt: skip
-def test_groups_that_make_no_composite_are_refused(
+def test_groups_that_make_no_composite_are_rejected(
     change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -303,6 +303,6 @@ def test_memory_efficient_precision_is_for_fairseqs_own(name: str) -> None:
         precise(name, fp16=True, memory_efficient_fp16=True)
 
 
-def test_a_name_that_fairseq_has_not_is_refused() -> None:
+def test_a_name_that_fairseq_has_not_is_rejected() -> None:
     with pytest.raises(ValueError, match="optimizer is 'sophia'; expected one of"):
         tiny_trainer("sophia", {})

@@ -113,7 +113,7 @@ def test_the_window_follows_update_freq_or_is_given() -> None:
         _ = ours.optimizer
 
 
-def test_what_a_precision_excludes_is_refused() -> None:
+def test_what_a_precision_excludes_is_rejected() -> None:
     changes = {"common__fp16": True, "optimizer___name": "adagrad"}
     with pytest.raises(RuntimeError, match="Adagrad does not support flat params"):
         _ = tiny.trainer(**changes).optimizer

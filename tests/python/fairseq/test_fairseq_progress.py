@@ -189,12 +189,12 @@ class TestChoice:
         assert said(lines) == []
         assert len(bar) == 3
 
-    def test_an_unknown_format_is_refused(self) -> None:
+    def test_an_unknown_format_is_rejected(self) -> None:
         with pytest.raises(ValueError, match="Unknown log format: xml; choose json"):
             bars.progress_bar([], log_format="xml")
 
     @pytest.mark.parametrize("option", [{"aim_repo": "x"}, {"azureml_logging": True}])
-    def test_other_trackers_are_refused(self, option: dict) -> None:
+    def test_other_trackers_are_rejected(self, option: dict) -> None:
         with pytest.raises(ValueError, match="aim_repo and azureml_logging"):
             bars.progress_bar([], log_format="none", **option)
 
@@ -270,7 +270,7 @@ class TestForAConfig:
             ("init", {"project": "lm", "reinit": False, "name": "first"})
         ]
 
-    def test_what_has_no_tracker_is_refused(self) -> None:
+    def test_what_has_no_tracker_is_rejected(self) -> None:
         config = as_config({"common": {"azureml_logging": True}})
         with pytest.raises(ValueError, match="azureml_logging"):
             bars.training_progress_bar(config, [], epoch=1)

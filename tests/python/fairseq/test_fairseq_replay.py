@@ -82,7 +82,7 @@ def test_an_exception_of_a_user_s_own_criterion_is_raised_again(
     assert f"raised in criterion: RuntimeError: {words} words" in shown
 
 
-def test_a_file_of_no_failed_update_is_refused(folder: Path) -> None:
+def test_a_file_of_no_failed_update_is_rejected(folder: Path) -> None:
     main(program.lm_arguments(Path("bin"), Path("saved"), "--max-update", "2"))
     with pytest.raises(SystemExit, match="holds no failed update"):
         main(["replay", "saved/checkpoint_last.pt"])

@@ -102,6 +102,6 @@ def test_the_program_writes_the_same_files(tmp_path: Path) -> None:
             assert later["extra_state"].get(key) == now["extra_state"].get(key)
 
 
-def test_a_save_of_nobody_s_is_refused(tmp_path: Path) -> None:
+def test_a_save_of_nobody_s_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Trainer\.save_checkpoint"):
         checkpoint_utils.torch_persistent_save({}, str(tmp_path / "a.pt"), True)

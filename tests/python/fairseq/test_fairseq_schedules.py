@@ -366,7 +366,7 @@ def test_unlike_fairseq_tri_stage_without_a_decay_goes_to_its_last_rate() -> Non
 
 
 def test_unlike_fairseq_phases_whose_sum_is_rounded_are_taken() -> None:
-    """0.7 + 0.2 + 0.1 is 1 less a bit, which fairseq refuses."""
+    """0.7 + 0.2 + 0.1 is 1 less a bit, which fairseq rejects."""
     assert sum((0.7, 0.2, 0.1)) != 1
     scheduler = build("tri_stage", phase_ratio=(0.7, 0.2, 0.1), max_update=100)
     assert scheduler.step_update(80) == LR
@@ -446,7 +446,7 @@ def test_a_bad_setting_is_named(
         build(name, **config)
 
 
-def test_something_that_is_no_optimizer_is_refused() -> None:
+def test_something_that_is_no_optimizer_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"SGD has no get_lr\(\)"):
         ours.build_lr_scheduler("fixed", SimpleNamespace(), Optimizer().optimizer)
 

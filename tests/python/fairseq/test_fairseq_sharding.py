@@ -179,7 +179,7 @@ def test_each_process_goes_on_from_a_file_of_its_own(
         assert torch.equal(found[name], value), name
 
 
-def test_shards_of_other_processes_are_refused(ranks: list[Any], folder: Path) -> None:
+def test_shards_of_other_processes_are_rejected(ranks: list[Any], folder: Path) -> None:
     alone = tiny.trainer(**SHARDED, distributed_training__use_sharded_state=True)
     with pytest.raises(Exception, match="process 0 of 2, and this is 0 of 1"):
         alone.load_checkpoint(f"{folder}/last-shard0.pt")
@@ -219,7 +219,7 @@ def test_the_program_logs_and_saves_the_same_with_sharding(
             torch.testing.assert_close(saved[1][name], value, rtol=1e-3, atol=1e-5)
 
 
-def test_a_criterion_with_parameters_is_refused() -> None:
+def test_a_criterion_with_parameters_is_rejected() -> None:
     criterion = tiny.Criterion()
     criterion.scale = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match="the criterion has parameters"):
@@ -242,6 +242,6 @@ def test_what_does_not_go_with_sharding_is_named(
         tiny.trainer(distributed_training__cpu_offload=True)
 
 
-def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
+def test_optimizers_that_look_at_whole_parameters_are_rejected() -> None:
     with pytest.raises(ValueError, match="FairseqLAMB is none"):
         tiny.trainer(**SHARDED, optimizer___name="lamb").train_step(tiny.batches(1))

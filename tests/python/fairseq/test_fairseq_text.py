@@ -211,7 +211,7 @@ class TestTokenBlocks:
             [[15, 16], [16, 17], [14, 15]],
         ]
 
-    def test_what_cannot_be_is_refused(self) -> None:
+    def test_what_cannot_be_is_rejected(self) -> None:
         with pytest.raises(ValueError, match="Invalid break_mode: words"):
             self.blocks("words", 4, 3)
         with pytest.raises(ValueError, match="block_size must be at least 1"):

@@ -332,7 +332,7 @@ def test_shared_parameters_stay_shared() -> None:
         ({"common__tpu": True}, "TPU"),
     ],
 )
-def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_it_cannot_do_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny.trainer(**changes)
 

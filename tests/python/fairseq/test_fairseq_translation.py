@@ -104,7 +104,7 @@ class TestTask:
         assert task.source_dictionary == task.target_dictionary
 
     @pytest.mark.parametrize("option", ["eval_bleu", "load_alignments"])
-    def test_what_is_not_acted_on_is_refused(self, data: Path, option: str) -> None:
+    def test_what_is_not_acted_on_is_rejected(self, data: Path, option: str) -> None:
         cfg = TranslationConfig(data=str(data), _name="translation", **{option: True})
         with pytest.raises(ValueError, match=f"task.{option} is True"):
             tasks.setup_task(cfg)

@@ -100,7 +100,7 @@ def test_the_arguments_have_the_order_and_the_defaults_of_the_original() -> None
         (lambda: nn.Linear(2, 2).half(), {}, TypeError, "^only fp32 parameters are"),
     ],
 )
-def test_what_cannot_be_wrapped_is_refused(
+def test_what_cannot_be_wrapped_is_rejected(
     module: Any, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):

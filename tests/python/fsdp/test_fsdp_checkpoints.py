@@ -1,4 +1,4 @@
-"""Shard files of the original and ours: consolidated, resharded, refused."""
+"""Shard files of the original and ours: consolidated, resharded, rejected."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_a_damaged_shard_is_named(ending: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*consolidated*"))
 
 
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_is_rejected(tmp_path: Path) -> None:
     class Run:
         def __reduce__(self) -> Any:
             return print, ("run",)
@@ -271,7 +271,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
         consolidate_sharded_model_checkpoints(str(tmp_path / "ckpt"))
 
 
-def test_an_optimizer_whose_parameters_cannot_be_told_is_refused_by_name(
+def test_an_optimizer_whose_parameters_cannot_be_told_is_rejected_by_name(
     tmp_path: Path,
 ) -> None:
     job = nested_job(2)

@@ -155,7 +155,7 @@ def test_bad_numbers_are_found_on_all_ranks() -> None:
     on_ranks(2, train)
 
 
-def test_other_numbers_of_bits_are_refused() -> None:
+def test_other_numbers_of_bits_are_rejected() -> None:
     for name in ("gather_bits", "reduce_bits"):
         with pytest.raises(ValueError, match=f"^{name} is 5; expected 8 or 4"):
             wrap(_C.Communicator(), nn.Linear(2, 2), **{name: 5})

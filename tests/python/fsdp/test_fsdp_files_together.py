@@ -97,11 +97,11 @@ def test_shards_of_another_number_of_ranks_appear_all_or_none(
 def test_earlier_files_are_taken_back_with_and_without_links(
     links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*unused: object) -> None:
+    def reject(*unused: object) -> None:
         raise PermissionError("no links here")
 
     if not links:
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(os, "link", reject)
 
     def writer(text: str) -> Callable[[str], None]:
         return lambda path: Path(path).write_text(text) and None
@@ -147,7 +147,7 @@ def test_what_is_saved_beside_a_model_comes_back(
     assert "not in the new shards: ['seed']" in caplog.text
 
 
-def test_a_key_that_the_format_has_and_tensors_elsewhere_are_refused(
+def test_a_key_that_the_format_has_and_tensors_elsewhere_are_rejected(
     tmp_path: Path,
 ) -> None:
     content = rank_content(nested_job(2), 0)

@@ -102,7 +102,7 @@ def test_units_that_a_policy_chooses_have_replicas_too() -> None:
     on_ranks(WORLD, train)
 
 
-def test_groups_that_make_no_replicas_are_refused() -> None:
+def test_groups_that_make_no_replicas_are_rejected() -> None:
     alone, linear = _C.Communicator(), nn.Linear(2, 2)
     with pytest.raises(ValueError, match="process_group is a tuple of 3; expected"):
         wrap((alone, alone, alone), linear)

@@ -90,7 +90,7 @@ def test_room_for_codes_counts_where_nothing_else_is_missing() -> None:
     assert kept.codes == gather - 256 * 2  # the zeros are needed here alone
 
 
-def test_sizes_that_make_no_sense_are_refused() -> None:
+def test_sizes_that_make_no_sense_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"world_size.* got 0,"):
         memory_plan([], 0)
     with pytest.raises(ValueError, match=r"compute_dtype must be one of .*'int8'"):

@@ -1,4 +1,4 @@
-"""fsdp and fsdp_config of every release, read and refused."""
+"""fsdp and fsdp_config of every release, read and rejected."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_spelling_means_the_same(
         (True, {"cpu_ram_efficient_loading": True, "sync_module_states": False},
          "leaves the values to rank 0"),
         (True, {"xla": True, "xla_fsdp_settings": {"shard_param_on_dim_0": True}},
-         "has shard_param_on_dim_0=True; honoured are"),
+         "has shard_param_on_dim_0=True; supported are"),
     ],
 )  # fmt: skip
 def test_what_is_unknown_or_contradicts_is_named(

@@ -51,6 +51,6 @@ def test_the_trainers_units_gather_ahead_as_fsdp_config_says() -> None:
     assert told == [(True, True)] * 3
 
 
-def test_another_word_is_refused() -> None:
+def test_another_word_is_rejected() -> None:
     with pytest.raises(ValueError, match="backward_prefetch must be BACKWARD_PRE"):
         wrap(backward_prefetch="ALWAYS")

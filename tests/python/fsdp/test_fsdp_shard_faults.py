@@ -26,8 +26,8 @@ from ctrainer.fsdp import (
 Capture = pytest.CaptureFixture[str]
 
 
-def refusal(capsys: Capture, *arguments: object) -> str:
-    """What the command writes to stderr when it refuses."""
+def rejection(capsys: Capture, *arguments: object) -> str:
+    """What the command writes to stderr when it rejects."""
     with pytest.raises(SystemExit) as left:
         __main__.main(["consolidate", "--ckpt_prefix", *map(str, arguments)])
     assert left.value.code == 1
@@ -89,15 +89,15 @@ def test_who_gives_a_wrong_place_is_told_what_is_there(
     tmp_path: Path, capsys: Capture
 ) -> None:
     prefix = save(nested_job(2), tmp_path)
-    assert f"There is no folder {tmp_path}/no" in refusal(capsys, f"{tmp_path}/no/c")
-    assert f"{tmp_path} is a folder: let ckpt_prefix end with '/'" in refusal(
+    assert f"There is no folder {tmp_path}/no" in rejection(capsys, f"{tmp_path}/no/c")
+    assert f"{tmp_path} is a folder: let ckpt_prefix end with '/'" in rejection(
         capsys, tmp_path
     )
-    assert f"folder {tmp_path} begins with 'model'" in refusal(
+    assert f"folder {tmp_path} begins with 'model'" in rejection(
         capsys, tmp_path / "model"
     )
     as_safetensors(tmp_path)
-    said = refusal(capsys, prefix)
+    said = rejection(capsys, prefix)
     assert "['ckpt-rank-0-of-2.safetensors', 'ckpt-rank-1-of-2.safetensors']" in said
     assert "ckpt_suffix" in said
 
@@ -107,7 +107,7 @@ def test_saves_of_different_numbers_of_ranks_are_told_apart(
 ) -> None:
     prefix = save(nested_job(2), tmp_path)
     save(nested_job(4), tmp_path)
-    said = refusal(capsys, prefix)
+    said = rejection(capsys, prefix)
     assert f"of 2 ranks {prefix}-rank-1-of-2.pth" in said
     assert f"of 4 ranks {prefix}-rank-3-of-4.pth" in said
     assert "match the files of one save" in said
@@ -119,7 +119,7 @@ def test_two_saves_under_one_prefix_are_named(tmp_path: Path, capsys: Capture) -
     prefix = save(nested_job(2), tmp_path)
     for path in list(tmp_path.iterdir()):
         shutil.copy(path, tmp_path / path.name.replace("ckpt", "ckpt-20"))
-    said = refusal(capsys, prefix)
+    said = rejection(capsys, prefix)
     assert "Of the same rank are" in said
     for name in ("ckpt-20-rank-0", "ckpt-20-rank-1", "ckpt-rank-0", "ckpt-rank-1"):
         assert f"{tmp_path}/{name}-of-2.pth" in said
@@ -136,7 +136,7 @@ def test_a_shard_of_another_update_is_named(
     for state in later["optimizer"]["state"].values():
         state["step"] += 2
     torch.save(later, path)
-    said = refusal(capsys, prefix, *more)
+    said = rejection(capsys, prefix, *more)
     assert f"{path}: " in said
     assert "9.0" in said
     assert "7.0" in said
@@ -154,7 +154,7 @@ def test_shards_are_not_replaced_while_they_are_read(
     shard = f"{prefix}-rank-0-of-2.{ending}"
     suffix = ("--ckpt_suffix", f"*.{ending}")
     for more in (["--world_size", 2], ["--save_path", shard]):
-        said = refusal(capsys, prefix, *suffix, *more)
+        said = rejection(capsys, prefix, *suffix, *more)
         assert f"{shard} is one of the shards to read" in said
     assert contents(tmp_path) == before
 
@@ -181,18 +181,18 @@ def test_what_is_no_checkpoint_of_shards_is_named(
 ) -> None:
     prefix, other = save(nested_job(2), tmp_path), tmp_path / "ckpt-x.pth"
     torch.save(torch.nn.Linear(2, 2).state_dict(), other)
-    assert f"{other}: holds no 'shard_metadata'" in refusal(capsys, prefix)
+    assert f"{other}: holds no 'shard_metadata'" in rejection(capsys, prefix)
     torch.save([1, 2], other, _use_new_zipfile_serialization=False)
-    assert f"{other}: is no file of torch.save" in refusal(capsys, prefix)
+    assert f"{other}: is no file of torch.save" in rejection(capsys, prefix)
     other.unlink()
     other.mkdir()
-    assert f"cannot read {other}: Is a directory" in refusal(capsys, prefix)
+    assert f"cannot read {other}: Is a directory" in rejection(capsys, prefix)
     as_safetensors_of_none = tmp_path / "ckpt.optimizer.safetensors"
     consolidate_sharded_model_checkpoints(
         prefix, "*2.pth", f"{tmp_path}/ckpt.safetensors"
     )
     shutil.move(tmp_path / "ckpt.safetensors", as_safetensors_of_none)
-    said = refusal(capsys, prefix, "--ckpt_suffix", "*.safetensors")
+    said = rejection(capsys, prefix, "--ckpt_suffix", "*.safetensors")
     assert f"{as_safetensors_of_none}: holds no 'shard_metadata'" in said
 
 

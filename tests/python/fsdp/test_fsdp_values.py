@@ -147,13 +147,13 @@ def test_what_is_wrong_on_the_first_rank_or_between_ranks_is_told_to_all() -> No
 
     others = [nn.Linear(3, 3), nn.Linear(3, 4)]
 
-    def refuse(group: _C.Communicator) -> None:
+    def reject(group: _C.Communicator) -> None:
         with pytest.raises(ValueError, match=r"^gain of a Bare on the meta device got"):
             wrap(group, Bare(3), **SYNCED)
         with pytest.raises(ValueError, match="parameter or buffer 0 is 'weight"):
             wrap(group, others[group.rank], **SYNCED)
 
-    on_ranks(2, refuse)
+    on_ranks(2, reject)
 
 
 def test_modules_on_the_meta_device_begin_with_new_values() -> None:

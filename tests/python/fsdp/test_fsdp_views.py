@@ -181,7 +181,7 @@ def test_tied_and_frozen_parameters_have_one_view() -> None:
     on_ranks(2, train)
 
 
-def test_optimizers_that_look_at_whole_parameters_refuse_rows_of_several() -> None:
+def test_optimizers_that_look_at_whole_parameters_reject_rows_of_several() -> None:
     plain = nn.Linear(6, 4)
 
     def step(group: _C.Communicator) -> None:
@@ -191,7 +191,7 @@ def test_optimizers_that_look_at_whole_parameters_refuse_rows_of_several() -> No
             optimizer = kind(sharded.parameters())
             name = kind.__name__.lower()
             message = f"is a row of several parameters .* and {name} looks at each"
-            for _ in range(2):  # asked anew after a refusal
+            for _ in range(2):  # asked anew after a rejection
                 with pytest.raises(ValueError, match=message):
                     optimizer.step()
         with pytest.raises(ValueError, match="Muon is for matrices"):

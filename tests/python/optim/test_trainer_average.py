@@ -194,7 +194,7 @@ def test_a_skipped_update_is_not_averaged(tmp_path: Path) -> None:
     assert all(a.isfinite().all() for a in trainer.weight_average.averages.values())
 
 
-def test_two_averages_at_once_are_refused(tmp_path: Path) -> None:
+def test_two_averages_at_once_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keeps one average"):
         run(tmp_path, ema_decay=0.9, swa_start_update=1)
 

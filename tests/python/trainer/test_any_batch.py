@@ -37,7 +37,7 @@ class Opaque:
 
 
 class Indexed(Opaque):
-    """Takes any key that it knows, and has its own way to refuse another."""
+    """Takes any key that it knows, and has its own way to reject another."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         raise RuntimeError(f"asked for {name!r}")
@@ -131,7 +131,7 @@ MAPPINGS = ("dict", "encoding")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MAPPINGS])
-def test_a_batch_that_no_hook_unpacks_is_refused_by_its_type(kind: str) -> None:
+def test_a_batch_that_no_hook_unpacks_is_rejected_by_its_type(kind: str) -> None:
     trainer = tiny.make(
         ctrainer.Trainer, tiny.gpt2(), tiny.tokens(4), remove_unused_columns=False,
         parts={"data_collator": KINDS[kind][0]},
@@ -141,7 +141,7 @@ def test_a_batch_that_no_hook_unpacks_is_refused_by_its_type(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MAPPINGS])
-def test_inputs_for_metrics_are_refused_where_they_have_no_names(kind: str) -> None:
+def test_inputs_for_metrics_are_rejected_where_they_have_no_names(kind: str) -> None:
     KEPT.clear()
     cls = type("Unpacks", (Unpacks,), {"kind": kind})
     trainer = tiny.make(

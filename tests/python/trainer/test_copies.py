@@ -236,7 +236,7 @@ def test_a_loss_scaler_goes_on_as_its_copy(kind: str, way: str) -> None:
         )
 
 
-def test_states_that_no_copy_had_are_refused() -> None:
+def test_states_that_no_copy_had_are_rejected() -> None:
     scaler = SCALERS["torch"]()
     _, fields = scaler.__getstate__()
     before = scaler.state_dict()
@@ -259,7 +259,7 @@ def test_states_that_no_copy_had_are_refused() -> None:
 
 
 # The types of the extension that keep copies of what they hold, and those whose copies
-# nobody needs, which Python refuses by itself.
+# nobody needs, which Python rejects by itself.
 COPIED = {
     "CallbackHandler", "LRScheduler", "LossScaler", "Schedule", "Trainer",
 }  # fmt: skip

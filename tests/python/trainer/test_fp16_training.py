@@ -237,7 +237,7 @@ class TestTheFile:
         run(tmp_path / "b", str(checkpoint), watch=watch, max_steps=STEPS + 1)
         assert watch.scales == [4.0]  # the fourth clean step of growth_interval=4
 
-    def test_that_of_another_preset_is_refused(self, tmp_path: Path) -> None:
+    def test_that_of_another_preset_is_rejected(self, tmp_path: Path) -> None:
         run(tmp_path, save_strategy="steps", save_steps=6)
         with pytest.raises(ValueError, match=r"scaler\.pt: .*'loss_scale'.*of another"):
             run(tmp_path, str(tmp_path / "checkpoint-6"), loss_scaler="fairseq")
@@ -265,7 +265,7 @@ class Half(Net):
 
 
 class TestFloat16Parameters:
-    def test_are_refused_as_torchs_scaler_refuses_them(self, tmp_path: Path) -> None:
+    def test_are_rejected_as_torchs_scaler_rejects_them(self, tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=r"layers\.0\.weight is float16.*master_weights=True"
         ):
@@ -297,7 +297,7 @@ class TestTheArgument:
             (7, "not int"),
         ],
     )
-    def test_what_it_cannot_mean_is_refused(
+    def test_what_it_cannot_mean_is_rejected(
         self, tmp_path: Path, setting: Any, text: str
     ) -> None:
         with pytest.raises(ValueError, match=text):
@@ -305,7 +305,7 @@ class TestTheArgument:
                 str(tmp_path), use_cpu=True, fp16=True, loss_scaler=setting
             )
 
-    def test_without_fp16_it_is_refused(self, tmp_path: Path) -> None:
+    def test_without_fp16_it_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="fp16=True"):
             ctrainer.TrainingArguments(str(tmp_path), loss_scaler="torch")
 

@@ -61,7 +61,7 @@ def test_native_rebases_a_class_and_its_super_calls(tmp_path) -> None:
     assert trainer.seen["train_loss"] == output.training_loss
 
 
-def test_native_leaves_ours_alone_and_refuses_others() -> None:
+def test_native_leaves_ours_alone_and_rejects_others() -> None:
     class Mine(Trainer):
         pass
 

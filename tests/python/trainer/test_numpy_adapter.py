@@ -107,7 +107,7 @@ def test_accumulated_gradient_does_not_alias_its_input() -> None:
     assert grad.tolist() == [1, 1]
 
 
-def test_integer_parameter_is_refused() -> None:
+def test_integer_parameter_is_rejected() -> None:
     with pytest.raises(TypeError, match="int64 cannot be trained"):
         Parameter(np.ones(2, np.int64))
 
@@ -248,7 +248,7 @@ def test_random_state_is_restored() -> None:
     ("name", "value"),
     [("bf16", True), ("label_smoothing_factor", 0.1), ("dataloader_num_workers", 2)],
 )
-def test_options_of_torch_are_refused(name: str, value: Any) -> None:
+def test_options_of_torch_are_rejected(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         adapter.prepare_args(args(**{name: value}))
 

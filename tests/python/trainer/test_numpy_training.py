@@ -215,7 +215,7 @@ def test_gradient_that_is_not_finite_is_skipped(
     ("option", "value"),
     [("bf16", True), ("label_smoothing_factor", 0.1), ("torch_compile", True)],
 )
-def test_options_that_need_torch_are_refused(
+def test_options_that_need_torch_are_rejected(
     option: str, value: Any, digits: ModuleType, data: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=f"{option}.*needs a torch model"):

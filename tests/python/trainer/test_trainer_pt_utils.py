@@ -77,7 +77,7 @@ def test_concat_equals_transformers(
         ({"x": first, "y": first[0, 0]}, {"x": second, "y": second[0, 0]}),
     ):
         if not as_tensor and isinstance(a, dict):
-            continue  # transformers refuses NumPy's scalars
+            continue  # transformers rejects NumPy's scalars
         got = utils.nested_numpify(utils.nested_concat(a, b, padding))
         wanted = theirs.nested_concat(a, b, padding)
         keys = a if isinstance(a, dict) else range(2)
@@ -87,7 +87,7 @@ def test_concat_equals_transformers(
             np.testing.assert_array_equal(x, np.asarray(y))
 
 
-def test_concat_of_different_structures_is_refused() -> None:
+def test_concat_of_different_structures_is_rejected() -> None:
     with pytest.raises(TypeError, match="a tuple and a list"):
         utils.nested_concat((np.zeros(1),), [np.zeros(1)])
 

@@ -59,14 +59,14 @@ def test_unknown_keys_are_left_out_and_told(tmp_path, caplog) -> None:
     assert "unknown of_the_future left out" in caplog.text
 
 
-def test_file_that_is_no_state_is_refused(tmp_path) -> None:
+def test_file_that_is_no_state_is_rejected(tmp_path) -> None:
     path = tmp_path / "state.json"
     path.write_text("[1]")
     with pytest.raises(ValueError, match="must hold a JSON object, not list"):
         TrainerState.load_from_json(path)
 
 
-def test_field_of_another_type_is_refused_by_its_name(tmp_path) -> None:
+def test_field_of_another_type_is_rejected_by_its_name(tmp_path) -> None:
     path = tmp_path / "state.json"
     path.write_text(json.dumps({"global_step": "seven"}))
     with pytest.raises(ValueError, match=r"state.json.*global_step"):
@@ -118,7 +118,7 @@ def test_states_of_callbacks_are_grouped_by_class() -> None:
     assert TrainerControl.from_state(stored["TrainerControl"]) == TrainerControl()
 
 
-def test_callback_without_a_state_is_refused() -> None:
+def test_callback_without_a_state_is_rejected() -> None:
     with pytest.raises(TypeError, match="object is to be saved, so it must define"):
         TrainerState(stateful_callbacks=[object()])
     with pytest.raises(NotImplementedError, match="must define state"):

@@ -163,13 +163,13 @@ meet(rank *me, const void *in, void *out, int dtype, Work work)
 
 extern "C" {
 
-int fake_nccl_fail;    /* the next collective is refused with this result */
+int fake_nccl_fail;    /* the next collective is rejected with this result */
 int fake_nccl_async;   /* what communicators say of themselves */
 int fake_nccl_pending; /* so many times they say before that a call is in progress */
 int fake_nccl_aborted;
 
 static int
-refused()
+rejected()
 {
     const int result = fake_nccl_fail;
     fake_nccl_fail = SUCCESS;
@@ -281,7 +281,7 @@ int
 ncclAllReduce(const void *in, void *out, size_t n, int dtype, int op, rank *comm,
               cudaStream_t)
 {
-    const int result = refused();
+    const int result = rejected();
     if (result != SUCCESS) {
         return result;
     }
