@@ -13,7 +13,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from ctrainer.comm import world
-from ctrainer.comm.environment import meet_on_this_machine
+from ctrainer.comm.environment import set_local_rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def patch_transformers() -> None:
     Where mpirun or srun has started ranks on this machine, it also sets MASTER_ADDR and
     MASTER_PORT, unless they are set: transformers' TrainingArguments need them.
     """
-    meet_on_this_machine(os.environ)
+    set_local_rendezvous(os.environ)
     for place, name, home in _PLACES:
         ours = getattr(import_module(home), name)
         original = getattr(import_module(place), name)

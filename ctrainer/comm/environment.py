@@ -128,7 +128,7 @@ def _is_local(launcher: _Launcher, environ: Mapping[str, str], world_size: int) 
     return environ.get("MASTER_ADDR", "") in _LOCAL_ADDRESSES
 
 
-def meet_on_this_machine(environ: MutableMapping[str, str]) -> None:
+def set_local_rendezvous(environ: MutableMapping[str, str]) -> None:
     """Fill in MASTER_ADDR and MASTER_PORT, by which torch.distributed finds the ranks,
     where they are all on this machine and their launcher, mpirun or srun, does not.
 

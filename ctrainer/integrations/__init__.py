@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ctrainer.arguments.accelerator import config_of
-from ctrainer.comm.environment import meet_on_this_machine
+from ctrainer.comm.environment import set_local_rendezvous
 
 
 def _integrations() -> Any:
@@ -118,7 +118,7 @@ def partial_state(args: Any, cpu: bool | None = None) -> Any:
 
     from ctrainer.comm import processes
 
-    meet_on_this_machine(os.environ)
+    set_local_rendezvous(os.environ)
     cpu = args.device.type == "cpu" if cpu is None else cpu
     backend = args.ddp_backend or ("gloo" if cpu else "nccl")
     joined = processes.is_initialized()

@@ -4,7 +4,7 @@
 #include "ct_comm_local.h"
 
 #include "core/base/alloc.h"
-#include "ct_meeting.h"
+#include "ct_thread_barrier.h"
 #include "core/comm/reduce.h"
 
 #include <string.h>
@@ -18,7 +18,7 @@ typedef struct member {
 } member;
 
 typedef struct group {
-    ct_meeting *meeting;
+    ct_thread_barrier *barrier;
     const void **rows; /* world_size per rank, for its part of a reduction */
     int world_size;
     double timeout_seconds;
@@ -168,12 +168,12 @@ static ct_status
 collective(ct_comm *comm, const ct_request *wanted, ct_error *err)
 {
     member *self = (member *)comm;
-    ct_meeting *meeting = self->group->meeting;
+    ct_thread_barrier *barrier = self->group->barrier;
     const char *what = ct_collective_name(wanted->what);
     ct_status status = ct_comm_check_here(comm, what, err);
     if (status == CT_OK) {
         self->request = ct_request_labelled(comm, wanted);
-        status = ct_meeting_join(meeting, comm->rank, what, err);
+        status = ct_thread_barrier_join(barrier, comm->rank, what, err);
     }
     if (status != CT_OK) {
         return status;
@@ -186,7 +186,7 @@ collective(ct_comm *comm, const ct_request *wanted, ct_error *err)
     if (status == CT_OK) {
         work(self);
     }
-    ct_meeting_close(meeting, comm->rank);
+    ct_thread_barrier_close(barrier, comm->rank);
     return status;
 }
 
@@ -244,7 +244,7 @@ local_barrier(ct_comm *comm, ct_error *err)
 static void
 group_free(group *g)
 {
-    ct_meeting_free(g->meeting);
+    ct_thread_barrier_free(g->barrier);
     ct_free((void *)g->rows);
     ct_free(g);
 }
@@ -255,7 +255,7 @@ static void
 local_free(ct_comm *comm)
 {
     group *g = ((member *)comm)->group;
-    if (ct_comm_is_here(comm) && ct_meeting_leave(g->meeting, comm->rank)) {
+    if (ct_comm_is_here(comm) && ct_thread_barrier_leave(g->barrier, comm->rank)) {
         group_free(g);
     }
 }
@@ -271,8 +271,9 @@ group_new(const ct_comm_ops *ops, int world_size, double timeout_seconds)
     g->world_size = world_size;
     g->timeout_seconds = timeout_seconds;
     g->rows = (const void **)ct_calloc(ranks * ranks, sizeof *g->rows);
-    g->meeting = g->rows == NULL ? NULL : ct_meeting_new(world_size, timeout_seconds);
-    if (g->meeting == NULL) {
+    g->barrier =
+        g->rows == NULL ? NULL : ct_thread_barrier_new(world_size, timeout_seconds);
+    if (g->barrier == NULL) {
         group_free(g);
         return NULL;
     }

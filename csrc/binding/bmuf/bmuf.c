@@ -16,8 +16,8 @@ typedef struct BMUF {
     PyObject *inner;        /* the optimizer; NULL before __init__ */
     PyObject *communicator; /* a Communicator */
     ct_bmuf core;
-    ct_bmuf_config config;  /* as given */
-    ct_bmuf_config meeting; /* of the block that ends: SlowMo's follow the rate */
+    ct_bmuf_config config;       /* as given */
+    ct_bmuf_config block_config; /* of the block that ends: SlowMo's follow the rate */
     int64_t num_updates;
     bool average_sync;
     bool slowmo;
@@ -76,12 +76,12 @@ hold_group(BMUF *self)
 }
 
 static void
-bmuf_land(BMUF *self)
+bmuf_abandon(BMUF *self)
 {
     if (self->holds) {
         ct_comm *comm = group_of(self)->comm;
         Py_BEGIN_ALLOW_THREADS
-        ct_bmuf_land(&self->core, comm);
+        ct_bmuf_abandon(&self->core, comm);
         Py_END_ALLOW_THREADS
         hold_group(self);
     }
@@ -89,7 +89,7 @@ bmuf_land(BMUF *self)
 }
 
 /* binding/bmuf/bmuf.c: blocks whose average is taken later. */
-void bmuf_land(BMUF *self); /* waits and forgets */
+void bmuf_abandon(BMUF *self); /* waits and forgets */
 
 static const char BMUF_average_moments_doc[] =
     "_average_moments($self, /)\n--\n\n"
@@ -148,7 +148,7 @@ BMUF_clear(PyObject *op)
 {
     BMUF *self = (BMUF *)op;
     if (self->communicator != NULL) {
-        bmuf_land(self);
+        bmuf_abandon(self);
     }
     Py_CLEAR(self->inner);
     Py_CLEAR(self->communicator);
@@ -241,7 +241,7 @@ BMUF_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     if (self->communicator != NULL) {
-        bmuf_land(self);
+        bmuf_abandon(self);
     }
     Py_XSETREF(self->inner, Py_NewRef(inner));
     Py_XSETREF(self->communicator, Py_NewRef(communicator));
@@ -431,16 +431,16 @@ end_warmup(BMUF *self, ctpy_state *state)
 }
 
 static ct_status
-pass_meet(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+pass_synchronize(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
-    return ct_bmuf_meet(&self->core, &self->meeting, comm, list, err);
+    return ct_bmuf_synchronize(&self->core, &self->block_config, comm, list, err);
 }
 
 /* What this block is computed with: SlowMo divides by the optimizer's rate. */
 static int
 bmuf_settle(BMUF *self, ctpy_state *state)
 {
-    self->meeting = self->config;
+    self->block_config = self->config;
     if (!self->slowmo) {
         return 0;
     }
@@ -459,8 +459,8 @@ bmuf_settle(BMUF *self, ctpy_state *state)
         Py_XDECREF(answer);
         return -1;
     }
-    self->meeting.lr = 1.0 / rate;
-    self->meeting.reach = self->config.lr * rate;
+    self->block_config.lr = 1.0 / rate;
+    self->block_config.reach = self->config.lr * rate;
     return 0;
 }
 
@@ -473,15 +473,15 @@ bmuf_after_block(BMUF *self, ctpy_state *state)
 }
 
 static ct_status
-pass_depart(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+pass_begin(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
-    return ct_bmuf_depart(&self->core, comm, list, err);
+    return ct_bmuf_begin(&self->core, comm, list, err);
 }
 
 static int
-bmuf_depart(BMUF *self, ctpy_state *state)
+bmuf_begin(BMUF *self, ctpy_state *state)
 {
-    const int result = bmuf_run(self, state->str__synced_tensors, pass_depart);
+    const int result = bmuf_run(self, state->str__synced_tensors, pass_begin);
     hold_group(self);
     return result;
 }
@@ -490,10 +490,10 @@ static int
 end_block(BMUF *self, ctpy_state *state)
 {
     if (self->config.overlap > 0) {
-        return bmuf_depart(self, state);
+        return bmuf_begin(self, state);
     }
     return bmuf_settle(self, state) < 0 ||
-                   bmuf_run(self, state->str__synced_tensors, pass_meet) < 0
+                   bmuf_run(self, state->str__synced_tensors, pass_synchronize) < 0
                ? -1
                : bmuf_after_block(self, state);
 }
@@ -507,18 +507,18 @@ bmuf_is_due(const BMUF *self)
 }
 
 static ct_status
-pass_arrive(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+pass_finish(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
-    return ct_bmuf_arrive(&self->core, &self->meeting, comm, list, err);
+    return ct_bmuf_finish(&self->core, &self->block_config, comm, list, err);
 }
 
 static int
-bmuf_arrive(BMUF *self, ctpy_state *state)
+bmuf_finish(BMUF *self, ctpy_state *state)
 {
     if (bmuf_settle(self, state) < 0) {
         return -1;
     }
-    const int result = bmuf_run(self, state->str__synced_tensors, pass_arrive);
+    const int result = bmuf_run(self, state->str__synced_tensors, pass_finish);
     hold_group(self);
     return result < 0 ? -1 : bmuf_after_block(self, state);
 }
@@ -534,7 +534,7 @@ bmuf_after_update(BMUF *self)
     if (comm->world_size < 2) {
         return 0;
     }
-    if (bmuf_is_due(self) && bmuf_arrive(self, state) < 0) {
+    if (bmuf_is_due(self) && bmuf_finish(self, state) < 0) {
         return -1;
     }
     switch (ct_bmuf_after(&self->config, self->num_updates)) {
@@ -782,7 +782,7 @@ BMUF_start(PyObject *op, PyObject *Py_UNUSED(unused))
     if (bmuf_check_idle(self, "_start()") < 0) {
         return NULL;
     }
-    bmuf_land(self);
+    bmuf_abandon(self);
     if (bmuf_run(self, state->str__synced_tensors, pass_start) < 0) {
         return NULL;
     }
@@ -797,7 +797,7 @@ pass_adopt(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 }
 
 static int
-check_landed(const BMUF *self)
+check_finished(const BMUF *self)
 {
     if (self->core.is_away) {
         PyErr_SetString(PyExc_RuntimeError,
@@ -817,7 +817,7 @@ BMUF_adopt(PyObject *op, PyObject *args)
     long long updates;
     int root;
     if (!PyArg_ParseTuple(args, "OiL:_adopt", &communicator, &root, &updates) ||
-        bmuf_check_idle(self, "regroup()") < 0 || check_landed(self) < 0 ||
+        bmuf_check_idle(self, "regroup()") < 0 || check_finished(self) < 0 ||
         ctpy_comm_borrow(state, communicator) == NULL) {
         return NULL;
     }
@@ -836,7 +836,7 @@ BMUF_finish(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     BMUF *self = (BMUF *)op;
     if (bmuf_check_idle(self, "finish()") < 0 ||
-        (self->core.is_away && bmuf_arrive(self, ctpy_state_borrow(op)) < 0)) {
+        (self->core.is_away && bmuf_finish(self, ctpy_state_borrow(op)) < 0)) {
         return NULL;
     }
     Py_RETURN_NONE;

@@ -483,7 +483,7 @@ give_missing(GradReducer *self)
 
 /* Waits for the averages and, while graphs may change, asks who has used what. */
 static int
-grad_reducer_meet(GradReducer *self)
+grad_reducer_finish_buckets(GradReducer *self)
 {
     ct_comm *comm =
         ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), self->communicator);
@@ -569,7 +569,7 @@ finish(GradReducer *self)
             self->used[i] = !self->absent[i];
         }
     }
-    if (grad_reducer_meet(self) < 0 || hand_over_absent(self) < 0 ||
+    if (grad_reducer_finish_buckets(self) < 0 || hand_over_absent(self) < 0 ||
         grad_reducer_keep_own(self) < 0) {
         return -1;
     }
@@ -611,8 +611,9 @@ GradReducer_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
     for (Py_ssize_t i = 0; result == 0 && i < count(self); i++) {
         self->used[i] = true;
     }
-    if (result < 0 || grad_reducer_meet(self) < 0 || hand_over_absent(self) < 0 ||
-        grad_reducer_keep_own(self) < 0 || grad_reducer_release_given(self) < 0) {
+    if (result < 0 || grad_reducer_finish_buckets(self) < 0 ||
+        hand_over_absent(self) < 0 || grad_reducer_keep_own(self) < 0 ||
+        grad_reducer_release_given(self) < 0) {
         grad_reducer_abandon(self);
         return NULL;
     }
@@ -850,7 +851,7 @@ shadow_pass(GradReducer *self)
     for (Py_ssize_t i = 0; !self->usage_known && i < n; i++) {
         self->used[i] = false;
     }
-    if (result < 0 || grad_reducer_meet(self) < 0 ||
+    if (result < 0 || grad_reducer_finish_buckets(self) < 0 ||
         grad_reducer_release_given(self) < 0) {
         grad_reducer_abandon(self);
         return -1;

@@ -90,12 +90,12 @@ ctpy_eval_share(ctpy_eval_ranks *ranks, ctpy_state *names, const ctpy_eval_batch
 /* Tells the others before each round whether this rank has a batch, and if not why.
  * Returns how many ranks have one and the first of these in *first; or -1 with an
  * exception: this rank's own, or that another has failed or was asked to stop. */
-int
-ctpy_eval_meet(ctpy_eval_ranks *ranks, ctpy_state *names, bool has_batch, int *first);
+int ctpy_eval_sync_round(ctpy_eval_ranks *ranks, ctpy_state *names, bool has_batch,
+                         int *first);
 
 /* The batch of rank `root` on every rank, pickled on its way. */
-PyObject *
-ctpy_eval_lend(ctpy_eval_ranks *ranks, ctpy_state *names, PyObject *inputs, int root);
+PyObject *ctpy_eval_broadcast_batch(ctpy_eval_ranks *ranks, ctpy_state *names,
+                                    PyObject *inputs, int root);
 
 /* One run of the loop. Owned, but for op. */
 typedef struct ctpy_eval_loop {

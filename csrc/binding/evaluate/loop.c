@@ -422,7 +422,7 @@ run_round(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs, PyObject 
         *inputs = counts ? PyIter_Next(iterator) : NULL;
     }
     ((Trainer *)loop->op)->spare = false;
-    going = ctpy_eval_meet(&loop->ranks, names, *inputs != NULL, &first);
+    going = ctpy_eval_sync_round(&loop->ranks, names, *inputs != NULL, &first);
     if (going >= 0 && keep_round(loop, &taken.batch, going == 0, names) < 0) {
         going = -1;
     }
@@ -438,10 +438,10 @@ run_rounds(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs,
     int first, going = -1;
     if (comm != NULL) {
         *inputs = PyIter_Next(iterator);
-        going = ctpy_eval_meet(&loop->ranks, names, *inputs != NULL, &first);
+        going = ctpy_eval_sync_round(&loop->ranks, names, *inputs != NULL, &first);
     }
     if (going > 0 && going < comm->world_size) { /* some have nothing to run at all */
-        *spare = ctpy_eval_lend(&loop->ranks, names, *inputs, first);
+        *spare = ctpy_eval_broadcast_batch(&loop->ranks, names, *inputs, first);
         going = *spare == NULL ? -1 : going;
     }
     while (going > 0) {
@@ -458,7 +458,7 @@ run_together(ctpy_eval_loop *loop, PyObject *iterator, ctpy_state *names)
     int first;
     int result = run_rounds(loop, iterator, &inputs, &spare, names);
     if (result < 0 && !loop->ranks.told) {
-        result = ctpy_eval_meet(&loop->ranks, names, false, &first);
+        result = ctpy_eval_sync_round(&loop->ranks, names, false, &first);
     }
     Py_XDECREF(inputs);
     Py_XDECREF(spare);

@@ -611,7 +611,8 @@ gather_states(PyObject *group, ctpy_state *names, int64_t own, int64_t *states,
 }
 
 int
-ctpy_eval_meet(ctpy_eval_ranks *ranks, ctpy_state *names, bool has_batch, int *first)
+ctpy_eval_sync_round(ctpy_eval_ranks *ranks, ctpy_state *names, bool has_batch,
+                     int *first)
 {
     const ct_comm *comm = ctpy_comm_borrow(names, ranks->group);
     if (comm == NULL) {
@@ -652,7 +653,7 @@ pickled(const char *function, PyObject *value)
 
 /* On the root its batch as bytes, or none where pickle fails; elsewhere None. */
 static PyObject *
-message_to_lend(PyObject *inputs, bool is_root)
+pickled_batch(PyObject *inputs, bool is_root)
 {
     if (!is_root) {
         return Py_NewRef(Py_None);
@@ -666,14 +667,15 @@ message_to_lend(PyObject *inputs, bool is_root)
 }
 
 PyObject *
-ctpy_eval_lend(ctpy_eval_ranks *ranks, ctpy_state *names, PyObject *inputs, int root)
+ctpy_eval_broadcast_batch(ctpy_eval_ranks *ranks, ctpy_state *names, PyObject *inputs,
+                          int root)
 {
     const ct_comm *comm = ctpy_comm_borrow(names, ranks->group);
     if (comm == NULL) {
         return NULL;
     }
     const bool is_root = comm->rank == root;
-    PyObject *data = message_to_lend(inputs, is_root), *lent = NULL;
+    PyObject *data = pickled_batch(inputs, is_root), *lent = NULL;
     if (data == NULL) {
         return NULL;
     }

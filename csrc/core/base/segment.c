@@ -35,13 +35,13 @@ typedef enum answer {
     RANK_TAKEN,
 } answer;
 
-typedef struct meeting {
+typedef struct rendezvous {
     const char *key;
     int rank, world_size;
     size_t bytes;
     double timeout_seconds;
     ct_deadline deadline;
-} meeting;
+} rendezvous;
 
 /* ---- the place to meet -------------------------------------------------------------
  */
@@ -59,7 +59,7 @@ hash_text(const char *text)
 
 /* A leading zero byte makes the name abstract: no file, gone with its socket. */
 static socklen_t
-place_to_meet(const char *key, struct sockaddr_un *address)
+socket_address(const char *key, struct sockaddr_un *address)
 {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
@@ -79,13 +79,13 @@ is_our_user(int socket_fd)
 }
 
 static ct_status
-fail_system(const meeting *m, const char *doing, ct_error *err)
+fail_system(const rendezvous *m, const char *doing, ct_error *err)
 {
     return ct_fail_io(err, errno, doing, m->key);
 }
 
 static ct_status
-open_socket(const meeting *m, int *fd, ct_error *err)
+open_socket(const rendezvous *m, int *fd, ct_error *err)
 {
     *fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     return *fd < 0 ? fail_system(m, "make a socket for the ranks of", err) : CT_OK;
@@ -143,7 +143,7 @@ receive_answer(int from, int *fd)
  */
 
 static answer
-judge(const meeting *m, const hello *h, const bool *has_come)
+judge(const rendezvous *m, const hello *h, const bool *has_come)
 {
     if (h->magic != MAGIC) {
         return OTHER_KIND;
@@ -156,7 +156,7 @@ judge(const meeting *m, const hello *h, const bool *has_come)
 }
 
 static ct_status
-fail_judged(const meeting *m, const hello *h, answer reply, ct_error *err)
+fail_judged(const rendezvous *m, const hello *h, answer reply, ct_error *err)
 {
     if (reply == RANK_TAKEN) {
         return ct_fail(err, CT_EINVAL, "two processes of %s say that they are rank %d",
@@ -177,7 +177,7 @@ fail_judged(const meeting *m, const hello *h, answer reply, ct_error *err)
 /* Hears one rank and answers it. One who is not ours, or goes away, counts for nothing.
  */
 static ct_status
-serve(const meeting *m, int visitor, int memory, bool *has_come, ct_error *err)
+serve(const rendezvous *m, int visitor, int memory, bool *has_come, ct_error *err)
 {
     hello h;
     if (!is_our_user(visitor)) {
@@ -200,7 +200,7 @@ serve(const meeting *m, int visitor, int memory, bool *has_come, ct_error *err)
 }
 
 static int
-first_missing(const meeting *m, const bool *has_come)
+first_missing(const rendezvous *m, const bool *has_come)
 {
     int rank = 1;
     while (rank < m->world_size && has_come[rank]) {
@@ -210,7 +210,7 @@ first_missing(const meeting *m, const bool *has_come)
 }
 
 static ct_status
-serve_all(const meeting *m, int server, int memory, ct_error *err)
+serve_all(const rendezvous *m, int server, int memory, ct_error *err)
 {
     bool has_come[CT_SEGMENT_MOST_RANKS] = {false};
     ct_status status = CT_OK;
@@ -234,10 +234,10 @@ serve_all(const meeting *m, int server, int memory, ct_error *err)
 }
 
 static ct_status
-receive_ranks(const meeting *m, int memory, ct_error *err)
+receive_ranks(const rendezvous *m, int memory, ct_error *err)
 {
     struct sockaddr_un address;
-    const socklen_t n = place_to_meet(m->key, &address);
+    const socklen_t n = socket_address(m->key, &address);
     int server = -1;
     ct_status status = open_socket(m, &server, err);
     if (status == CT_OK && (bind(server, (struct sockaddr *)&address, n) != 0 ||
@@ -257,7 +257,7 @@ receive_ranks(const meeting *m, int memory, ct_error *err)
 }
 
 static ct_status
-make_memory(const meeting *m, int *fd, ct_error *err)
+make_memory(const rendezvous *m, int *fd, ct_error *err)
 {
     *fd = memfd_create("ctrainer", MFD_CLOEXEC);
     if (*fd < 0 || ftruncate(*fd, (off_t)m->bytes) != 0) {
@@ -271,10 +271,10 @@ make_memory(const meeting *m, int *fd, ct_error *err)
 
 /* Tries until rank 0 listens. */
 static ct_status
-visit(const meeting *m, int *fd, ct_error *err)
+visit(const rendezvous *m, int *fd, ct_error *err)
 {
     struct sockaddr_un address;
-    const socklen_t n = place_to_meet(m->key, &address);
+    const socklen_t n = socket_address(m->key, &address);
     ct_status status = open_socket(m, fd, err);
     while (status == CT_OK && connect(*fd, (struct sockaddr *)&address, n) != 0) {
         if (errno != ECONNREFUSED && errno != EAGAIN && errno != EINTR) {
@@ -297,7 +297,7 @@ visit(const meeting *m, int *fd, ct_error *err)
 }
 
 static ct_status
-ask_for_memory(const meeting *m, int server, int *memory, ct_error *err)
+ask_for_memory(const rendezvous *m, int server, int *memory, ct_error *err)
 {
     const hello h = {.magic = MAGIC,
                      .rank = m->rank,
@@ -329,7 +329,7 @@ ask_for_memory(const meeting *m, int server, int *memory, ct_error *err)
 }
 
 static ct_status
-fetch_memory(const meeting *m, int *fd, ct_error *err)
+fetch_memory(const rendezvous *m, int *fd, ct_error *err)
 {
     int server = -1;
     struct stat about;
@@ -355,7 +355,7 @@ ct_status
 ct_segment_join(ct_segment *segment, const char *key, int rank, int world_size,
                 size_t bytes, double timeout_seconds, ct_error *err)
 {
-    const meeting m = {
+    const rendezvous m = {
         .key = key,
         .rank = rank,
         .world_size = world_size,

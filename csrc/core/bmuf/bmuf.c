@@ -650,8 +650,8 @@ ct_bmuf_check_alike(ct_bmuf *b, ct_comm *comm, ct_error *err)
 }
 
 ct_status
-ct_bmuf_meet(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm,
-             const ct_bmuf_list *list, ct_error *err)
+ct_bmuf_synchronize(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm,
+                    const ct_bmuf_list *list, ct_error *err)
 {
     const reduction r = {.bmuf = b, .comm = comm, .list = list, .config = config};
     if (config->momentum == 0.0) {
@@ -846,7 +846,7 @@ begin_sums(ct_bmuf *b, ct_comm *comm, ct_error *err)
 }
 
 ct_status
-ct_bmuf_depart(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+ct_bmuf_begin(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
     ct_status status = ct_bmuf_check_unchanged(b, list, err);
     if (status == CT_OK && !b->alike) {
@@ -876,7 +876,7 @@ rejoin(ct_bmuf *b, const ct_bmuf_config *config, const ct_bmuf_list *list,
 }
 
 ct_status
-ct_bmuf_arrive(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm,
+ct_bmuf_finish(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm,
                const ct_bmuf_list *list, ct_error *err)
 {
     ct_status status = ct_bmuf_check_unchanged(b, list, err);
@@ -897,7 +897,7 @@ ct_bmuf_arrive(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm,
 }
 
 void
-ct_bmuf_land(ct_bmuf *b, ct_comm *comm)
+ct_bmuf_abandon(ct_bmuf *b, ct_comm *comm)
 {
     if (b->is_under_way) {
         forget_sums(b, comm, CT_BMUF_DTYPES);

@@ -117,27 +117,27 @@ CT_NODISCARD ct_status ct_bmuf_adopt(ct_bmuf *bmuf, const ct_bmuf_config *config
 
 /* The end of a block. CT_EINVAL on all ranks where a first block did not begin with the
  * same model on all. After CT_ECOMM some parameters may have moved and others not. */
-CT_NODISCARD ct_status ct_bmuf_meet(ct_bmuf *bmuf, const ct_bmuf_config *config,
-                                    ct_comm *comm, const ct_bmuf_list *list,
-                                    ct_error *err);
+CT_NODISCARD ct_status ct_bmuf_synchronize(ct_bmuf *bmuf, const ct_bmuf_config *config,
+                                           ct_comm *comm, const ct_bmuf_list *list,
+                                           ct_error *err);
 
 /* The end of a block whose average is taken later: begins the collectives and returns.
- * Until ct_bmuf_arrive the parameters may go on; other collectives may come between. */
-CT_NODISCARD ct_status ct_bmuf_depart(ct_bmuf *bmuf, ct_comm *comm,
-                                      const ct_bmuf_list *list, ct_error *err);
+ * Until ct_bmuf_finish the parameters may go on; other collectives may come between. */
+CT_NODISCARD ct_status ct_bmuf_begin(ct_bmuf *bmuf, ct_comm *comm,
+                                     const ct_bmuf_list *list, ct_error *err);
 
 /* Takes the average: the global model moves, and the parameters become it and what they
  * have learnt since. */
-CT_NODISCARD ct_status ct_bmuf_arrive(ct_bmuf *bmuf, const ct_bmuf_config *config,
+CT_NODISCARD ct_status ct_bmuf_finish(ct_bmuf *bmuf, const ct_bmuf_config *config,
                                       ct_comm *comm, const ct_bmuf_list *list,
                                       ct_error *err);
 
 /* Waits for what is under way and forgets it; never fails. Comes before ct_bmuf_start
  * and ct_bmuf_fini where something may be. */
-void ct_bmuf_land(ct_bmuf *bmuf, ct_comm *comm);
+void ct_bmuf_abandon(ct_bmuf *bmuf, ct_comm *comm);
 
 /* Between the two: the parameters when the ranks met, from a list like theirs. Then
- * ct_bmuf_arrive begins the collectives itself. */
+ * ct_bmuf_finish begins the collectives itself. */
 CT_NODISCARD ct_status ct_bmuf_load_left(ct_bmuf *bmuf, const ct_bmuf_list *from,
                                          ct_error *err);
 

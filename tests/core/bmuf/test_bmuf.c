@@ -132,7 +132,7 @@ train_blocks(ct_comm *comm, const ct_bmuf_config *config)
             }
         }
         expect_block(&m, config, block);
-        CHECK(ct_bmuf_meet(&m.bmuf, config, comm, &m.list, NULL) == CT_OK);
+        CHECK(ct_bmuf_synchronize(&m.bmuf, config, comm, &m.list, NULL) == CT_OK);
         check_expected(&m);
     }
     model_free(&m);
@@ -201,12 +201,12 @@ mix_dtypes(ct_comm *comm, void *arg)
     f32[0] += (float)comm->rank; /* 1 and 2: the average is 1.5 */
     f64 += 2.0 * comm->rank;
     ct_store(CT_BF16, &bf16, 0, 2.0 + 0x1p-6 * comm->rank); /* neighbours */
-    CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK);
+    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK);
     CHECK(f64 == 5.0 && f32[0] == 1.5f && ct_load(CT_BF16, &bf16, 0) == 2.0);
     CHECK(ct_load(CT_F16, copy, 0) == 1.5 && ct_load(CT_F16, copy, 1) == 8.0);
     CHECK(ct_bmuf_save(&b, &b.global, &saved, NULL) == CT_OK);
     CHECK(wide[0] == 1.5f && wide[2] == 2.0f + 0x1p-7f && wider == 5.0);
-    CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK);
+    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK);
     CHECK(f64 == 5.5 && f32[0] == 1.75f); /* the momentum goes on */
     ct_bmuf_fini(&b);
 }
@@ -239,12 +239,14 @@ test_momentum_and_global_model_can_be_saved(void)
     CHECK(ct_bmuf_start(&b, &config, &list, NULL) == CT_OK);
     CHECK(ct_bmuf_save(&b, &b.global, &out, NULL) == CT_OK && saved == 3.0f);
     value = 1.0f;
-    CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK && value == 1.0f);
+    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK &&
+          value == 1.0f);
     CHECK(ct_bmuf_save(&b, &b.momentum, &out, NULL) == CT_OK && saved == 2.0f);
     CHECK(ct_bmuf_load(&b, &b.momentum, &in, NULL) == CT_OK);
-    CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK && value == -2.5f);
+    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK &&
+          value == -2.5f);
     const ct_bmuf_list none = {&tensor, 0};
-    CHECK(ct_bmuf_meet(&b, &config, comm, &none, &err) == CT_EINVAL);
+    CHECK(ct_bmuf_synchronize(&b, &config, comm, &none, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "0 elements of float32 and had 1") != NULL);
     ct_bmuf_fini(&b);
     comm->ops->free(comm);
@@ -267,16 +269,16 @@ load_apart(ct_comm *comm, void *arg)
     (void)arg;
     ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
     CHECK(ct_bmuf_start(&b, &config, &list, NULL) == CT_OK && !b.alike);
-    CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK && b.alike);
+    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK && b.alike);
     CHECK(ct_bmuf_load(&b, &b.momentum, &source, NULL) == CT_OK && b.alike);
     loaded[2] = (float)comm->rank;
     CHECK(ct_bmuf_load(&b, &b.global, &source, NULL) == CT_OK && !b.alike);
-    CHECK(ct_bmuf_meet(&b, &config, comm, &list, &err) == CT_EINVAL && !b.alike);
+    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, &err) == CT_EINVAL && !b.alike);
     CHECK(strstr(err.message, "the block of rank 1 began with other parameters") !=
           NULL);
     loaded[2] = 0.0f;
     CHECK(ct_bmuf_load(&b, &b.global, &source, NULL) == CT_OK);
-    CHECK(ct_bmuf_meet(&b, &config, comm, &list, NULL) == CT_OK && b.alike);
+    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK && b.alike);
     ct_bmuf_fini(&b);
 }
 
@@ -372,7 +374,7 @@ test_a_sum_that_has_begun_is_waited_for_where_the_next_fails(void)
     ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
     CHECK(ct_bmuf_take_over(&b, &configs[0], &comm, &list, NULL) == CT_OK);
     n_begun = n_waited = 0;
-    CHECK(ct_bmuf_depart(&b, &comm, &list, &err) == CT_ECOMM);
+    CHECK(ct_bmuf_begin(&b, &comm, &list, &err) == CT_ECOMM);
     CHECK(strcmp(err.message, "another rank did not come") == 0);
     CHECK(n_begun == 1 && n_waited == 1 && !b.is_away);
     ct_bmuf_fini(&b);

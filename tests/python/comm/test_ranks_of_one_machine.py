@@ -18,7 +18,7 @@ from ranks import started, torchrun
 
 from ctrainer import _C
 from ctrainer.comm import from_environment
-from ctrainer.comm.environment import meet_on_this_machine, place_of
+from ctrainer.comm.environment import place_of, set_local_rendezvous
 
 TIMEOUT = 150
 
@@ -141,16 +141,16 @@ def test_ranks_that_mpirun_started_here_get_a_place_to_meet() -> None:
     met = []
     for rank in "01":
         environ = {"PMI_RANK": rank, **job}
-        meet_on_this_machine(environ)
+        set_local_rendezvous(environ)
         met.append((environ["MASTER_ADDR"], environ["MASTER_PORT"]))
     assert met[0] == met[1]
     assert met[0][0] == "127.0.0.1"
     assert 20000 <= int(met[0][1]) < 32000
     given = {"PMI_RANK": "0", **job, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "5"}
-    meet_on_this_machine(given)
+    set_local_rendezvous(given)
     assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("10.0.0.7", "5")
     spread = {"PMI_RANK": "0", **job, "MPI_LOCALNRANKS": "1"}
-    meet_on_this_machine(spread)
+    set_local_rendezvous(spread)
     assert "MASTER_ADDR" not in spread
 
 

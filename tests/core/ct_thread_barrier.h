@@ -1,35 +1,35 @@
 /* A barrier of threads that cannot hang: it breaks when one of them leaves for good, or
  * does not come in time. */
-#ifndef CT_MEETING_H
-#define CT_MEETING_H
+#ifndef CT_THREAD_BARRIER_H
+#define CT_THREAD_BARRIER_H
 
 #include "core/base/status.h"
 
 #include <stdbool.h>
 
-typedef struct ct_meeting ct_meeting;
+typedef struct ct_thread_barrier ct_thread_barrier;
 
 /* For ranks 0..n_ranks - 1, n_ranks >= 1; timeout_seconds is finite, > 0. NULL when out
- * of memory. Release with ct_meeting_free. */
-ct_meeting *ct_meeting_new(int n_ranks, double timeout_seconds);
+ * of memory. Release with ct_thread_barrier_free. */
+ct_thread_barrier *ct_thread_barrier_new(int n_ranks, double timeout_seconds);
 
 /* Waits until every rank has come. What was written before is seen by all after it.
- * A meeting that was joined has to be closed.
+ * A barrier that was joined has to be closed.
  *
  * CT_ECOMM when a rank has left, or has not come within the time-out: the text names
  * `what`, this rank and that one. Every later call of every rank then fails so at once.
  */
-CT_NODISCARD ct_status ct_meeting_join(ct_meeting *meeting, int rank, const char *what,
-                                       ct_error *err);
+CT_NODISCARD ct_status ct_thread_barrier_join(ct_thread_barrier *barrier, int rank,
+                                              const char *what, ct_error *err);
 
 /* Waits, for as long as it takes, until every rank that joined has come here: all are
  * at work that ends, so nobody touches what another may still be reading. */
-void ct_meeting_close(ct_meeting *meeting, int rank);
+void ct_thread_barrier_close(ct_thread_barrier *barrier, int rank);
 
 /* The rank comes no more: those who wait for it fail. True for the last rank that
- * leaves, who frees the meeting. */
-CT_NODISCARD bool ct_meeting_leave(ct_meeting *meeting, int rank);
+ * leaves, who frees the barrier. */
+CT_NODISCARD bool ct_thread_barrier_leave(ct_thread_barrier *barrier, int rank);
 
-void ct_meeting_free(ct_meeting *meeting);
+void ct_thread_barrier_free(ct_thread_barrier *barrier);
 
 #endif

@@ -1,5 +1,5 @@
 #define _POSIX_C_SOURCE 200809L
-#include "ct_meeting.h"
+#include "ct_thread_barrier.h"
 
 #include "core/base/alloc.h"
 
@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <time.h>
 
-struct ct_meeting {
+struct ct_thread_barrier {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     double timeout_seconds;
@@ -38,7 +38,7 @@ deadline_after(double seconds)
 }
 
 static void
-break_locked(ct_meeting *m, int culprit, bool left)
+break_locked(ct_thread_barrier *m, int culprit, bool left)
 {
     if (m->culprit < 0) {
         m->culprit = culprit;
@@ -48,7 +48,7 @@ break_locked(ct_meeting *m, int culprit, bool left)
 }
 
 static int
-first_absent_locked(const ct_meeting *m)
+first_absent_locked(const ct_thread_barrier *m)
 {
     int rank = 0;
     while (rank < m->n_ranks - 1 && m->came[rank] > m->held) {
@@ -58,7 +58,7 @@ first_absent_locked(const ct_meeting *m)
 }
 
 static ct_status
-fail_locked(const ct_meeting *m, int rank, const char *what, ct_error *err)
+fail_locked(const ct_thread_barrier *m, int rank, const char *what, ct_error *err)
 {
     if (m->culprit_left) {
         return ct_fail(err, CT_ECOMM, "%s on rank %d of %d: rank %d has left the group",
@@ -72,7 +72,7 @@ fail_locked(const ct_meeting *m, int rank, const char *what, ct_error *err)
 
 /* True for the rank that comes last, and so lets all go on. */
 static bool
-come_locked(ct_meeting *m, int rank)
+come_locked(ct_thread_barrier *m, int rank)
 {
     m->came[rank] = m->held + 1;
     if (++m->waiting < m->n_ranks) {
@@ -85,7 +85,7 @@ come_locked(ct_meeting *m, int rank)
 }
 
 static ct_status
-join_locked(ct_meeting *m, int rank, const char *what, ct_error *err)
+join_locked(ct_thread_barrier *m, int rank, const char *what, ct_error *err)
 {
     const uint64_t held = m->held;
     if (m->culprit >= 0) {
@@ -105,7 +105,7 @@ join_locked(ct_meeting *m, int rank, const char *what, ct_error *err)
 }
 
 ct_status
-ct_meeting_join(ct_meeting *m, int rank, const char *what, ct_error *err)
+ct_thread_barrier_join(ct_thread_barrier *m, int rank, const char *what, ct_error *err)
 {
     (void)pthread_mutex_lock(&m->lock);
     ct_status status = join_locked(m, rank, what, err);
@@ -114,7 +114,7 @@ ct_meeting_join(ct_meeting *m, int rank, const char *what, ct_error *err)
 }
 
 void
-ct_meeting_close(ct_meeting *m, int rank)
+ct_thread_barrier_close(ct_thread_barrier *m, int rank)
 {
     (void)pthread_mutex_lock(&m->lock);
     const uint64_t held = m->held;
@@ -127,7 +127,7 @@ ct_meeting_close(ct_meeting *m, int rank)
 }
 
 bool
-ct_meeting_leave(ct_meeting *m, int rank)
+ct_thread_barrier_leave(ct_thread_barrier *m, int rank)
 {
     (void)pthread_mutex_lock(&m->lock);
     break_locked(m, rank, true);
@@ -138,7 +138,7 @@ ct_meeting_leave(ct_meeting *m, int rank)
 
 /* The lock, and the condition on the clock that nobody sets. */
 static bool
-init_threads(ct_meeting *m)
+init_threads(ct_thread_barrier *m)
 {
     pthread_condattr_t attributes;
     bool done = false;
@@ -156,10 +156,11 @@ init_threads(ct_meeting *m)
     return done;
 }
 
-ct_meeting *
-ct_meeting_new(int n_ranks, double timeout_seconds)
+ct_thread_barrier *
+ct_thread_barrier_new(int n_ranks, double timeout_seconds)
 {
-    ct_meeting *m = ct_calloc(1, sizeof *m + (size_t)n_ranks * sizeof m->came[0]);
+    ct_thread_barrier *m =
+        ct_calloc(1, sizeof *m + (size_t)n_ranks * sizeof m->came[0]);
     if (m == NULL || !init_threads(m)) {
         ct_free(m);
         return NULL;
@@ -171,7 +172,7 @@ ct_meeting_new(int n_ranks, double timeout_seconds)
 }
 
 void
-ct_meeting_free(ct_meeting *m)
+ct_thread_barrier_free(ct_thread_barrier *m)
 {
     if (m != NULL) {
         (void)pthread_cond_destroy(&m->changed);
