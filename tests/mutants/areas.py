@@ -409,8 +409,6 @@ AREAS = {
             core("comm/reduce") + " " +
             "csrc/core/comm/reduce_body.h":
                 "core/comm/test_reduce.c",
-            core("ddp/codec"):
-                "core/ddp/test_codecs.c",
             core("comm/shm", "comm/exchange", "comm/process_barrier", "base/wait",
                  "base/pages", "base/segment"):
                 "core/comm/test_comm_shm.c core/comm/test_comm_shm_memory.c "
@@ -422,7 +420,7 @@ AREAS = {
             core("base/pool"):
                 "core/base/test_pool.c",
             core("ddp/reducer", "ddp/bucket"):
-                "core/ddp/test_reducer.c",
+                "core/ddp/test_reducer.c core/ddp/test_codecs.c",
             binding("comm/communicator", "comm/sync"):
                 "binding/test_communicator.py "
                 "python/comm/test_ranks_of_one_machine.py",

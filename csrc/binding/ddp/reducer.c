@@ -4,7 +4,6 @@
 #include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"
-#include "core/ddp/codec.h"
 
 #include <string.h>
 
@@ -78,9 +77,6 @@ GradReducer_dealloc(PyObject *op)
     PyObject_GC_UnTrack(op);
     (void)GradReducer_clear(op);
     ct_reducer_fini(&self->core);
-    if (self->codec != NULL) {
-        self->codec->ops->free(self->codec);
-    }
     ct_free(self->used);
     ct_free(self->absent);
     ct_free(self->owners);
@@ -414,10 +410,8 @@ static PyObject *
 GradReducer_compress(PyObject *op, PyObject *how)
 {
     GradReducer *self = (GradReducer *)op;
-    const ct_reducer *core = &self->core;
+    ct_reducer *core = &self->core;
     const char *name = PyUnicode_AsUTF8(how);
-    ct_codec *codec = NULL;
-    ct_error err;
     if (name == NULL) {
         return NULL;
     }
@@ -433,16 +427,8 @@ GradReducer_compress(PyObject *op, PyObject *how)
                         "compress() in the middle of a backward pass");
         return NULL;
     }
-    if ((fp16 || bf16) &&
-        ct_codec_half_new(&codec, core->device, core->stream, fp16 ? CT_F16 : CT_BF16,
-                          core->plan.n_buckets, &err) != CT_OK) {
-        return ctpy_raise(&err);
-    }
-    if (self->codec != NULL) {
-        self->codec->ops->free(self->codec);
-    }
-    self->codec = codec;
-    self->core.codec = codec == NULL ? &ct_codec_whole : codec;
+    core->rounds = fp16 || bf16;
+    core->rounded = fp16 ? CT_F16 : CT_BF16;
     Py_RETURN_NONE;
 }
 

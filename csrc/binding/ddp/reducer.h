@@ -28,12 +28,11 @@ typedef struct GradReducer {
     GRAD_REDUCER_OBJECTS(FIELD)
 #undef FIELD
     ct_reducer core;
-    ct_codec *codec; /* NULL: gradients travel whole */
-    int64_t *used;   /* by parameter: whether a rank has a gradient for it */
-    bool *absent;    /* by parameter: it was given for want of a gradient */
-    int *owners;     /* by parameter: who gets its average; NULL: all ranks */
-    bool *averaged;  /* by parameter that this rank owns: its gradient is an average */
-    size_t dropped;  /* turns of this pass whose gradients others have */
+    int64_t *used;  /* by parameter: whether a rank has a gradient for it */
+    bool *absent;   /* by parameter: it was given for want of a gradient */
+    int *owners;    /* by parameter: who gets its average; NULL: all ranks */
+    bool *averaged; /* by parameter that this rank owns: its gradient is an average */
+    size_t dropped; /* turns of this pass whose gradients others have */
     bool grads_are_views, find_unused, static_graph;
     bool usage_known;  /* `used` holds for every pass */
     bool syncs;        /* the next backward pass is exchanged */

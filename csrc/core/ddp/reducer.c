@@ -6,34 +6,6 @@
 #include <math.h>
 #include <string.h>
 
-/* ---- a codec that does nothing ------------------------------------------------------
- */
-
-ct_request
-ct_parcel_request(const ct_parcel *parcel, const ct_span *flat, ct_reduce_op op)
-{
-    const bool for_all = parcel->owner == CT_EVERY_RANK;
-    return (ct_request){
-        .what = for_all ? CT_ALL_REDUCE : CT_REDUCE,
-        .op = op,
-        .root = for_all ? 0 : parcel->owner,
-        .in = *flat,
-    };
-}
-
-static ct_status
-whole_start(ct_codec *codec, ct_comm *comm, const ct_parcel *parcel, ct_work **work,
-            ct_error *err)
-{
-    (void)codec;
-    const ct_request request = ct_parcel_request(parcel, &parcel->flat, CT_REDUCE_MEAN);
-    return ct_comm_start(comm, &request, work, err);
-}
-
-static const ct_codec_ops whole_ops = {.start = whole_start};
-
-ct_codec ct_codec_whole = {&whole_ops};
-
 /* ---- lifetime ----------------------------------------------------------------------
  */
 
@@ -68,6 +40,9 @@ set_turns(ct_reducer *r)
 void
 ct_reducer_fini(ct_reducer *r)
 {
+    for (size_t b = 0; r->buckets != NULL && b < r->plan.n_buckets; b++) {
+        r->device->scratch_release(&r->buckets[b].rounded);
+    }
     ct_free(r->turns);
     ct_free(r->buckets);
     ct_free(r->params);
@@ -83,7 +58,6 @@ ct_reducer_init(ct_reducer *r, const ct_device *device, void *stream,
     *r = (ct_reducer){
         .device = device,
         .stream = stream,
-        .codec = &ct_codec_whole,
         .factor = 1.0,
         .has_owners = owners->of != NULL,
     };
@@ -142,12 +116,6 @@ ct_reducer_is_complete(const ct_reducer *r, size_t param)
     return !r->learning && p->seen > 0 && p->seen >= p->expected;
 }
 
-static ct_parcel
-parcel_of(const ct_reducer *r, size_t b)
-{
-    return (ct_parcel){b, r->buckets[b].flat, r->plan.buckets[b].owner};
-}
-
 static size_t
 bytes_of(const ct_reducer *r, size_t b)
 {
@@ -162,12 +130,71 @@ wait_for(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
     return work == NULL ? CT_OK : ct_comm_wait(comm, work, err);
 }
 
-static ct_status
-unpack(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
+/* ---- the exchange of a bucket: as it is, or in 16 bits ------------------------------
+ */
+
+static bool
+is_rounded(const ct_reducer *r, size_t b)
 {
-    const ct_parcel parcel = parcel_of(r, b);
-    const ct_codec_ops *ops = r->codec->ops;
-    return ops->finish == NULL ? CT_OK : ops->finish(r->codec, comm, &parcel, err);
+    return r->rounds && ct_dtype_size(r->plan.buckets[b].dtype) > 2;
+}
+
+static ct_span
+rounded(const ct_reducer *r, size_t b)
+{
+    return (ct_span){r->buckets[b].rounded.data, r->buckets[b].flat.n, r->rounded};
+}
+
+/* Gradients are divided by the number of ranks before they are rounded, so that sums
+ * cannot overflow where the average does not. */
+static ct_status
+round_off(ct_reducer *r, const ct_comm *comm, size_t b, ct_error *err)
+{
+    ct_reducer_bucket *bucket = &r->buckets[b];
+    ct_status status =
+        r->device->scratch_grow(&bucket->rounded, 2 * bucket->flat.n + 1, err);
+    if (status == CT_OK) {
+        status = r->device->scale(r->stream, 1.0 / comm->world_size, (double)INFINITY,
+                                  &bucket->flat, 1, err);
+    }
+    const ct_span sent = rounded(r, b);
+    return status == CT_OK ? r->device->copy(r->stream, &sent, &bucket->flat, 1, err)
+                           : status;
+}
+
+static ct_status
+exchange(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
+{
+    const bool rounds = is_rounded(r, b);
+    const int owner = r->plan.buckets[b].owner;
+    ct_status status = rounds ? round_off(r, comm, b, err) : CT_OK;
+    const ct_request request = {
+        .what = owner == CT_EVERY_RANK ? CT_ALL_REDUCE : CT_REDUCE,
+        .op = rounds ? CT_REDUCE_SUM : CT_REDUCE_MEAN,
+        .root = owner == CT_EVERY_RANK ? 0 : owner,
+        .in = rounds ? rounded(r, b) : r->buckets[b].flat,
+    };
+    return status == CT_OK ? ct_comm_start(comm, &request, &r->buckets[b].work, err)
+                           : status;
+}
+
+static ct_status
+unpack(ct_reducer *r, const ct_comm *comm, size_t b, ct_error *err)
+{
+    const int owner = r->plan.buckets[b].owner;
+    ct_reducer_bucket *bucket = &r->buckets[b];
+    ct_status status = CT_OK;
+    if (!is_rounded(r, b)) {
+        return status;
+    }
+    if (owner == CT_EVERY_RANK || owner == comm->rank) {
+        const ct_span sent = rounded(r, b);
+        status = r->device->copy(r->stream, &bucket->flat, &sent, 1, err);
+    }
+    if (owner != CT_EVERY_RANK) { /* whose gradients leave no memory behind */
+        r->device->scratch_release(&bucket->rounded);
+    }
+    return status;
 }
 
 /* Waits for the first turn that has not ended. */
@@ -195,14 +222,12 @@ settle_some(ct_reducer *r, ct_comm *comm, ct_error *err)
 static ct_status
 start(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
 {
-    const ct_parcel parcel = parcel_of(r, b);
     if (r->label.tag == 0) {
         ct_label_set(&r->label, "gradients of replicated parameters",
                      r->plan.n_buckets);
     }
     ct_comm_label(comm, &r->label, CT_ALL_REDUCE);
-    ct_status status =
-        r->codec->ops->start(r->codec, comm, &parcel, &r->buckets[b].work, err);
+    ct_status status = exchange(r, comm, b, err);
     ct_comm_unlabel(comm);
     r->label.call += status == CT_OK;
     if (status != CT_OK) {

@@ -17,7 +17,9 @@
 #define CT_REDUCER_H
 
 #include "core/ddp/bucket.h"
-#include "core/ddp/codec.h"
+#include "core/comm/comm.h"
+#include "core/ddp/bucket.h"
+#include "core/device/device.h"
 
 typedef struct ct_reducer_param {
     ct_span place; /* in the bucket's memory; of one alone the gradient itself */
@@ -27,7 +29,8 @@ typedef struct ct_reducer_param {
 
 typedef struct ct_reducer_bucket {
     ct_span flat;
-    size_t pending; /* parameters still to come */
+    size_t pending;     /* parameters still to come */
+    ct_scratch rounded; /* what is sent in 16 bits */
     ct_work *work;
 } ct_reducer_bucket;
 
@@ -37,9 +40,10 @@ typedef struct ct_reducer {
     ct_bucket_plan plan;
     ct_reducer_param *params;
     ct_reducer_bucket *buckets;
-    ct_codec *codec; /* the caller's; alive as long as this */
-    int64_t *turns;  /* buckets in the order of their exchange */
-    int64_t *filled; /* n_filled of them in that in which they were full */
+    bool rounds;      /* gradients of more than 16 bits are sent in... */
+    ct_dtype rounded; /* ... CT_F16 or CT_BF16; the caller's choice between cycles */
+    int64_t *turns;   /* buckets in the order of their exchange */
+    int64_t *filled;  /* n_filled of them in that in which they were full */
     size_t n_filled;
     bool in_turn;          /* the turns are those of a cycle before */
     size_t started;        /* turns that have come in this cycle */
