@@ -1,6 +1,6 @@
 /* Exponential moving averages on the CPU. Mirrors cuda/average.cu. */
 #include "cpu/average.h"
-#include "cpu/cuts.h"
+#include "cpu/partition.h"
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
 
@@ -46,15 +46,15 @@ typedef struct average_job {
     const ct_span *averages, *values;
     double decay;
     ct_isa isa;
-    const ct_cuts *cuts;
+    const ct_partition *partition;
 } average_job;
 
 static void
 run_batch(void *arg, size_t batch)
 {
     const average_job *job = arg;
-    ct_piece piece = ct_cuts_start(job->cuts, batch);
-    while (ct_cuts_next(job->cuts, batch, &piece)) {
+    ct_piece piece = ct_partition_start(job->partition, batch);
+    while (ct_partition_next(job->partition, batch, &piece)) {
         const ct_span *average = &job->averages[piece.span];
         const ct_span *value = &job->values[piece.span];
         const ct_dtype real = value->dtype == CT_F64 ? CT_F64 : CT_F32;
@@ -75,16 +75,18 @@ ct_cpu_average(void *stream, const ct_span *averages, const ct_span *values,
     if (n_spans == 0) {
         return CT_OK;
     }
-    ct_cuts cuts;
-    average_job job = {
-        .averages = averages, .values = values, .decay = decay, .cuts = &cuts};
+    ct_partition partition;
+    average_job job = {.averages = averages,
+                       .values = values,
+                       .decay = decay,
+                       .partition = &partition};
     ct_status status = ct_isa_get(&job.isa, err);
     if (status == CT_OK) {
         status = ct_check_pairs("average", averages, values, n_spans, err);
     }
     if (status == CT_OK) {
-        ct_cuts_init(&cuts, &values[0].n, sizeof values[0], n_spans);
-        ct_pool_run(run_batch, &job, cuts.n_batches);
+        ct_partition_init(&partition, &values[0].n, sizeof values[0], n_spans);
+        ct_pool_run(run_batch, &job, partition.n_batches);
     }
     return status;
 }

@@ -1,5 +1,5 @@
 /* Codes of 8 or 4 bits for other ranks, on the CPU. Mirrors cuda/codes.cu. */
-#include "cpu/cuts.h"
+#include "cpu/partition.h"
 #include "cpu/kernels.h"
 
 #include "core/base/pool.h"
@@ -16,22 +16,22 @@ static encode_body *const encode_bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] =
 static decode_body *const decode_bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] =
     CT_BODIES(decode);
 
-_Static_assert(CT_CUT_ALIGN % CT_CODES_BLOCK == 0, "a piece has whole blocks");
+_Static_assert(CT_PARTITION_ALIGN % CT_CODES_BLOCK == 0, "a piece has whole blocks");
 
 /* One of the two. */
 typedef struct codes_job {
     const ct_encoding *encoding;
     const ct_decoding *decoding;
     ct_isa isa;
-    ct_cuts cuts;
+    ct_partition partition;
 } codes_job;
 
 static void
 run_batch(void *arg, size_t batch)
 {
     const codes_job *job = arg;
-    ct_piece piece = ct_cuts_start(&job->cuts, batch);
-    while (ct_cuts_next(&job->cuts, batch, &piece)) {
+    ct_piece piece = ct_partition_start(&job->partition, batch);
+    while (ct_partition_next(&job->partition, batch, &piece)) {
         if (job->encoding != NULL) {
             const ct_dtype dtype = job->encoding->values.dtype;
             encode_bodies[job->isa][dtype](job->encoding, piece.offset, piece.n);
@@ -51,8 +51,8 @@ run(codes_job *job, const ct_span *values, const char *kernel, ct_error *err)
         status = ct_check_float(kernel, 0, values->dtype, err);
     }
     if (status == CT_OK && values->n > 0) {
-        ct_cuts_init(&job->cuts, &values->n, sizeof *values, 1);
-        ct_pool_run(run_batch, job, job->cuts.n_batches);
+        ct_partition_init(&job->partition, &values->n, sizeof *values, 1);
+        ct_pool_run(run_batch, job, job->partition.n_batches);
     }
     return status;
 }

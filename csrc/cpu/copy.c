@@ -3,7 +3,7 @@
  * A conversion goes through a tile of floats, which hold every 16-bit value exactly,
  * or of doubles where either side is F64: two small loops for each dtype instead of
  * one for each pair. */
-#include "cpu/cuts.h"
+#include "cpu/partition.h"
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
 
@@ -15,7 +15,7 @@ typedef struct copy_job {
     const ct_span *to;
     const ct_span *from;
     ct_isa isa;
-    const ct_cuts *cuts;
+    const ct_partition *partition;
 } copy_job;
 
 static void
@@ -37,8 +37,8 @@ static void
 run_batch(void *arg, size_t batch)
 {
     const copy_job *job = arg;
-    ct_piece piece = ct_cuts_start(job->cuts, batch);
-    while (ct_cuts_next(job->cuts, batch, &piece)) {
+    ct_piece piece = ct_partition_start(job->partition, batch);
+    while (ct_partition_next(job->partition, batch, &piece)) {
         const ct_span *to = &job->to[piece.span];
         const ct_span *from = &job->from[piece.span];
         if (to->dtype != from->dtype) {
@@ -74,15 +74,15 @@ ct_cpu_copy(void *stream, const ct_span *to, const ct_span *from, size_t n_spans
     if (n_spans == 0) {
         return CT_OK;
     }
-    ct_cuts cuts;
-    copy_job job = {.to = to, .from = from, .cuts = &cuts};
+    ct_partition partition;
+    copy_job job = {.to = to, .from = from, .partition = &partition};
     ct_status status = ct_isa_get(&job.isa, err);
     for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
         status = check_pair(i, &to[i], &from[i], err);
     }
     if (status == CT_OK) {
-        ct_cuts_init(&cuts, &to[0].n, sizeof to[0], n_spans);
-        ct_pool_run(run_batch, &job, cuts.n_batches);
+        ct_partition_init(&partition, &to[0].n, sizeof to[0], n_spans);
+        ct_pool_run(run_batch, &job, partition.n_batches);
     }
     return status;
 }

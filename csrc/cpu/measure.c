@@ -4,9 +4,9 @@
  * Element k of a piece is added to lane k % LANES, the lanes of a piece are folded in
  * index order, then the pieces of a span are: neither the instruction set nor the
  * number of threads changes a bit. */
-#include "cpu/cuts.h"
+#include "cpu/partition.h"
 #include "cpu/kernels.h"
-#include "cpu/stretch.h"
+#include "cpu/update_tile.h"
 
 #include "core/base/pool.h"
 
@@ -39,19 +39,19 @@ typedef struct measure_job {
     const ct_update *update;
     ct_isa isa;
     size_t n_states;
-    const ct_cuts *cuts;
+    const ct_partition *partition;
     double *partial; /* CT_MEASURES for each piece */
 } measure_job;
 
 static void
-measure_stretch(const measure_job *job, const ct_stretch *s, double *lanes)
+measure_tile(const measure_job *job, const ct_update_tile *s, double *lanes)
 {
     const ct_update *update = job->update;
     ct_operand_tiles tiles;
-    const ct_operands at = ct_stretch_operands(s, &tiles);
+    const ct_operands at = ct_update_tile_operands(s, &tiles);
     rules[update->rule][s->isa][s->real](&update->coefs[s->span->coef], &at, s->n,
                                          lanes);
-    ct_stretch_keep_states(s, &at);
+    ct_update_tile_write_states(s, &at);
 }
 
 static void
@@ -59,11 +59,11 @@ measure_piece(const measure_job *job, const ct_piece *piece, double *sums)
 {
     const ct_update_span *span = &job->update->spans[piece->span];
     const ct_dtype real = ct_update_real(span);
-    const size_t length = ct_stretch_length(span, real, job->n_states, false);
+    const size_t length = ct_update_tile_length(span, real, job->n_states, false);
     double lanes[CT_MEASURES * LANES] = {0.0};
     for (size_t done = 0; done < piece->n; done += length) {
         const size_t left = piece->n - done;
-        const ct_stretch s = {
+        const ct_update_tile s = {
             .span = span,
             .at = piece->offset + done,
             .n = left < length ? left : length,
@@ -71,7 +71,7 @@ measure_piece(const measure_job *job, const ct_piece *piece, double *sums)
             .real = real,
             .isa = job->isa,
         };
-        measure_stretch(job, &s, lanes);
+        measure_tile(job, &s, lanes);
     }
     for (size_t m = 0; m < CT_MEASURES; m++) {
         sums[m] = 0.0;
@@ -85,10 +85,10 @@ static void
 run_batch(void *arg, size_t batch)
 {
     const measure_job *job = arg;
-    ct_piece piece = ct_cuts_start(job->cuts, batch);
-    while (ct_cuts_next(job->cuts, batch, &piece)) {
+    ct_piece piece = ct_partition_start(job->partition, batch);
+    while (ct_partition_next(job->partition, batch, &piece)) {
         measure_piece(job, &piece,
-                      job->partial + CT_MEASURES * ct_cuts_number(batch, &piece));
+                      job->partial + CT_MEASURES * ct_partition_number(batch, &piece));
     }
 }
 
@@ -97,8 +97,8 @@ ct_cpu_measure(void *stream, ct_scratch *scratch, const ct_update *update, doubl
                ct_error *err)
 {
     (void)stream;
-    ct_cuts cuts;
-    measure_job job = {.update = update, .cuts = &cuts};
+    ct_partition partition;
+    measure_job job = {.update = update, .partition = &partition};
     ct_status status = ct_isa_get(&job.isa, err);
     if (status == CT_OK) {
         status = ct_measure_check(update, err);
@@ -107,13 +107,14 @@ ct_cpu_measure(void *stream, ct_scratch *scratch, const ct_update *update, doubl
         return status;
     }
     job.n_states = ct_rule_n_states(update->rule);
-    ct_cuts_init(&cuts, &update->spans[0].n, sizeof update->spans[0], update->n_spans);
-    const size_t n_partial = CT_MEASURES * (update->n_spans + cuts.n_batches);
+    ct_partition_init(&partition, &update->spans[0].n, sizeof update->spans[0],
+                      update->n_spans);
+    const size_t n_partial = CT_MEASURES * (update->n_spans + partition.n_batches);
     status = ct_cpu_scratch_grow(scratch, n_partial * sizeof(double), err);
     if (status == CT_OK) {
         job.partial = scratch->data;
-        ct_pool_run(run_batch, &job, cuts.n_batches);
-        ct_cuts_fold(&cuts, job.partial, CT_MEASURES, update->n_spans, sums);
+        ct_pool_run(run_batch, &job, partition.n_batches);
+        ct_partition_fold(&partition, job.partial, CT_MEASURES, update->n_spans, sums);
     }
     return status;
 }

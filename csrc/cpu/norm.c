@@ -4,7 +4,7 @@
  * index order, then the batches are: the compiler may do the lanes side by side, and
  * neither its choice nor the number of threads changes a bit. Span by span the lanes
  * are those of a piece, and the pieces of a span are folded in order. */
-#include "cpu/cuts.h"
+#include "cpu/partition.h"
 #include "cpu/kernels.h"
 
 #include "core/base/pool.h"
@@ -27,7 +27,7 @@ typedef struct norm_job {
     ct_norm_kind kind;
     double p;
     ct_isa isa;
-    const ct_cuts *cuts;
+    const ct_partition *partition;
     double *partial; /* one for each batch, or one for each piece */
 } norm_job;
 
@@ -68,8 +68,8 @@ run_batch(void *arg, size_t batch)
 {
     const norm_job *job = arg;
     double lanes[LANES] = {0.0};
-    ct_piece piece = ct_cuts_start(job->cuts, batch);
-    while (ct_cuts_next(job->cuts, batch, &piece)) {
+    ct_piece piece = ct_partition_start(job->partition, batch);
+    while (ct_partition_next(job->partition, batch, &piece)) {
         add_piece(job, &piece, lanes);
     }
     job->partial[batch] = fold(job, lanes);
@@ -81,8 +81,8 @@ ct_cpu_norm(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
 {
     (void)stream;
     (void)scratch; /* the partial sums fit on the stack */
-    ct_cuts cuts;
-    double partial[CT_CUTS_MAX];
+    ct_partition partition;
+    double partial[CT_PARTITION_MAX];
     norm_job job;
     ct_status status = job_init(&job, p, spans, n_spans, err);
     if (status != CT_OK) {
@@ -90,11 +90,11 @@ ct_cpu_norm(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
     }
     double total = 0.0;
     if (n_spans != 0) {
-        job.cuts = &cuts;
+        job.partition = &partition;
         job.partial = partial;
-        ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
-        ct_pool_run(run_batch, &job, cuts.n_batches);
-        for (size_t b = 0; b < cuts.n_batches; b++) {
+        ct_partition_init(&partition, &spans[0].n, sizeof spans[0], n_spans);
+        ct_pool_run(run_batch, &job, partition.n_batches);
+        for (size_t b = 0; b < partition.n_batches; b++) {
             total = ct_norm_merge(job.kind, total, partial[b]);
         }
     }
@@ -109,11 +109,11 @@ static void
 run_pieces(void *arg, size_t batch)
 {
     const norm_job *job = arg;
-    ct_piece piece = ct_cuts_start(job->cuts, batch);
-    while (ct_cuts_next(job->cuts, batch, &piece)) {
+    ct_piece piece = ct_partition_start(job->partition, batch);
+    while (ct_partition_next(job->partition, batch, &piece)) {
         double lanes[LANES] = {0.0};
         add_piece(job, &piece, lanes);
-        job->partial[ct_cuts_number(batch, &piece)] = fold(job, lanes);
+        job->partial[ct_partition_number(batch, &piece)] = fold(job, lanes);
     }
 }
 
@@ -123,12 +123,12 @@ fold_pieces(const norm_job *job, size_t n_spans, double *sums)
     for (size_t i = 0; i < n_spans; i++) {
         sums[i] = 0.0;
     }
-    for (size_t b = 0; b < job->cuts->n_batches; b++) {
-        ct_piece piece = ct_cuts_start(job->cuts, b);
-        while (ct_cuts_next(job->cuts, b, &piece)) {
+    for (size_t b = 0; b < job->partition->n_batches; b++) {
+        ct_piece piece = ct_partition_start(job->partition, b);
+        while (ct_partition_next(job->partition, b, &piece)) {
             double *sum = &sums[piece.span];
-            *sum =
-                ct_norm_merge(job->kind, *sum, job->partial[ct_cuts_number(b, &piece)]);
+            *sum = ct_norm_merge(job->kind, *sum,
+                                 job->partial[ct_partition_number(b, &piece)]);
         }
     }
 }
@@ -138,19 +138,19 @@ ct_cpu_norms(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
              size_t n_spans, double *sums, ct_error *err)
 {
     (void)stream;
-    ct_cuts cuts;
+    ct_partition partition;
     norm_job job;
     ct_status status = job_init(&job, p, spans, n_spans, err);
     if (status != CT_OK || n_spans == 0) {
         return status;
     }
-    ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
-    status =
-        ct_cpu_scratch_grow(scratch, (n_spans + cuts.n_batches) * sizeof(double), err);
+    ct_partition_init(&partition, &spans[0].n, sizeof spans[0], n_spans);
+    status = ct_cpu_scratch_grow(scratch,
+                                 (n_spans + partition.n_batches) * sizeof(double), err);
     if (status == CT_OK) {
-        job.cuts = &cuts;
+        job.partition = &partition;
         job.partial = scratch->data;
-        ct_pool_run(run_pieces, &job, cuts.n_batches);
+        ct_pool_run(run_pieces, &job, partition.n_batches);
         fold_pieces(&job, n_spans, sums);
     }
     return status;

@@ -1,5 +1,5 @@
 /* Spans times a factor, within a limit, on the CPU. Mirrors cuda/scale.cu. */
-#include "cpu/cuts.h"
+#include "cpu/partition.h"
 #include "cpu/kernels.h"
 
 #include "core/base/pool.h"
@@ -16,15 +16,15 @@ typedef struct scale_job {
     const ct_span *spans;
     double factor, limit;
     ct_isa isa;
-    const ct_cuts *cuts;
+    const ct_partition *partition;
 } scale_job;
 
 static void
 run_batch(void *arg, size_t batch)
 {
     const scale_job *job = arg;
-    ct_piece piece = ct_cuts_start(job->cuts, batch);
-    while (ct_cuts_next(job->cuts, batch, &piece)) {
+    ct_piece piece = ct_partition_start(job->partition, batch);
+    while (ct_partition_next(job->partition, batch, &piece)) {
         const ct_span *span = &job->spans[piece.span];
         bodies[job->isa][span->dtype](span->data, piece.offset, piece.n, job->factor,
                                       job->limit);
@@ -39,15 +39,16 @@ ct_cpu_scale(void *stream, double factor, double limit, const ct_span *spans,
     if (n_spans == 0) {
         return CT_OK;
     }
-    ct_cuts cuts;
-    scale_job job = {.spans = spans, .factor = factor, .limit = limit, .cuts = &cuts};
+    ct_partition partition;
+    scale_job job = {
+        .spans = spans, .factor = factor, .limit = limit, .partition = &partition};
     ct_status status = ct_isa_get(&job.isa, err);
     for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
         status = ct_check_float("scale", i, spans[i].dtype, err);
     }
     if (status == CT_OK) {
-        ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
-        ct_pool_run(run_batch, &job, cuts.n_batches);
+        ct_partition_init(&partition, &spans[0].n, sizeof spans[0], n_spans);
+        ct_pool_run(run_batch, &job, partition.n_batches);
     }
     return status;
 }

@@ -1,12 +1,12 @@
-/* The update on the CPU, a stretch of a span at a time. Mirrors cuda/update.cu.
+/* The update on the CPU, a tile of a span at a time. Mirrors cuda/update.cu.
  *
  * Rules are compiled for float and double, and for bfloat16 throughout, which then
  * keeps up with memory. */
 #include "cpu/average.h"
-#include "cpu/cuts.h"
+#include "cpu/partition.h"
 #include "cpu/dither.h"
 #include "cpu/kernels.h"
-#include "cpu/stretch.h"
+#include "cpu/update_tile.h"
 
 #include "core/base/pool.h"
 
@@ -25,11 +25,11 @@ static rule_body *const rules[CT_RULE_COUNT][CT_ISA_COUNT][CT_BF16 + 1] = {
 #undef CT_RULE
 };
 
-/* ---- a stretch --------------------------------------------------------------------
+/* ---- a tile --------------------------------------------------------------------
  */
 
 static void
-put(const ct_stretch *s, const ct_tile *tile, void *data, ct_dtype dtype)
+put(const ct_update_tile *s, const ct_tile *tile, void *data, ct_dtype dtype)
 {
     const ct_rounding *rounding = s->span->rounding;
     if (rounding != NULL && dtype == CT_BF16) {
@@ -43,7 +43,7 @@ put(const ct_stretch *s, const ct_tile *tile, void *data, ct_dtype dtype)
 
 /* Of what the model computes with, as it is stored. */
 static void
-average(const ct_stretch *s, double decay)
+average(const ct_update_tile *s, double decay)
 {
     const ct_update_span *span = s->span;
     const bool copied = span->copy != NULL;
@@ -53,12 +53,12 @@ average(const ct_stretch *s, double decay)
 }
 
 static void
-copy(const ct_stretch *s, const void *param)
+copy(const ct_update_tile *s, const void *param)
 {
     const ct_update_span *span = s->span;
     ct_tile tile;
     if (span->copy_dtype == s->real) {
-        memcpy(ct_stretch_element(s, span->copy, s->real), param,
+        memcpy(ct_update_tile_element(s, span->copy, s->real), param,
                s->n * ct_dtype_size(s->real));
         return;
     }
@@ -67,15 +67,15 @@ copy(const ct_stretch *s, const void *param)
 }
 
 static void
-update_stretch(const ct_update *update, const ct_stretch *s)
+update_tile(const ct_update *update, const ct_update_tile *s)
 {
     const ct_update_span *span = s->span;
     ct_operand_tiles tiles;
-    const ct_operands at = ct_stretch_operands(s, &tiles);
+    const ct_operands at = ct_update_tile_operands(s, &tiles);
     const ct_rule_coef *coef =
         span->settled != NULL ? span->settled : &update->coefs[span->coef];
     rules[update->rule][s->isa][s->real](coef, &at, s->n);
-    ct_stretch_keep_states(s, &at);
+    ct_update_tile_write_states(s, &at);
     if (span->dtype != s->real) {
         put(s, at.param, span->param, span->dtype);
     }
@@ -86,7 +86,7 @@ update_stretch(const ct_update *update, const ct_stretch *s)
         average(s, update->ema_decay);
     }
     if (update->zero_grads) {
-        memset(ct_stretch_element(s, span->grad, span->grad_dtype), 0,
+        memset(ct_update_tile_element(s, span->grad, span->grad_dtype), 0,
                s->n * ct_dtype_size(span->grad_dtype));
     }
 }
@@ -106,11 +106,11 @@ typedef struct update_job {
     const ct_update *update;
     ct_isa isa;
     size_t n_states;
-    const ct_cuts *cuts;
+    const ct_partition *partition;
     ct_quant_searches searches; /* for the maps that the first codes have */
 } update_job;
 
-_Static_assert(CT_CUT_ALIGN % CT_QUANT_BLOCK == 0, "no block is in two batches");
+_Static_assert(CT_PARTITION_ALIGN % CT_QUANT_BLOCK == 0, "no block is in two batches");
 
 static bool
 has_codes(const update_job *job, const ct_update_span *span)
@@ -151,18 +151,18 @@ static void
 run_batch(void *arg, size_t batch)
 {
     const update_job *job = arg;
-    ct_piece piece = ct_cuts_start(job->cuts, batch);
+    ct_piece piece = ct_partition_start(job->partition, batch);
     ct_quant_searches own;
     ct_quant_searches_init(&own);
-    while (ct_cuts_next(job->cuts, batch, &piece)) {
+    while (ct_partition_next(job->partition, batch, &piece)) {
         const ct_update_span *span = &job->update->spans[piece.span];
         const ct_dtype real = choose_type(span, job->n_states);
         const size_t length =
-            ct_stretch_length(span, real, job->n_states, job->update->zero_grads);
+            ct_update_tile_length(span, real, job->n_states, job->update->zero_grads);
         const ct_quant_searches *searches = searches_for(job, span, &own);
         for (size_t done = 0; done < piece.n; done += length) {
             const size_t left = piece.n - done;
-            const ct_stretch s = {
+            const ct_update_tile s = {
                 .span = span,
                 .at = piece.offset + done,
                 .n = left < length ? left : length,
@@ -171,7 +171,7 @@ run_batch(void *arg, size_t batch)
                 .isa = job->isa,
                 .searches = searches,
             };
-            update_stretch(job->update, &s);
+            update_tile(job->update, &s);
         }
     }
 }
@@ -180,10 +180,10 @@ ct_status
 ct_cpu_update(void *stream, const ct_update *update, ct_error *err)
 {
     (void)stream; /* the CPU is done when the call returns */
-    ct_cuts cuts;
+    ct_partition partition;
     update_job job;
     job.update = update;
-    job.cuts = &cuts;
+    job.partition = &partition;
     ct_status status = ct_isa_get(&job.isa, err);
     if (status == CT_OK) {
         status = ct_update_check(update, err);
@@ -193,7 +193,8 @@ ct_cpu_update(void *stream, const ct_update *update, ct_error *err)
     }
     job.n_states = ct_rule_n_states(update->rule);
     prepare_searches(&job);
-    ct_cuts_init(&cuts, &update->spans[0].n, sizeof update->spans[0], update->n_spans);
-    ct_pool_run(run_batch, &job, cuts.n_batches);
+    ct_partition_init(&partition, &update->spans[0].n, sizeof update->spans[0],
+                      update->n_spans);
+    ct_pool_run(run_batch, &job, partition.n_batches);
     return CT_OK;
 }

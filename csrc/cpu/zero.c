@@ -1,5 +1,5 @@
 /* Zeros on the CPU. Mirrors cuda/zero.cu. memset picks its own instruction set. */
-#include "cpu/cuts.h"
+#include "cpu/partition.h"
 #include "cpu/kernels.h"
 
 #include "core/base/pool.h"
@@ -8,15 +8,15 @@
 
 typedef struct zero_job {
     const ct_span *spans;
-    const ct_cuts *cuts;
+    const ct_partition *partition;
 } zero_job;
 
 static void
 run_batch(void *arg, size_t batch)
 {
     const zero_job *job = arg;
-    ct_piece piece = ct_cuts_start(job->cuts, batch);
-    while (ct_cuts_next(job->cuts, batch, &piece)) {
+    ct_piece piece = ct_partition_start(job->partition, batch);
+    while (ct_partition_next(job->partition, batch, &piece)) {
         const ct_span *span = &job->spans[piece.span];
         const size_t size = ct_dtype_size(span->dtype);
         memset((char *)span->data + piece.offset * size, 0, piece.n * size);
@@ -29,10 +29,10 @@ ct_cpu_zero(void *stream, const ct_span *spans, size_t n_spans, ct_error *err)
     (void)stream;
     (void)err;
     if (n_spans != 0) {
-        ct_cuts cuts;
-        zero_job job = {.spans = spans, .cuts = &cuts};
-        ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
-        ct_pool_run(run_batch, &job, cuts.n_batches);
+        ct_partition partition;
+        zero_job job = {.spans = spans, .partition = &partition};
+        ct_partition_init(&partition, &spans[0].n, sizeof spans[0], n_spans);
+        ct_pool_run(run_batch, &job, partition.n_batches);
     }
     return CT_OK;
 }

@@ -734,15 +734,15 @@ AREAS = {
                 "core/data/test_index.c",
             "csrc/cpu/add.c csrc/cpu/average.c csrc/cpu/body/average.h "
             "csrc/cpu/copy.c csrc/cpu/body/dither.h csrc/cpu/scale.c "
-            "csrc/cpu/body/scale.h csrc/cpu/stretch.c csrc/cpu/tile.c "
+            "csrc/cpu/body/scale.h csrc/cpu/update_tile.c csrc/cpu/tile.c "
             "csrc/cpu/body/tile.h csrc/cpu/zero.c csrc/cpu/device.c" + " " +
             math("ema", "philox", "formula/scale"):
                 "core/cpu/test_kernels.c core/cpu/test_copy.c core/cpu/test_half.c",
             "csrc/cpu/codes.c csrc/cpu/body/codes.h" + " " +
             math("codes"):
                 "core/cpu/test_codes.c",
-            "csrc/cpu/cuts.c":
-                "core/cpu/test_cuts.c",
+            "csrc/cpu/partition.c":
+                "core/cpu/test_partition.c",
             "csrc/cpu/isa.c":
                 "core/cpu/test_isa.c",
             "csrc/cpu/measure.c":

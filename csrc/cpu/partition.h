@@ -1,36 +1,37 @@
 /* A list of spans cut into batches of about equal work for the pool.
  *
  * A batch is a run of whole spans and parts of spans, so that a thousand small tensors
- * make a few batches and one large tensor makes many. Where the cuts lie depends on
+ * make a few batches and one large tensor makes many. Where it divides them depends on
  * the spans' lengths alone. The table has a fixed size: it lives on the stack of the
  * caller, and a kernel neither allocates nor fails. */
-#ifndef CT_CPU_CUTS_H
-#define CT_CPU_CUTS_H
+#ifndef CT_CPU_PARTITION_H
+#define CT_CPU_PARTITION_H
 
 #include <stdbool.h>
 #include <stddef.h>
 
 enum {
-    CT_BATCH_ELEMS = 65536, /* a batch is that long until CT_CUTS_MAX are too few */
-    CT_CUTS_MAX = 1024,
-    CT_CUT_ALIGN = 256 /* a span is cut at multiples of that many elements only */
+    CT_BATCH_ELEMS = 65536, /* of a batch, until CT_PARTITION_MAX are too few */
+    CT_PARTITION_MAX = 1024,
+    CT_PARTITION_ALIGN = 256 /* a span is cut at multiples of that many elements only */
 };
 
-typedef struct ct_cut {
+typedef struct ct_partition_point {
     size_t span;
     size_t offset; /* elements into the span */
-} ct_cut;
+} ct_partition_point;
 
-typedef struct ct_cuts {
+typedef struct ct_partition {
     const char *lengths; /* the n of the first span, in the caller's list */
     size_t stride;       /* bytes from one span's n to the next */
     size_t n_batches;
-    ct_cut at[CT_CUTS_MAX + 1]; /* batch b: from at[b] to at[b + 1] */
-} ct_cuts;
+    ct_partition_point at[CT_PARTITION_MAX + 1]; /* batch b: from at[b] to at[b + 1] */
+} ct_partition;
 
 /* `lengths` points at the n of the first of n_spans spans, `stride` bytes apart. Both
- * have to stay while the cuts are in use. */
-void ct_cuts_init(ct_cuts *cuts, const size_t *lengths, size_t stride, size_t n_spans);
+ * have to stay while the partition is in use. */
+void ct_partition_init(ct_partition *partition, const size_t *lengths, size_t stride,
+                       size_t n_spans);
 
 /* Elements [offset, offset + n) of one span. */
 typedef struct ct_piece {
@@ -40,22 +41,22 @@ typedef struct ct_piece {
 } ct_piece;
 
 /* The pieces of a batch, in order and none of them empty:
- *     ct_piece piece = ct_cuts_start(cuts, batch);
- *     while (ct_cuts_next(cuts, batch, &piece)) ... */
-ct_piece ct_cuts_start(const ct_cuts *cuts, size_t batch);
-bool ct_cuts_next(const ct_cuts *cuts, size_t batch, ct_piece *piece);
+ *     ct_piece piece = ct_partition_start(partition, batch);
+ *     while (ct_partition_next(partition, batch, &piece)) ... */
+ct_piece ct_partition_start(const ct_partition *partition, size_t batch);
+bool ct_partition_next(const ct_partition *partition, size_t batch, ct_piece *piece);
 
 /* A number of the piece, below n_spans + n_batches and rising from piece to piece: from
  * one to the next the span or the batch is another one. */
 static inline size_t
-ct_cuts_number(size_t batch, const ct_piece *piece)
+ct_partition_number(size_t batch, const ct_piece *piece)
 {
     return piece->span + batch;
 }
 
 /* sums[k] of each span from those of its pieces, added in order: `width` sums a span,
  * one behind the other, and as many a piece, at its number. */
-void ct_cuts_fold(const ct_cuts *cuts, const double *partial, size_t width,
-                  size_t n_spans, double *sums);
+void ct_partition_fold(const ct_partition *partition, const double *partial,
+                       size_t width, size_t n_spans, double *sums);
 
 #endif

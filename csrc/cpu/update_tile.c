@@ -1,4 +1,4 @@
-#include "cpu/stretch.h"
+#include "cpu/update_tile.h"
 
 enum {
     IN_CACHE = 4096 /* elements at a time where they are passed over again */
@@ -6,10 +6,11 @@ enum {
 
 /* One array as the rule wants it: where it is, or in the tile. */
 static void *
-ct_stretch_borrow(const ct_stretch *s, void *data, ct_dtype dtype, ct_tile *tile)
+ct_update_tile_borrow(const ct_update_tile *s, void *data, ct_dtype dtype,
+                      ct_tile *tile)
 {
     if (dtype == s->real) {
-        return ct_stretch_element(s, data, dtype);
+        return ct_update_tile_element(s, data, dtype);
     }
     ct_tile_load(s->isa, tile, s->real == CT_F64, dtype, data, s->at, s->n);
     return tile;
@@ -17,7 +18,8 @@ ct_stretch_borrow(const ct_stretch *s, void *data, ct_dtype dtype, ct_tile *tile
 
 /* Writes back what borrow gave and the rule has changed. */
 static void
-ct_stretch_give_back(const ct_stretch *s, const void *from, void *data, ct_dtype dtype)
+ct_update_tile_write_back(const ct_update_tile *s, const void *from, void *data,
+                          ct_dtype dtype)
 {
     if (dtype != s->real) {
         ct_tile_store(s->isa, from, s->real == CT_F64, dtype, data, s->at, s->n);
@@ -26,7 +28,8 @@ ct_stretch_give_back(const ct_stretch *s, const void *from, void *data, ct_dtype
 
 /* Part of one row of row[i] * col[j], from element k of the tile on. */
 static void
-fill_row(const ct_stretch *s, ct_tile *tile, size_t k, size_t row, size_t col, size_t n)
+fill_row(const ct_update_tile *s, ct_tile *tile, size_t k, size_t row, size_t col,
+         size_t n)
 {
     if (s->real == CT_F64) {
         const double factor = ((const double *)s->span->row)[row];
@@ -45,7 +48,7 @@ fill_row(const ct_stretch *s, ct_tile *tile, size_t k, size_t row, size_t col, s
 }
 
 static void *
-fill_outer(const ct_stretch *s, ct_tile *tile)
+fill_outer(const ct_update_tile *s, ct_tile *tile)
 {
     const size_t rows = s->span->rows, cols = s->span->cols;
     const size_t first = s->span->begin + s->at;
@@ -59,7 +62,7 @@ fill_outer(const ct_stretch *s, ct_tile *tile)
 }
 
 static void *
-borrow_state(const ct_stretch *s, size_t k, ct_tile *tile)
+borrow_state(const ct_update_tile *s, size_t k, ct_tile *tile)
 {
     const ct_update_span *span = s->span;
     if (k == 0 && span->row != NULL) {
@@ -69,16 +72,16 @@ borrow_state(const ct_stretch *s, size_t k, ct_tile *tile)
         ct_quant_load(s->isa, s->real, tile, span, k, s->at, s->n);
         return tile;
     }
-    return ct_stretch_borrow(s, span->state[k], span->state_dtype, tile);
+    return ct_update_tile_borrow(s, span->state[k], span->state_dtype, tile);
 }
 
 ct_operands
-ct_stretch_operands(const ct_stretch *s, ct_operand_tiles *tiles)
+ct_update_tile_operands(const ct_update_tile *s, ct_operand_tiles *tiles)
 {
     const ct_update_span *span = s->span;
     ct_operands at = {
-        .grad = ct_stretch_borrow(s, span->grad, span->grad_dtype, &tiles->grad),
-        .param = ct_stretch_borrow(s, span->param, span->dtype, &tiles->param),
+        .grad = ct_update_tile_borrow(s, span->grad, span->grad_dtype, &tiles->grad),
+        .param = ct_update_tile_borrow(s, span->param, span->dtype, &tiles->param),
     };
     for (size_t k = 0; k < s->n_states; k++) {
         at.state[k] = borrow_state(s, k, &tiles->state[k]);
@@ -87,7 +90,7 @@ ct_stretch_operands(const ct_stretch *s, ct_operand_tiles *tiles)
 }
 
 void
-ct_stretch_keep_states(const ct_stretch *s, const ct_operands *at)
+ct_update_tile_write_states(const ct_update_tile *s, const ct_operands *at)
 {
     const ct_update_span *span = s->span;
     for (size_t k = span->row != NULL ? 1 : 0; k < s->n_states; k++) {
@@ -96,14 +99,15 @@ ct_stretch_keep_states(const ct_stretch *s, const ct_operands *at)
                            s->at, s->n);
         }
         else {
-            ct_stretch_give_back(s, at->state[k], span->state[k], span->state_dtype);
+            ct_update_tile_write_back(s, at->state[k], span->state[k],
+                                      span->state_dtype);
         }
     }
 }
 
 size_t
-ct_stretch_length(const ct_update_span *span, ct_dtype real, size_t n_states,
-                  bool again)
+ct_update_tile_length(const ct_update_span *span, ct_dtype real, size_t n_states,
+                      bool again)
 {
     const bool direct = span->dtype == real && span->grad_dtype == real &&
                         (n_states == 0 || span->state_dtype == real) &&

@@ -1,35 +1,35 @@
-#include "cpu/cuts.h"
+#include "cpu/partition.h"
 #include "ct_random.h"
 #include "ct_test.h"
 
 #include "core/base/span.h"
 
-static ct_cuts
+static ct_partition
 cut(const ct_span *spans, size_t n_spans)
 {
-    ct_cuts cuts;
-    ct_cuts_init(&cuts, &spans[0].n, sizeof spans[0], n_spans);
-    CHECK(cuts.n_batches <= CT_CUTS_MAX);
-    return cuts;
+    ct_partition partition;
+    ct_partition_init(&partition, &spans[0].n, sizeof spans[0], n_spans);
+    CHECK(partition.n_batches <= CT_PARTITION_MAX);
+    return partition;
 }
 
 /* Walks all batches; every element must come by once, in order, and a part of a span
- * must begin at a multiple of CT_CUT_ALIGN. Returns the longest batch. */
+ * must begin at a multiple of CT_PARTITION_ALIGN. Returns the longest batch. */
 static size_t
 check_covers(const ct_span *spans, size_t n_spans)
 {
-    const ct_cuts cuts = cut(spans, n_spans);
+    const ct_partition partition = cut(spans, n_spans);
     size_t span = 0, offset = 0, longest = 0;
-    for (size_t b = 0; b < cuts.n_batches; b++) {
+    for (size_t b = 0; b < partition.n_batches; b++) {
         size_t elems = 0;
-        ct_piece piece = ct_cuts_start(&cuts, b);
-        while (ct_cuts_next(&cuts, b, &piece)) {
+        ct_piece piece = ct_partition_start(&partition, b);
+        while (ct_partition_next(&partition, b, &piece)) {
             while (offset == spans[span].n) {
                 span++;
                 offset = 0;
             }
             CHECK(piece.span == span && piece.offset == offset && piece.n != 0);
-            CHECK(piece.offset % CT_CUT_ALIGN == 0);
+            CHECK(piece.offset % CT_PARTITION_ALIGN == 0);
             offset += piece.n;
             elems += piece.n;
             CHECK(offset <= spans[span].n);
@@ -60,7 +60,7 @@ test_small_spans_share_a_batch(void)
     for (size_t i = 0; i < 1000; i++) {
         spans[i] = (ct_span){NULL, 1000, CT_F32};
     }
-    CHECK(check_covers(spans, 1000) < CT_BATCH_ELEMS + 2 * CT_CUT_ALIGN);
+    CHECK(check_covers(spans, 1000) < CT_BATCH_ELEMS + 2 * CT_PARTITION_ALIGN);
     CHECK(cut(spans, 1000).n_batches == 16);
 }
 
@@ -104,7 +104,7 @@ test_random_lists_are_covered_once(void)
 static void
 test_lengths_around_a_full_batch(void)
 {
-    for (size_t first = 0; first < 2 * CT_CUT_ALIGN; first++) {
+    for (size_t first = 0; first < 2 * CT_PARTITION_ALIGN; first++) {
         for (size_t n = CT_BATCH_ELEMS - 70; n < CT_BATCH_ELEMS + 140; n++) {
             const ct_span spans[2] = {
                 {NULL, first, CT_F32},
