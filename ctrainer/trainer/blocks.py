@@ -9,109 +9,110 @@ from typing import TYPE_CHECKING, Any
 
 from ctrainer.arguments.bmuf import options_of, way_of
 from ctrainer.checkpoint.files import naming
-from ctrainer.trainer.checkpoint import CheckpointMixin
 
 if TYPE_CHECKING:
-    from ctrainer.bmuf import BMUF
+    from ctrainer.trainer.run import TrainerRun
 
 logger = logging.getLogger("ctrainer.trainer")
 
 FILE = "blocks.pt"
 
 
-class BlocksMixin(CheckpointMixin):
-    """Hooks around ctrainer.BMUF, which the loop tells of every update."""
+class LocalSteps:
+    """Ranks that take local steps through ctrainer.BMUF, to which C reports updates."""
 
-    _blocks: BMUF | None
-
-    def _make_blocks(self) -> None:
+    def make_blocks(self, trainer: TrainerRun) -> None:
         """Make self._blocks if the arguments ask for it and there are several ranks:
         all begin with the first one's parameters."""
-        way, group = way_of(self.args), self._communicator
-        self._blocks = None
+        way, group = way_of(trainer.args), trainer._communicator
+        trainer._blocks = None
         if way is None or group.world_size == 1:
             return
         from ctrainer.bmuf import BMUF
 
         look = "nesterov" if way == "use_diloco" else None
         blocks = BMUF(
-            SimpleNamespace(**options_of(self.args, way)),
-            self.optimizer,
+            SimpleNamespace(**options_of(trainer.args, way)),
+            trainer.optimizer,
             group,
             look=look,
         )
         blocks.regroup(group)
-        self._blocks = blocks
+        trainer._blocks = blocks
 
-    def _save_blocks(self, output_dir: str) -> None:
-        """Save blocks.pt: how many updates the block has, the model that it began with
-        and the momentum, if ranks train apart; of every rank but the first, whose own
-        are the checkpoint's, blocks_RANK.pt: its weights, its optimizer. Hook."""
-        if self._blocks is None:
+    def save_blocks(self, trainer: TrainerRun, output_dir: str) -> None:
+        if trainer._blocks is None:
             return
-        save = self._adapter.checkpoints.save_object
-        if self.args.process_index > 0:
-            own = self._own_parts()
-            self._add_file(output_dir, lambda sink: save(sink, self._own_file(), own))
-        if self.args.should_save:
-            sink = self._sink(output_dir)
-            save(sink, FILE, self._blocks.blocks_state_dict())
-            self._flush_for_override(sink, "_save_blocks")
+        save = trainer._adapter.checkpoints.save_object
+        if trainer.args.process_index > 0:
+            own = self.own_parts(trainer)
+            trainer._checkpoint_files.add_file(
+                trainer,
+                output_dir,
+                lambda sink: save(sink, self.own_file(trainer), own),
+            )
+        if trainer.args.should_save:
+            sink = trainer._checkpoint_files.sink(trainer, output_dir)
+            save(sink, FILE, trainer._blocks.blocks_state_dict())
+            trainer._checkpoint_files.flush_for_override(trainer, sink, "_save_blocks")
 
-    def _load_blocks(self, checkpoint: str | None) -> None:
-        """Load blocks.pt, without which a block begins with the weights, and what is
-        this rank's own. Hook."""
-        if checkpoint is None or self._blocks is None:
+    def load_blocks(self, trainer: TrainerRun, checkpoint: str | None) -> None:
+        if checkpoint is None or trainer._blocks is None:
             return
-        state = self._adapter.checkpoints.load_object(checkpoint, FILE)
+        state = trainer._adapter.checkpoints.load_object(checkpoint, FILE)
         if state is None:
             logger.warning("%s has no %s: a block begins with its weights",
                            checkpoint, FILE)  # fmt: skip
-        own = self._read_own_parts(checkpoint)
-        with naming(os.path.join(checkpoint, FILE if not own else self._own_file())):
+        own = self.read_own_parts(trainer, checkpoint)
+        with naming(
+            os.path.join(checkpoint, FILE if not own else self.own_file(trainer))
+        ):
             blocks = {**(state or {}), **own.get("blocks", {})}
-            self._blocks.load_blocks_state_dict(blocks)
+            trainer._blocks.load_blocks_state_dict(blocks)
             if own:
-                self._load_own_parts(own)
+                self.load_own_parts(trainer, own)
 
-    def _end_blocks(self) -> None:
+    def end_blocks(self, trainer: TrainerRun) -> None:
         """Take the average that is still on its way after the last update."""
-        if self._blocks is not None:
-            self._blocks.finish()
+        if trainer._blocks is not None:
+            trainer._blocks.finish()
 
-    def _own_file(self) -> str:
-        return f"blocks_{self.args.process_index}.pt"
+    def own_file(self, trainer: TrainerRun) -> str:
+        return f"blocks_{trainer.args.process_index}.pt"
 
-    def _own_parts(self) -> dict[str, Any]:
+    def own_parts(self, trainer: TrainerRun) -> dict[str, Any]:
         """What differs between ranks that train apart."""
-        assert self._blocks is not None
-        state = {name: part.state_dict() for name, part in self._stateful_parts()}
-        state["blocks"] = self._blocks.own_state_dict()
-        state["weights"] = self._adapter.checkpoints.trained_state(self.model)
+        assert trainer._blocks is not None
+        state = {name: part.state_dict() for name, part in self.stateful_parts(trainer)}
+        state["blocks"] = trainer._blocks.own_state_dict()
+        state["weights"] = trainer._adapter.checkpoints.trained_state(trainer.model)
         return state
 
-    def _read_own_parts(self, checkpoint: str) -> dict[str, Any]:
-        """What _own_parts() gave this rank; {} where that is not in the checkpoint."""
-        if self.args.process_index == 0 or not self._resumes_ranks:
+    def read_own_parts(self, trainer: TrainerRun, checkpoint: str) -> dict[str, Any]:
+        """What own_parts() gave this rank; {} where that is not in the checkpoint."""
+        if trainer.args.process_index == 0 or not trainer._resumes_ranks:
             return {}
-        state = self._adapter.checkpoints.load_object(checkpoint, self._own_file())
+        state = trainer._adapter.checkpoints.load_object(
+            checkpoint, self.own_file(trainer)
+        )
         if state is None:
             logger.warning(
                 "%s has no %s: rank %d goes on with the first rank's weights and "
-                "optimizer", checkpoint, self._own_file(), self.args.process_index,
+                "optimizer",
+                checkpoint, self.own_file(trainer), trainer.args.process_index,
             )  # fmt: skip
         return state or {}
 
-    def _load_own_parts(self, state: dict[str, Any]) -> None:
-        self._adapter.checkpoints.load_trained_state(self.model, state["weights"])
-        for name, part in self._stateful_parts():
+    def load_own_parts(self, trainer: TrainerRun, state: dict[str, Any]) -> None:
+        trainer._adapter.checkpoints.load_trained_state(trainer.model, state["weights"])
+        for name, part in self.stateful_parts(trainer):
             part.load_state_dict(state[name])
 
-    def _stateful_parts(self) -> list[tuple[str, Any]]:
+    def stateful_parts(self, trainer: TrainerRun) -> list[tuple[str, Any]]:
         parts = {
-            "optimizer": self.optimizer,
-            "schedule": self.lr_scheduler,
-            "scale": self._loss_scaler,
-            "average": self.weight_average,
+            "optimizer": trainer.optimizer,
+            "schedule": trainer.lr_scheduler,
+            "scale": trainer._loss_scaler,
+            "average": trainer.weight_average,
         }
         return [(name, part) for name, part in parts.items() if part is not None]

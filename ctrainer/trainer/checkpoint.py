@@ -2,176 +2,193 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import shutil
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from ctrainer.arguments.accelerator import config_of
 from ctrainer.checkpoint import (
     PREFIX,
     Sink,
     find_checkpoints,
     last_whole_checkpoint,
+    read_own_state,
+    to_json,
 )
 from ctrainer.checkpoint.disk import replacing
-from ctrainer.checkpoint.files import naming
-from ctrainer.trainer.base import TrainerBase
-from ctrainer.trainer.rank_files import RankFilesMixin
+from ctrainer.checkpoint.files import is_there, naming
+from ctrainer.runtime.fork import temporary_folder
 from ctrainer.trainer_state import TrainerState, is_exportable
+from ctrainer.trainer_utils import has_length
+
+if TYPE_CHECKING:
+    from ctrainer.trainer.run import TrainerRun
 
 logger = logging.getLogger("ctrainer.trainer")
 
 STATE = "trainer_state.json"
+OWN_STATE = "ctrainer_state.json"
 SCALER = "scaler.pt"
 _WORTH_RESERVING = 16 << 20  # bytes; less is faulted in within milliseconds
 
 
-class CheckpointMixin(RankFilesMixin):
+class CheckpointFiles:
     """Files of a checkpoint. When they are written, and that all of them appear at once
-    or not at all, is decided in C (_save_checkpoint, _get_output_dir, save_model)."""
+    or not at all, is decided in C (_save_checkpoint, _get_output_dir, save_model).
 
-    def _sink(self, folder: str) -> Sink:
-        return Sink(folder, self._checkpoint_writer())
+    Each rank has a file of its generators' states and one of its sums of losses and its
+    position. Ranks that do not write the checkpoint and do not see its folder pass
+    their files to those that do, when the save ends (in C).
+    """
 
-    def _flush_for_override(self, sink: Sink, *names: str) -> None:
+    def sink(self, trainer: TrainerRun, folder: str) -> Sink:
+        return Sink(folder, trainer._checkpoint_writer())
+
+    def flush_for_override(self, trainer: TrainerRun, sink: Sink, *names: str) -> None:
         """An override finds on the disk what super() has saved."""
-        if sink.writer is not None and any(is_overridden(self, name) for name in names):
+        if sink.writer is not None and any(
+            is_overridden(trainer, name) for name in names
+        ):
             sink.writer.flush()
 
-    # Saving
-
-    def _reserve_snapshot(self) -> None:
+    def reserve_snapshot(self, trainer: TrainerRun) -> None:
         """Ready the memory of the first save while the first steps run."""
-        if self.args.save_strategy == "no" or not self.args.should_save:
+        if trainer.args.save_strategy == "no" or not trainer.args.should_save:
             return
-        nbytes = self._adapter.checkpoints.snapshot_bytes(self.model, self.optimizer)
+        nbytes = trainer._adapter.checkpoints.snapshot_bytes(
+            trainer.model, trainer.optimizer
+        )
         if nbytes >= _WORTH_RESERVING:
             slack = nbytes // 64 + (1 << 20)  # headers, alignment
-            self._checkpoint_writer().reserve(nbytes + slack)
+            trainer._checkpoint_writer().reserve(nbytes + slack)
 
-    def _save(
+    def save(
         self,
+        trainer: TrainerRun,
         output_dir: str | None = None,
         state_dict: dict[str, Any] | None = None,
     ) -> None:
-        """Save weights, configuration, processing class and arguments. Hook."""
-        folder = self.args.output_dir if output_dir is None else output_dir
+        folder = trainer.args.output_dir if output_dir is None else output_dir
         os.makedirs(folder, exist_ok=True)
-        sink = self._sink(folder)
-        self._save_weights(sink, state_dict)
-        tokenizer = getattr(self.data_collator, "tokenizer", None)
-        processor: Any = self.processing_class or tokenizer
+        sink = self.sink(trainer, folder)
+        self.save_weights(trainer, sink, state_dict)
+        tokenizer = getattr(trainer.data_collator, "tokenizer", None)
+        processor: Any = trainer.processing_class or tokenizer
         if callable(getattr(processor, "save_pretrained", None)):
             processor.save_pretrained(folder)
-        self._adapter.checkpoints.save_arguments(sink, self.args)
-        self._flush_for_override(sink, "_save", "save_model")
+        trainer._adapter.checkpoints.save_arguments(sink, trainer.args)
+        self.flush_for_override(trainer, sink, "_save", "save_model")
 
-    def _save_weights(self, sink: Sink, state_dict: dict[str, Any] | None) -> None:
+    def save_weights(
+        self, trainer: TrainerRun, sink: Sink, state_dict: dict[str, Any] | None
+    ) -> None:
         """Save the model's weights, or these, and its configuration."""
-        self._adapter.checkpoints.save_model(sink, self.model, state_dict)
+        trainer._adapter.checkpoints.save_model(sink, trainer.model, state_dict)
 
-    def _share_weights(self, folder: str, in_checkpoint: bool) -> Any:
-        """What of the weights is to be written into the folder, where they are not the
-        model's own; called by all ranks."""
+    def share_weights(
+        self, trainer: TrainerRun, folder: str, in_checkpoint: bool
+    ) -> Any:
         return None
 
-    def _save_shared(self, folder: str, weights: dict[str, Any]) -> Any:
-        """Save what _share_weights gave."""
-        return self._save(folder, weights)
+    def save_shared(
+        self, trainer: TrainerRun, folder: str, weights: dict[str, Any]
+    ) -> Any:
+        return trainer._save(folder, weights)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save optimizer.pt and scheduler.pt. Hook."""
-        if not self.args.should_save:
+    def save_optimizer_and_scheduler(
+        self, trainer: TrainerRun, output_dir: str
+    ) -> None:
+        if not trainer.args.should_save:
             return
-        sink, save = self._sink(output_dir), self._adapter.checkpoints.save_object
-        save(sink, "optimizer.pt", self.optimizer.state_dict())
-        self._save_scheduler(sink)
-        self._flush_for_override(sink, "_save_optimizer_and_scheduler")
+        sink, save = (
+            self.sink(trainer, output_dir),
+            trainer._adapter.checkpoints.save_object,
+        )
+        save(sink, "optimizer.pt", trainer.optimizer.state_dict())
+        self.save_scheduler(trainer, sink)
+        self.flush_for_override(trainer, sink, "_save_optimizer_and_scheduler")
 
-    def _save_scheduler(self, sink: Sink) -> None:
-        state = self.lr_scheduler.state_dict()
-        self._adapter.checkpoints.save_object(sink, "scheduler.pt", state)
+    def save_scheduler(self, trainer: TrainerRun, sink: Sink) -> None:
+        state = trainer.lr_scheduler.state_dict()
+        trainer._adapter.checkpoints.save_object(sink, "scheduler.pt", state)
 
-    def _save_scaler(self, output_dir: str) -> None:
-        """Save scaler.pt, the state of the loss scale, if there is one. Hook."""
-        if self._loss_scaler is not None and self.args.should_save:
-            sink, state = self._sink(output_dir), self._loss_scaler.state_dict()
-            self._adapter.checkpoints.save_object(sink, SCALER, state)
-            self._flush_for_override(sink, "_save_scaler")
+    def save_scaler(self, trainer: TrainerRun, output_dir: str) -> None:
+        if trainer._loss_scaler is not None and trainer.args.should_save:
+            sink, state = (
+                self.sink(trainer, output_dir),
+                trainer._loss_scaler.state_dict(),
+            )
+            trainer._adapter.checkpoints.save_object(sink, SCALER, state)
+            self.flush_for_override(trainer, sink, "_save_scaler")
 
-    def _save_weight_average(self, output_dir: str) -> None:
-        """Save weight_average.pt, the averaged weights, if there are any. Hook."""
-        if self.weight_average is not None and self.args.should_save:
-            state = self.weight_average.state_dict()
-            self._adapter.checkpoints.save_object(
-                self._sink(output_dir), self._average_file(), state
+    def save_weight_average(self, trainer: TrainerRun, output_dir: str) -> None:
+        if trainer.weight_average is not None and trainer.args.should_save:
+            state = trainer.weight_average.state_dict()
+            trainer._adapter.checkpoints.save_object(
+                self.sink(trainer, output_dir), self.average_file(trainer), state
             )
 
-    def _average_file(self) -> str:
+    def average_file(self, trainer: TrainerRun) -> str:
         return "weight_average.pt"
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save rng_state.pth, the states of all generators; of several ranks each its
-        rng_state_RANK.pth. Hook."""
-        sink = self._write_rng_state(output_dir)
+    def save_rng_state(self, trainer: TrainerRun, output_dir: str) -> None:
+        sink = self.write_rng_state(trainer, output_dir)
         if sink is not None:
-            self._flush_for_override(sink, "_save_rng_state")
+            self.flush_for_override(trainer, sink, "_save_rng_state")
 
-    def _save_trainer_state(self, output_dir: str) -> None:
-        """Save trainer_state.json, and in a file of ours what it has no place for."""
-        callbacks = [*self.callback_handler.callbacks, self.control]
+    def save_trainer_state(self, trainer: TrainerRun, output_dir: str) -> None:
+        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         stateful = [c for c in callbacks if is_exportable(c)]
-        self.state.stateful_callbacks = TrainerState(
+        trainer.state.stateful_callbacks = TrainerState(
             stateful_callbacks=stateful
         ).stateful_callbacks
-        if self.args.should_save:
-            self.state.save_to_json(os.path.join(output_dir, STATE))
-        self._write_own_state(output_dir)
-        self._saved_step = self.state.global_step
+        if trainer.args.should_save:
+            trainer.state.save_to_json(os.path.join(output_dir, STATE))
+        self.write_own_state(trainer, output_dir)
+        trainer._saved_step = trainer.state.global_step
 
-    def save_state(self) -> None:
-        """Save the state as trainer_state.json in args.output_dir, on rank 0."""
-        if self.is_world_process_zero():
-            with replacing(os.path.join(self.args.output_dir, STATE)) as beside:
-                self.state.save_to_json(beside)
+    def save_state(self, trainer: TrainerRun) -> None:
+        if trainer.is_world_process_zero():
+            with replacing(os.path.join(trainer.args.output_dir, STATE)) as beside:
+                trainer.state.save_to_json(beside)
 
-    def _push_saved_model(self) -> None:
-        if getattr(self.args, "push_to_hub", False) and self.is_world_process_zero():
-            push: Any = getattr(self, "push_to_hub")  # noqa: B009
+    def push_saved_model(self, trainer: TrainerRun) -> None:
+        if (
+            getattr(trainer.args, "push_to_hub", False)
+            and trainer.is_world_process_zero()
+        ):
+            push: Any = getattr(trainer, "push_to_hub")  # noqa: B009
             push(commit_message="Model save")
 
-    # Folders
-
-    def _run_dir(self, trial: Any = None) -> str:
-        """Where the checkpoints of this run, or of this trial of a search, end up."""
-        folder = str(os.fspath(self.args.output_dir))
-        if trial is None or getattr(self, "hp_search_backend", None) is None:
+    def run_dir(self, trainer: TrainerRun, trial: Any = None) -> str:
+        folder = str(os.fspath(trainer.args.output_dir))
+        if trial is None or getattr(trainer, "hp_search_backend", None) is None:
             return folder
-        name = getattr(self, "hp_name", None)
+        name = getattr(trainer, "hp_name", None)
         return os.path.join(folder, name(trial) if name else f"run-{trial.number}")
 
-    def _note_best(self, trial: Any = None) -> None:
-        """Tell the state where the best checkpoint is, or will be in a moment."""
-        best = self.state.best_global_step
-        if best and self.args.save_strategy != "no":
-            path = os.path.join(self._run_dir(trial), f"{PREFIX}-{best}")
-            if best == self.state.global_step or os.path.isdir(path):
-                self.state.best_model_checkpoint = path
+    def note_best(self, trainer: TrainerRun, trial: Any = None) -> None:
+        best = trainer.state.best_global_step
+        if best and trainer.args.save_strategy != "no":
+            path = os.path.join(trainer._run_dir(trial), f"{PREFIX}-{best}")
+            if best == trainer.state.global_step or os.path.isdir(path):
+                trainer.state.best_model_checkpoint = path
 
-    def _check_save(self) -> None:
-        """Give paths that an override took from the temporary folder their final form,
-        before the save is committed."""
-        staged = self._checkpoint_writer().folder
-        if not is_overridden(self, "_save_checkpoint") or staged is None:
+    def check_save(self, trainer: TrainerRun) -> None:
+        staged = trainer._checkpoint_writer().folder
+        if not is_overridden(trainer, "_save_checkpoint") or staged is None:
             return
         temporary, final = (
             os.path.dirname(staged),
-            self._run_dir(getattr(self, "_trial", None)),
+            trainer._run_dir(getattr(trainer, "_trial", None)),
         )
-        best = self.state.best_model_checkpoint
+        best = trainer.state.best_model_checkpoint
         if best is not None and best.startswith(temporary):
-            self.state.best_model_checkpoint = final + best[len(temporary) :]
+            trainer.state.best_model_checkpoint = final + best[len(temporary) :]
         path = os.path.join(staged, STATE)
         if os.path.isfile(path):
             with open(path, encoding="utf-8") as file:
@@ -181,36 +198,35 @@ class CheckpointMixin(RankFilesMixin):
                 with open(path, "w", encoding="utf-8") as file:
                     file.write(fixed)
 
-    def _sorted_checkpoints(
+    def sorted_checkpoints(
         self,
+        trainer: TrainerRun,
         output_dir: str | None = None,
         checkpoint_prefix: str = PREFIX,
         use_mtime: bool = False,
     ) -> list[str]:
-        """Checkpoints by rising step, those that rotation must keep at the end.
-
-        use_mtime is for callers of transformers 4 and changes nothing: a file written
-        into an old folder must not make it the newest.
-        """
-        folder = self._run_dir() if output_dir is None else output_dir
+        folder = trainer._run_dir() if output_dir is None else output_dir
         found = find_checkpoints(folder, checkpoint_prefix)
-        kept = {_real(p) for p in (self.state.best_model_checkpoint, *found[-1:]) if p}
+        kept = {
+            _real(p) for p in (trainer.state.best_model_checkpoint, *found[-1:]) if p
+        }
         return sorted(found, key=lambda path: _real(path) in kept)
 
-    def _rotate_checkpoints(
-        self, use_mtime: bool = False, output_dir: str | None = None
+    def rotate_checkpoints(
+        self,
+        trainer: TrainerRun,
+        use_mtime: bool = False,
+        output_dir: str | None = None,
     ) -> None:
-        """Remove the oldest checkpoints, by step, beyond args.save_total_limit, never
-        the best or the last; while one is being made, as soon as that is in place."""
-        limit = self.args.save_total_limit
+        limit = trainer.args.save_total_limit
         if limit is None or limit <= 0:
             return
-        writer = self._checkpoint_writer()
-        run, new = self._run_dir(getattr(self, "_trial", None)), None
+        writer = trainer._checkpoint_writer()
+        run, new = trainer._run_dir(getattr(trainer, "_trial", None)), None
         if writer.folder is not None:
             new = os.path.join(run, os.path.basename(writer.folder))
-        doomed = self._beyond_limit(
-            limit, run if output_dir is None else output_dir, new
+        doomed = self.beyond_limit(
+            trainer, limit, run if output_dir is None else output_dir, new
         )
         for folder in doomed:
             if new is None:
@@ -218,25 +234,21 @@ class CheckpointMixin(RankFilesMixin):
             else:
                 writer.remove_after(folder)
 
-    def _beyond_limit(self, limit: int, run: str, new: str | None) -> list[str]:
+    def beyond_limit(
+        self, trainer: TrainerRun, limit: int, run: str, new: str | None
+    ) -> list[str]:
         found = find_checkpoints(run) if os.path.isdir(run) else []
         every = [p for p in found if new is None or _real(p) != _real(new)]
-        kept = {_real(p) for p in (self.state.best_model_checkpoint, new) if p}
+        kept = {_real(p) for p in (trainer.state.best_model_checkpoint, new) if p}
         if new is None and every:
             kept.add(_real(every[-1]))
         extra = len(every) + (new is not None) - max(limit, len(kept))
         return [p for p in every if _real(p) not in kept][: max(extra, 0)]
 
-    # Judging an evaluation
-
-    def _determine_best_metric(
-        self, metrics: dict[str, float], trial: Any = None
+    def determine_best_metric(
+        self, trainer: TrainerRun, metrics: dict[str, float], trial: Any = None
     ) -> bool:
-        """Is this evaluation the best so far? Notes it in the state if so. Hook.
-
-        Raises KeyError when metric_for_best_model is not among the metrics.
-        """
-        name = self.args.metric_for_best_model
+        name = trainer.args.metric_for_best_model
         if name is None:
             return False
         name = name if name.startswith("eval_") else f"eval_{name}"
@@ -245,50 +257,50 @@ class CheckpointMixin(RankFilesMixin):
                 f"metric_for_best_model={name!r} is not among the metrics of the "
                 f"evaluation, which are {sorted(metrics)}"
             )
-        value, best = metrics[name], self.state.best_metric
-        greater = bool(self.args.greater_is_better)
+        value, best = metrics[name], trainer.state.best_metric
+        greater = bool(trainer.args.greater_is_better)
         if best is None:
             best = float("-inf") if greater else float("inf")
         if not (value > best if greater else value < best):
             return False
-        self.state.best_metric = value
-        if self.args.save_strategy != "no":
-            self.state.best_global_step = self.state.global_step
+        trainer.state.best_metric = value
+        if trainer.args.save_strategy != "no":
+            trainer.state.best_global_step = trainer.state.global_step
         return True
 
-    # Loading
-
-    def _last_checkpoint(self) -> str | None:
+    def last_checkpoint(self, trainer: TrainerRun) -> str | None:
         """The newest whole checkpoint in args.output_dir, the same on all ranks."""
-        found = last_whole_checkpoint(self.args.output_dir)
+        found = last_whole_checkpoint(trainer.args.output_dir)
         name = os.path.basename(found or "").encode()
-        names = self._together("looking for a checkpoint", lambda: name)
+        names = trainer._together("looking for a checkpoint", lambda: name)
         if len(set(names)) > 1:
             seen = ", ".join(f"rank {r}: {n.decode()!r}" for r, n in enumerate(names))
             raise ValueError(
-                f"the ranks find different checkpoints in {self.args.output_dir} "
+                f"the ranks find different checkpoints in {trainer.args.output_dir} "
                 f"({seen}); name one that all of them have"
             )
         return found
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: Any = None
+    def load_from_checkpoint(
+        self, trainer: TrainerRun, resume_from_checkpoint: str, model: Any = None
     ) -> None:
-        """Load a checkpoint's weights into the model. Hook."""
-        target = self.model if model is None else model
-        self._adapter.checkpoints.load_model(target, os.fspath(resume_from_checkpoint))
+        target = trainer.model if model is None else model
+        trainer._adapter.checkpoints.load_model(
+            target, os.fspath(resume_from_checkpoint)
+        )
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load optimizer.pt and scheduler.pt, if both are there. Hook."""
+    def load_optimizer_and_scheduler(
+        self, trainer: TrainerRun, checkpoint: str | None
+    ) -> None:
         if checkpoint is None:
             return
-        load = self._adapter.checkpoints.load_object
+        load = trainer._adapter.checkpoints.load_object
         optimizer = load(checkpoint, "optimizer.pt")
         scheduler = load(checkpoint, "scheduler.pt")
-        self._take_optimizer_and_scheduler(checkpoint, optimizer, scheduler)
+        self.take_optimizer_and_scheduler(trainer, checkpoint, optimizer, scheduler)
 
-    def _take_optimizer_and_scheduler(
-        self, checkpoint: str, optimizer: Any, scheduler: Any
+    def take_optimizer_and_scheduler(
+        self, trainer: TrainerRun, checkpoint: str, optimizer: Any, scheduler: Any
     ) -> None:
         """Load both states, unless both are missing."""
         paths = [os.path.join(checkpoint, n) for n in ("optimizer.pt", "scheduler.pt")]
@@ -305,85 +317,223 @@ class CheckpointMixin(RankFilesMixin):
                     "remove both to start optimizer and schedule anew"
                 )
         with naming(paths[0]):
-            self.optimizer.load_state_dict(optimizer)
+            trainer.optimizer.load_state_dict(optimizer)
         with naming(paths[1]):
-            self.lr_scheduler.load_state_dict(scheduler)
+            trainer.lr_scheduler.load_state_dict(scheduler)
 
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load scaler.pt, the state of the loss scale, if there is one. Hook."""
-        if checkpoint is None or self._loss_scaler is None:
+    def load_scaler(self, trainer: TrainerRun, checkpoint: str | None) -> None:
+        if checkpoint is None or trainer._loss_scaler is None:
             return
-        state = self._adapter.checkpoints.load_object(checkpoint, SCALER)
+        state = trainer._adapter.checkpoints.load_object(checkpoint, SCALER)
         if state is None:
             logger.warning("%s has no loss scale: it starts anew", checkpoint)
             return
         try:
-            self._loss_scaler.load_state_dict(state)
+            trainer._loss_scaler.load_state_dict(state)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{os.path.join(checkpoint, SCALER)}: {error}; set loss_scaler to what "
                 "saved it, or remove the file to start the scale anew"
             ) from error
 
-    def _load_weight_average(self, checkpoint: str | None) -> None:
-        """Load weight_average.pt; without it the average starts from the weights.
-        Hook."""
-        if checkpoint is None or self.weight_average is None:
+    def load_weight_average(self, trainer: TrainerRun, checkpoint: str | None) -> None:
+        if checkpoint is None or trainer.weight_average is None:
             return
-        name = self._average_file()
-        state = self._adapter.checkpoints.load_object(checkpoint, name)
+        name = self.average_file(trainer)
+        state = trainer._adapter.checkpoints.load_object(checkpoint, name)
         if state is None:
             logger.warning(
                 "%s has no %s: the average starts from its weights", checkpoint, name
             )
             return
         with naming(os.path.join(checkpoint, name)):
-            self.weight_average.load_state_dict(state)
+            trainer.weight_average.load_state_dict(state)
 
-    def _load_trainer_state(self, checkpoint: str) -> None:
+    def load_trainer_state(self, trainer: TrainerRun, checkpoint: str) -> None:
         """Take over the state of the run, its callbacks' and our own."""
         path = os.path.join(checkpoint, STATE)
-        fresh = self.state
-        self.state = TrainerState.load_from_json(path)
+        fresh = trainer.state
+        trainer.state = TrainerState.load_from_json(path)
         for name in ("logging_steps", "eval_steps", "save_steps", "train_batch_size"):
-            setattr(self.state, name, getattr(fresh, name))
+            setattr(trainer.state, name, getattr(fresh, name))
         with naming(path):
-            self._load_callback_state()
-        self._load_own_state(checkpoint)
+            trainer._load_callback_state()
+        self.load_own_state(trainer, checkpoint)
 
-    def _load_callback_state(self) -> None:
-        """Give callbacks that export a state what they had; with
-        args.restore_callback_states_from_checkpoint their arguments too."""
-        full = bool(self.args.restore_callback_states_from_checkpoint)
+    def load_callback_state(self, trainer: TrainerRun) -> None:
+        full = bool(trainer.args.restore_callback_states_from_checkpoint)
         left = {
             name: list(states) if isinstance(states, list) else [states]
-            for name, states in (self.state.stateful_callbacks or {}).items()
+            for name, states in (trainer.state.stateful_callbacks or {}).items()
         }
         candidates = [
-            *self.callback_handler.callbacks,
-            *([self.control] if full else []),
+            *trainer.callback_handler.callbacks,
+            *([trainer.control] if full else []),
         ]
         for callback in candidates:
             states = left.get(type(callback).__name__)
             if states and is_exportable(callback):
                 _restore(callback, states.pop(0), full)
 
-    def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint. Hook."""
-        best = self.state.best_model_checkpoint
+    def load_best_model(self, trainer: TrainerRun) -> None:
+        best = trainer.state.best_model_checkpoint
         assert best is not None
         logger.info(
-            "Loading the best model from %s (%s).", best, self.state.best_metric
+            "Loading the best model from %s (%s).", best, trainer.state.best_metric
         )
-        self._load_best_weights(best)
-        if not self.args.save_only_model:
-            self._load_weight_average(best)
+        self.load_best_weights(trainer, best)
+        if not trainer.args.save_only_model:
+            trainer._load_weight_average(best)
 
-    def _load_best_weights(self, folder: str) -> None:
-        self._adapter.checkpoints.load_model(self.model, folder)
+    def load_best_weights(self, trainer: TrainerRun, folder: str) -> None:
+        trainer._adapter.checkpoints.load_model(trainer.model, folder)
+
+    def add_file(
+        self, trainer: TrainerRun, folder: str, write: Callable[[Sink], None]
+    ) -> Sink | None:
+        """Let write(sink) put a file of this rank's into the checkpoint; return where
+        it went, None on its way to another rank."""
+        if trainer.args.should_save:
+            sink = Sink(folder, trainer._checkpoint_writer())
+            write(sink)
+            return sink
+        if os.path.isdir(folder) and not trainer.args.save_on_each_node:
+            write(Sink(folder, None))  # of no other save: its name is not used again
+            return None
+        with temporary_folder() as own:
+            write(Sink(own, None))
+            for entry in os.scandir(own):
+                with open(entry.path, "rb") as file:
+                    trainer._rank_files[entry.name] = file.read()
+        return None
+
+    def take_rank_files(self, trainer: TrainerRun) -> bytes:
+        files, trainer._rank_files = trainer._rank_files, {}
+        sizes = {name: len(content) for name, content in files.items()}
+        return b"".join([json.dumps(sizes).encode(), b"\n", *files.values()])
+
+    def add_rank_files(self, trainer: TrainerRun, parcels: list[bytes]) -> None:
+        folder = trainer._checkpoint_writer().folder
+        assert folder is not None
+        for parcel in map(io.BytesIO, parcels):
+            for name, size in json.loads(parcel.readline()).items():
+                with open(os.path.join(folder, name), "wb") as file:
+                    file.write(parcel.read(size))
+
+    def rng_file(self, trainer: TrainerRun) -> str:
+        """rng_state.pth, or rng_state_RANK.pth of a rank of several."""
+        if trainer.args.world_size == 1:
+            return "rng_state.pth"
+        return f"rng_state_{trainer.args.process_index}.pth"
+
+    def write_rng_state(self, trainer: TrainerRun, output_dir: str) -> Sink | None:
+        state, save = (
+            trainer._adapter.rng_state(),
+            trainer._adapter.checkpoints.save_object,
+        )
+        return self.add_file(
+            trainer, output_dir, lambda sink: save(sink, self.rng_file(trainer), state)
+        )
+
+    def load_rng_state(self, trainer: TrainerRun, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        name = self.rng_file(trainer)
+        state = trainer._adapter.checkpoints.load_object(checkpoint, name)
+        if state is None:
+            logger.warning(
+                "%s has no %s: random numbers will differ from those of a run that was "
+                "not interrupted%s", checkpoint, name, _ranks_of(checkpoint),
+            )  # fmt: skip
+            return
+        with naming(os.path.join(checkpoint, name)):
+            trainer._adapter.set_rng_state(state)
+
+    def own_state_file(self, trainer: TrainerRun) -> str:
+        rank = trainer.args.process_index
+        return OWN_STATE if rank == 0 else f"ctrainer_state_{rank}.json"
+
+    def write_own_state(self, trainer: TrainerRun, output_dir: str) -> None:
+        content = {
+            "version": 1,
+            "world_size": trainer.args.world_size,
+            "loss": trainer._loss_state(),
+            "resume": to_json(self.where(trainer)),
+        }
+        name = self.own_state_file(trainer)
+        self.add_file(trainer, output_dir, lambda sink: sink.json(name, content))
+
+    def where(self, trainer: TrainerRun) -> dict[str, Any]:
+        """The generators at the beginning of the epoch, and the place in its data."""
+        reader = trainer._reader
+        if reader is None:
+            return trainer._resume_state
+        loader = reader.loader
+        length = len(loader) if has_length(loader) else None
+        data = {**reader.state(), "length": length, "rows": self.step_rows(trainer)}
+        return {**trainer._resume_state, "data": data}
+
+    def load_own_state(self, trainer: TrainerRun, checkpoint: str) -> None:
+        """Take over the sums and the position of this rank; of a checkpoint that
+        another number of ranks has saved the sums alone, for a new rank those of the
+        first."""
+        path = os.path.join(checkpoint, self.own_state_file(trainer))
+        if not is_there(path):
+            path = os.path.join(checkpoint, OWN_STATE)
+        if not is_there(path):
+            trainer._set_loss_state(**_loss_of_history(trainer.state))
+            return
+        content = read_own_state(path)
+        with naming(path):
+            trainer._set_loss_state(**content["loss"])
+        saved_by = content.get("world_size", 1)
+        trainer._resumes_ranks = saved_by == trainer.args.world_size
+        if trainer._resumes_ranks:
+            trainer._resume_state = content["resume"]
+            return
+        trainer._resume_state = self.for_other_ranks(trainer, content, checkpoint)
+        logger.warning(
+            "%s was saved by %d rank(s) and %d resume from it: the epoch goes on with "
+            "the rows that come next, dealt out anew, and with other random numbers",
+            checkpoint, saved_by, trainer.args.world_size,
+        )  # fmt: skip
+
+    def for_other_ranks(
+        self, trainer: TrainerRun, content: dict[str, Any], checkpoint: str
+    ) -> dict[str, Any]:
+        """Where this number of ranks is in the data when the ranks that saved it have
+        seen their rows. Raises ValueError where that is within an update."""
+        resume: dict[str, Any] = content["resume"]
+        data = resume.get("data")
+        if data is None or trainer.args.ignore_data_skip:
+            return {}
+        seen = data["place"] * data["rows"]
+        if 0 < (data["length"] or 0) <= data["place"]:
+            return resume  # at the end of an epoch
+        rows = self.step_rows(trainer)
+        update = rows * trainer.args.gradient_accumulation_steps
+        if seen % update:
+            raise ValueError(
+                f"{checkpoint} was saved by {content['world_size']} rank(s) after "
+                f"{seen} rows of the epoch, and the updates of this run, of "
+                f"{update} rows, begin at none "
+                "of their multiples: choose per_device_train_batch_size and "
+                "gradient_accumulation_steps so that an update has as many rows as "
+                "before, or begin the epoch's data anew with ignore_data_skip=True"
+            )
+        data.pop("last", None)
+        data["place"], data["length"] = seen // rows, None
+        return resume
+
+    def step_rows(self, trainer: TrainerRun) -> int:
+        """Rows that all ranks take in one step of an epoch."""
+        whole = config_of(
+            getattr(trainer.args, "accelerator_config", None)
+        ).split_batches
+        return trainer._train_batch_size * (1 if whole else trainer.args.world_size)
 
 
-def is_overridden(trainer: TrainerBase, name: str) -> bool:
+def is_overridden(trainer: TrainerRun, name: str) -> bool:
     """Has a subclass, or the instance, a method of its own under this name?"""
     from ctrainer.trainer import Trainer
 
@@ -401,3 +551,26 @@ def _restore(callback: Any, state: dict[str, Any], full: bool) -> None:
     for part in parts:
         for name, value in state.get(part, {}).items():
             setattr(callback, name, value)
+
+
+def _ranks_of(checkpoint: str) -> str:
+    """What to add where the generators' states are those of other ranks."""
+    names = [name for name in os.listdir(checkpoint) if name.startswith("rng_state")]
+    found = ", ".join(sorted(names))
+    return f"; it has {found}, saved by another number of ranks" if names else ""
+
+
+def _loss_of_history(state: TrainerState) -> dict[str, Any]:
+    """The sums of a run that transformers saved, as far as its logs tell: each has the
+    mean loss of the steps since the one before."""
+    total, last = 0.0, 0
+    for entry in state.log_history:
+        if "loss" in entry and "step" in entry:
+            total += entry["loss"] * (entry["step"] - last)
+            last = entry["step"]
+    unknown = state.global_step - last
+    return {
+        "total_loss": total,
+        "total_bad": unknown,
+        "window_start": state.global_step,
+    }

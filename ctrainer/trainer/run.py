@@ -8,19 +8,19 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ctrainer import _C
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
-from ctrainer.checkpoint.files import naming
+from ctrainer.checkpoint import PREFIX
 from ctrainer.comm import world
-from ctrainer.trainer.blocks import BlocksMixin
-from ctrainer.trainer.data import DataMixin
-from ctrainer.trainer.extra import ExtraMixin
-from ctrainer.trainer.optim import OptimMixin
-from ctrainer.trainer.search import SearchMixin
-from ctrainer.trainer.shards import ShardsMixin, is_on_meta
+from ctrainer.trainer.base import TrainerBase
+from ctrainer.trainer.blocks import LocalSteps
+from ctrainer.trainer.data import TrainData
+from ctrainer.trainer.search import Search
+from ctrainer.trainer.shards import ShardedFiles, is_on_meta
 from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import (
     TrainOutput,
@@ -34,10 +34,17 @@ from ctrainer.trainer_utils import (
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class RunMixin(
-    ShardsMixin, BlocksMixin, DataMixin, ExtraMixin, OptimMixin, SearchMixin
-):
-    """Preparation and end of train(); the loop between them is C."""
+class TrainerRun(TrainerBase):
+    """Preparation and end of train(), whose loop is C, and transformers' hooks.
+
+    What subclasses may override is a method here and is called on the instance, by the
+    components too. These hold no state of their own: it is the trainer's.
+    """
+
+    _checkpoint_files = ShardedFiles()
+    _local_steps = LocalSteps()
+    _hp_search = Search()
+    _train_data = TrainData()
 
     def _join_ranks(self) -> _C.Communicator:
         """The group of the run's ranks, which C keeps as _communicator."""
@@ -133,7 +140,7 @@ class RunMixin(
         if resume is None or resume is False:
             return None
         if resume is True:
-            found = self._last_checkpoint()
+            found = self._checkpoint_files.last_checkpoint(self)
             if found is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True, but {self.args.output_dir} holds no "
@@ -216,22 +223,11 @@ class RunMixin(
         self._resume_state = {}
         position = (0, 0)
         if resume_from_checkpoint is not None:
-            self._load_trainer_state(resume_from_checkpoint)
-            position = self._position(num_update_steps_per_epoch)
+            self._checkpoint_files.load_trainer_state(self, resume_from_checkpoint)
+            position = self._train_data.position(self, num_update_steps_per_epoch)
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
         self._globalstep_last_logged = self.state.global_step
         return position
-
-    def _position(self, updates_per_epoch: int) -> tuple[int, int]:
-        """Epoch and micro-batch that the loaded checkpoint stands at."""
-        data = self._resume_state.get("data")
-        if data is not None:
-            place = 0 if self.args.ignore_data_skip else int(data["place"])
-            done = 0 < (data.get("length") or 0) <= int(data["place"])
-            return (int(data["epoch"]) + 1, 0) if done else (int(data["epoch"]), place)
-        epoch, updates = divmod(self.state.global_step, updates_per_epoch)
-        skipped = 0 if self.args.ignore_data_skip else updates
-        return epoch, skipped * self.args.gradient_accumulation_steps
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -239,10 +235,10 @@ class RunMixin(
         """Optimizer, schedule and the wrapped model; the checkpoint's state of them."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        self._shard_model(resume_from_checkpoint)
+        self._checkpoint_files.shard_model(self, resume_from_checkpoint)
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
-        self._check_optimizer()
-        self._make_blocks()
+        self._checkpoint_files.check_optimizer(self)
+        self._local_steps.make_blocks(self)
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
         self._syncs_each_batch = accelerator.syncs_each_batch(self.args)
@@ -270,7 +266,7 @@ class RunMixin(
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self._reserve_snapshot()
+        self._checkpoint_files.reserve_snapshot(self)
         return model, train_dataloader
 
     def _make_loss_scaler(self) -> _C.LossScaler | None:
@@ -297,67 +293,6 @@ class RunMixin(
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         return time.time()
 
-    def _epoch_iterator(
-        self, loader: Any, epoch: int, skip: int, checkpoint: str | None
-    ) -> Any:
-        """Batches of the epoch from number `skip` on.
-
-        The generators' states at the beginning of the epoch are kept for checkpoints:
-        a run resumed in its middle starts the epoch with them, so that its order is
-        the same, and then takes those of the moment of saving. One resumed between two
-        epochs starts with those.
-        """
-        began = self._resume_state.get("epoch_rng") if checkpoint and skip else None
-        if began is not None:
-            assert checkpoint is not None
-            with naming(os.path.join(checkpoint, self._own_state_file())):
-                self._adapter.set_rng_state(began)
-        else:
-            if checkpoint and not skip:
-                self._pass_epoch_before(loader, epoch)
-            self._load_rng_state(None if skip else checkpoint)
-            self._resume_state["epoch_rng"] = self._adapter.rng_state()
-        if self._communicator.world_size > 1:
-            self._adapter.share_order(loader, self._communicator)
-        known = self._resume_state.pop("data", None) if checkpoint and skip else None
-        reader = self._reader_of(loader)
-        self._adapter.set_epoch(loader, epoch)
-        iterator = reader.start(epoch, skip, known)
-        if skip:
-            self._load_rng_state(checkpoint)
-        return iterator
-
-    def _pass_epoch_before(self, loader: Any, epoch: int) -> None:
-        """Let the loader's own generators go where the epoch that the checkpoint ends
-        has left them; no row is read."""
-        data = self._resume_state.get("data") or {}
-        if data.get("generators") and data["epoch"] == epoch - 1:
-            self._adapter.set_epoch(loader, epoch - 1)
-            self._reader_of(loader).pass_epoch(data)
-
-    def _reader_of(self, loader: Any) -> Any:
-        if self._reader is None or self._reader.loader is not loader:
-            self._reader = self._make_reader(loader)
-        return self._reader
-
-    def _make_reader(self, loader: Any) -> Any:
-        """What reads epochs of the loader, with the draws that
-        dataloader_seed_by_place asks for."""
-        args = self.args
-        seed: int | None = None
-        if getattr(args, "dataloader_seed_by_place", True):
-            seed = int(args.seed if args.data_seed is None else args.data_seed)
-        group = self._communicator
-        return self._adapter.reader(loader, seed, group.rank, group.world_size)
-
-    def _evaluation_batches(self, loader: Any) -> Any:
-        """An evaluation's batches, which draw alike each time, by their place: what
-        they draw changes neither the training that follows nor what a resumed run
-        finds."""
-        if not getattr(self.args, "dataloader_seed_by_place", True):
-            return loader
-        return self._make_reader(loader).evaluate(self._reader)
-
     def _saves_best_only(self) -> bool:
         """Does an evaluation decide whether this step is saved?"""
         return bool(self.args.save_strategy == "best")
@@ -374,7 +309,7 @@ class RunMixin(
         self, trial: Any, num_train_samples: int, start_time: float
     ) -> TrainOutput:
         """The last block, metrics of the run, the best model, on_train_end."""
-        self._end_blocks()
+        self._local_steps.end_blocks(self)
         loss = self._training_loss()
         metrics = speed_metrics(
             "train", start_time, num_samples=num_train_samples,
@@ -402,7 +337,7 @@ class RunMixin(
         """Undo what training did to the model; finish the saves that are under way."""
         self.is_in_train = False
         if whole:
-            self._resume_state = self._where()
+            self._resume_state = self._checkpoint_files.where(self)
         if self._reader is not None:
             self._reader.close()  # and the data loader's workers, if it has any
             self._reader = None
@@ -421,7 +356,7 @@ class RunMixin(
         apart."""
         if model is not self.model:
             return model
-        self._check_has_values(model)
+        self._checkpoint_files.check_has_values(self, model)
         self._adapter.enter_mixed_precision(model, self.args)
         if training and self.args.torch_compile:
             model = self._adapter.compile_model(model, self.args)
@@ -448,3 +383,324 @@ class RunMixin(
         if model is None:
             raise RuntimeError("model_init returned None; it must return a model")
         return model
+
+    # Optimizer and schedule
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make the optimizer and the schedule that were not passed."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=num_training_steps)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make self.optimizer unless there is one, and return it.
+
+        Weight decay applies to the parameters of get_decay_parameter_names alone.
+        """
+        if self.optimizer is None:
+            target = self.model if model is None else model
+            decay = self.get_decay_parameter_names(target)
+            groups = self._adapter.optimizer_groups(
+                target, decay, self.args.weight_decay
+            )
+            cls: Callable[..., Any]
+            if self.optimizer_cls_and_kwargs is not None:
+                cls, kwargs = self.optimizer_cls_and_kwargs
+            else:
+                cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, target)
+            kwargs = dict(kwargs)
+            for name in ("params", "model", "optimizer_dict"):  # an override's groups
+                groups = kwargs.pop(name, groups)
+            self.optimizer = cls(groups, **kwargs)
+        return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: Any, model: Any = None
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The class that args.optim names and its keywords, without the parameters."""
+        from ctrainer.arguments.optimizers import optimizer_class
+
+        return optimizer_class(args, model)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Names of the parameters that weight decay applies to."""
+        return list(self._adapter.decay_parameter_names(model))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make self.lr_scheduler unless there is one, and return it."""
+        if self.lr_scheduler is None:
+            args = self.args
+            self.lr_scheduler = self._adapter.make_scheduler(
+                str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+                self.optimizer if optimizer is None else optimizer,
+                args.get_warmup_steps(num_training_steps),
+                num_training_steps,
+                dict(args.lr_scheduler_kwargs or {}),
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # Batches
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of training batches.
+
+        Raises ValueError without a train_dataset.
+        """
+        return self._train_data.get_train_dataloader(self)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the loader of evaluation batches of `eval_dataset`: a data set, a key
+        of self.eval_dataset, or None for self.eval_dataset."""
+        return self._train_data.get_eval_dataloader(self, eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return the loader of batches to predict."""
+        return self._train_data.get_test_dataloader(self, test_dataset)
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        return self._train_data.get_dataloader(
+            self,
+            dataset,
+            description,
+            batch_size,
+            sampler_fn,
+            is_training,
+            dataloader_key,
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self._train_data.get_train_sampler(self, train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return self._train_data.get_eval_sampler(self, eval_dataset)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Fill _signature_columns: the names that the model's forward takes, and those
+        of the labels."""
+        self._train_data.set_signature_columns_if_needed(self)
+
+    def _remove_unused_columns(
+        self, dataset: Any, description: str | None = None
+    ) -> Any:
+        """`dataset` without the columns that the model's forward does not take."""
+        return self._train_data.remove_unused_columns(self, dataset, description)
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[..., Any], description: str | None = None
+    ) -> Callable[..., Any]:
+        """A collator that first drops the columns that the model does not take."""
+        return self._train_data.get_collator_with_removed_columns(
+            self, data_collator, description
+        )
+
+    def _epoch_iterator(
+        self, loader: Any, epoch: int, skip: int, checkpoint: str | None
+    ) -> Any:
+        """Batches of the epoch from number `skip` on.
+
+        The generators' states at the beginning of the epoch are kept for checkpoints:
+        a run resumed in its middle starts the epoch with them, so that its order is
+        the same, and then takes those of the moment of saving. One resumed between two
+        epochs starts with those.
+        """
+        return self._train_data.epoch_iterator(self, loader, epoch, skip, checkpoint)
+
+    def _evaluation_batches(self, loader: Any) -> Any:
+        """An evaluation's batches, which draw alike each time, by their place: what
+        they draw changes neither the training that follows nor what a resumed run
+        finds."""
+        return self._train_data.evaluation_batches(self, loader)
+
+    # Checkpoints
+
+    def _save(
+        self,
+        output_dir: str | None = None,
+        state_dict: dict[str, Any] | None = None,
+    ) -> None:
+        """Save weights, configuration, processing class and arguments. Hook."""
+        self._checkpoint_files.save(self, output_dir, state_dict)
+
+    def _share_weights(self, folder: str, in_checkpoint: bool) -> Any:
+        """What of the weights is to be written into the folder, where they are not the
+        model's own; called by all ranks."""
+        return self._checkpoint_files.share_weights(self, folder, in_checkpoint)
+
+    def _save_shared(self, folder: str, weights: dict[str, Any]) -> Any:
+        """Save what _share_weights gave."""
+        return self._checkpoint_files.save_shared(self, folder, weights)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save optimizer.pt and scheduler.pt. Hook."""
+        self._checkpoint_files.save_optimizer_and_scheduler(self, output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Save scaler.pt, the state of the loss scale, if there is one. Hook."""
+        self._checkpoint_files.save_scaler(self, output_dir)
+
+    def _save_weight_average(self, output_dir: str) -> None:
+        """Save weight_average.pt, the averaged weights, if there are any. Hook."""
+        self._checkpoint_files.save_weight_average(self, output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save rng_state.pth, the states of all generators; of several ranks each its
+        rng_state_RANK.pth. Hook."""
+        self._checkpoint_files.save_rng_state(self, output_dir)
+
+    def _save_trainer_state(self, output_dir: str) -> None:
+        """Save trainer_state.json, and in a file of ours what it has no place for."""
+        self._checkpoint_files.save_trainer_state(self, output_dir)
+
+    def save_state(self) -> None:
+        """Save the state as trainer_state.json in args.output_dir, on rank 0."""
+        self._checkpoint_files.save_state(self)
+
+    def _push_saved_model(self) -> None:
+        self._checkpoint_files.push_saved_model(self)
+
+    def _run_dir(self, trial: Any = None) -> str:
+        """Where the checkpoints of this run, or of this trial of a search, end up."""
+        return self._checkpoint_files.run_dir(self, trial)
+
+    def _note_best(self, trial: Any = None) -> None:
+        """Tell the state where the best checkpoint is, or will be in a moment."""
+        self._checkpoint_files.note_best(self, trial)
+
+    def _check_save(self) -> None:
+        """Give paths that an override took from the temporary folder their final form,
+        before the save is committed."""
+        self._checkpoint_files.check_save(self)
+
+    def _sorted_checkpoints(
+        self,
+        output_dir: str | None = None,
+        checkpoint_prefix: str = PREFIX,
+        use_mtime: bool = False,
+    ) -> list[str]:
+        """Checkpoints by rising step, those that rotation must keep at the end.
+
+        use_mtime is for callers of transformers 4 and changes nothing: a file written
+        into an old folder must not make it the newest.
+        """
+        return self._checkpoint_files.sorted_checkpoints(
+            self, output_dir, checkpoint_prefix, use_mtime
+        )
+
+    def _rotate_checkpoints(
+        self, use_mtime: bool = False, output_dir: str | None = None
+    ) -> None:
+        """Remove the oldest checkpoints, by step, beyond args.save_total_limit, never
+        the best or the last; while one is being made, as soon as that is in place."""
+        self._checkpoint_files.rotate_checkpoints(self, use_mtime, output_dir)
+
+    def _determine_best_metric(
+        self, metrics: dict[str, float], trial: Any = None
+    ) -> bool:
+        """Is this evaluation the best so far? Notes it in the state if so. Hook.
+
+        Raises KeyError when metric_for_best_model is not among the metrics.
+        """
+        return self._checkpoint_files.determine_best_metric(self, metrics, trial)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: Any = None
+    ) -> None:
+        """Load a checkpoint's weights into the model. Hook."""
+        self._checkpoint_files.load_from_checkpoint(self, resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load optimizer.pt and scheduler.pt, if both are there. Hook."""
+        self._checkpoint_files.load_optimizer_and_scheduler(self, checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load scaler.pt, the state of the loss scale, if there is one. Hook."""
+        self._checkpoint_files.load_scaler(self, checkpoint)
+
+    def _load_weight_average(self, checkpoint: str | None) -> None:
+        """Load weight_average.pt; without it the average starts from the weights.
+        Hook."""
+        self._checkpoint_files.load_weight_average(self, checkpoint)
+
+    def _load_callback_state(self) -> None:
+        """Give callbacks that export a state what they had; with
+        args.restore_callback_states_from_checkpoint their arguments too."""
+        self._checkpoint_files.load_callback_state(self)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint. Hook."""
+        self._checkpoint_files.load_best_model(self)
+
+    def _take_rank_files(self) -> bytes:
+        """The files that this rank hands over: a line of JSON with their sizes in
+        bytes by their names, then one after the other."""
+        return self._checkpoint_files.take_rank_files(self)
+
+    def _add_rank_files(self, parcels: list[bytes]) -> None:
+        """Put the files of all ranks into the open save."""
+        self._checkpoint_files.add_rank_files(self, parcels)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Set all generators as they were when the checkpoint was saved. Hook."""
+        self._checkpoint_files.load_rng_state(self, checkpoint)
+
+    # Local steps
+
+    def _save_blocks(self, output_dir: str) -> None:
+        """Save blocks.pt: how many updates the block has, the model that it began with
+        and the momentum, if ranks train apart; of every rank but the first, whose own
+        are the checkpoint's, blocks_RANK.pt: its weights, its optimizer. Hook."""
+        self._local_steps.save_blocks(self, output_dir)
+
+    def _load_blocks(self, checkpoint: str | None) -> None:
+        """Load blocks.pt, without which a block begins with the weights, and what is
+        this rank's own. Hook."""
+        self._local_steps.load_blocks(self, checkpoint)
+
+    # Search of hyper-parameters
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[..., dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Callable[..., str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the best of n_trials trainings, each with a fresh model of model_init.
+
+        The search is optuna's, ray's or wandb's, driven by transformers' backend of
+        that name. On several ranks the first one asks it; the others receive each
+        trial, train along and return None. Raises RuntimeError without model_init,
+        ImportError without transformers or the backend.
+        """
+        return self._hp_search.hyperparameter_search(
+            self,
+            hp_space,
+            compute_objective,
+            n_trials,
+            direction,
+            backend,
+            hp_name,
+            **kwargs,
+        )
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Set the trial's values in args, each as the type that it had."""
+        self._hp_search.hp_search_setup(self, trial)
+
+    def _report_to_hp_search(
+        self, trial: Any, step: int, metrics: dict[str, float]
+    ) -> None:
+        """Tell the search how an evaluation went; it may prune the trial."""
+        self._hp_search.report_to_hp_search(self, trial, step, metrics)

@@ -5,28 +5,25 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctrainer.arguments.checks import as_its_type
 from ctrainer.arguments.settings import nearest
 from ctrainer.integrations import search_backend
-from ctrainer.trainer.base import TrainerBase
 from ctrainer.training_args import TrainingArguments
+
+if TYPE_CHECKING:
+    from ctrainer.trainer.run import TrainerRun
 
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class SearchMixin(TrainerBase):
-    """The hooks that transformers' search backends drive a trainer by."""
-
-    hp_search_backend: Any
-    hp_space: Callable[..., dict[str, Any]]
-    hp_name: Callable[..., str] | None
-    compute_objective: Callable[[dict[str, float]], Any]
-    objective: Any
+class Search:
+    """What transformers' search backends drive a trainer by."""
 
     def hyperparameter_search(
         self,
+        trainer: TrainerRun,
         hp_space: Callable[..., dict[str, Any]] | None = None,
         compute_objective: Callable[[dict[str, float]], Any] | None = None,
         n_trials: int = 20,
@@ -35,111 +32,113 @@ class SearchMixin(TrainerBase):
         hp_name: Callable[..., str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the best of n_trials trainings, each with a fresh model of model_init.
-
-        The search is optuna's, ray's or wandb's, driven by transformers' backend of
-        that name. On several ranks the first one asks it; the others receive each
-        trial, train along and return None. Raises RuntimeError without model_init,
-        ImportError without transformers or the backend.
-        """
-        if self.model_init is None:
+        if trainer.model_init is None:
             raise RuntimeError(
                 "hyperparameter_search trains a fresh model each time: pass model_init "
                 "instead of model"
             )
         kind, search, default_objective = search_backend(backend)
-        self.hp_search_backend = kind
-        self.hp_space = hp_space or search.default_hp_space
-        self.hp_name = hp_name
-        self.compute_objective = compute_objective or default_objective
+        trainer.hp_search_backend = kind
+        trainer.hp_space = hp_space or search.default_hp_space
+        trainer.hp_name = hp_name
+        trainer.compute_objective = compute_objective or default_objective
         try:
-            if self.args.world_size == 1:
-                return search.run(self, n_trials, direction, **kwargs)
-            if self.args.process_index > 0:
-                return self._follow_search()
-            return self._lead_search(search, n_trials, direction, kwargs)
+            if trainer.args.world_size == 1:
+                return search.run(trainer, n_trials, direction, **kwargs)
+            if trainer.args.process_index > 0:
+                return self.follow_search(trainer)
+            return self.lead_search(trainer, search, n_trials, direction, kwargs)
         finally:
-            self.hp_search_backend = None
+            trainer.hp_search_backend = None
 
-    def _lead_search(
-        self, search: Any, n_trials: int, direction: Any, options: dict[str, Any]
+    def lead_search(
+        self,
+        trainer: TrainerRun,
+        search: Any,
+        n_trials: int,
+        direction: Any,
+        options: dict[str, Any],
     ) -> Any:
         end = "it failed on rank 0, whose own error says why"
         try:
-            best = search.run(_Lead(self), n_trials, direction, **options)
+            best = search.run(_Lead(trainer), n_trials, direction, **options)
             end = ""
         finally:
-            self._send({"end": end})
+            self.send(trainer, {"end": end})
         return best
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def send(self, trainer: TrainerRun, message: dict[str, Any]) -> None:
         text = json.dumps(message, default=lambda number: number.item())
-        self._communicator.broadcast_bytes(text.encode(), 0)
+        trainer._communicator.broadcast_bytes(text.encode(), 0)
 
-    def _follow_search(self) -> None:
+    def follow_search(self, trainer: TrainerRun) -> None:
         """Train along with every trial that rank 0 sends. RuntimeError when the search
         fails there."""
-        message = self._receive()
+        message = self.receive(trainer)
         while "end" not in message:
-            self.objective = None
+            trainer.objective = None
             try:
-                self.train(trial=_trial_of(message))
-                if self.objective is None:
-                    self.evaluate()
+                trainer.train(trial=_trial_of(message))
+                if trainer.objective is None:
+                    trainer.evaluate()
             except _pruned():
                 pass
-            message = self._receive()
+            message = self.receive(trainer)
         if message["end"]:
             raise RuntimeError(f"hyperparameter_search: {message['end']}")
 
-    def _receive(self) -> dict[str, Any]:
+    def receive(self, trainer: TrainerRun) -> dict[str, Any]:
         message: dict[str, Any] = json.loads(
-            self._communicator.broadcast_bytes(None, 0)
+            trainer._communicator.broadcast_bytes(None, 0)
         )
         return message
 
-    def _hp_search_setup(self, trial: Any) -> None:
-        """Set the trial's values in args, each as the type that it had."""
-        self._trial = trial
-        if trial is None or self.hp_search_backend is None:
+    def hp_search_setup(self, trainer: TrainerRun, trial: Any) -> None:
+        trainer._trial = trial
+        if trial is None or trainer.hp_search_backend is None:
             return
-        values = trial if self.hp_search_backend != "optuna" else self.hp_space(trial)
+        values = (
+            trial if trainer.hp_search_backend != "optuna" else trainer.hp_space(trial)
+        )
         for name, value in dict(values).items():
             if name == "wandb":  # ray passes its own settings along
                 continue
-            if not hasattr(self.args, name):
+            if not hasattr(trainer.args, name):
                 logger.warning(
                     "hp_space sets %s, which no argument is called; %s",
                     name,
-                    nearest(name, vars(self.args)),
+                    nearest(name, vars(trainer.args)),
                 )
                 continue
             setattr(
-                self.args, name, as_its_type(self.args, TrainingArguments, name, value)
+                trainer.args,
+                name,
+                as_its_type(trainer.args, TrainingArguments, name, value),
             )
-        self._train_batch_size = self.args.train_batch_size
+        trainer._train_batch_size = trainer.args.train_batch_size
 
-    def _report_to_hp_search(
-        self, trial: Any, step: int, metrics: dict[str, float]
+    def report_to_hp_search(
+        self, trainer: TrainerRun, trial: Any, step: int, metrics: dict[str, float]
     ) -> None:
-        """Tell the search how an evaluation went; it may prune the trial."""
-        if trial is None or self.hp_search_backend is None:
+        if trial is None or trainer.hp_search_backend is None:
             return
-        self.objective = self.compute_objective(dict(metrics))
-        if self.hp_search_backend == "optuna":
-            prunes = self._together("pruning", lambda: self._prunes(trial, step))
+        trainer.objective = trainer.compute_objective(dict(metrics))
+        if trainer.hp_search_backend == "optuna":
+            prunes = trainer._together(
+                "pruning", lambda: self.prunes(trainer, trial, step)
+            )
             if prunes[0]:
                 raise _pruned()
-        elif self.hp_search_backend == "ray":
+        elif trainer.hp_search_backend == "ray":
             import ray.tune
 
-            ray.tune.report({**metrics, "objective": self.objective})
+            ray.tune.report({**metrics, "objective": trainer.objective})
 
-    def _prunes(self, trial: Any, step: int) -> bytes:
+    def prunes(self, trainer: TrainerRun, trial: Any, step: int) -> bytes:
         """Does optuna end the trial here? Only the rank that leads the search knows."""
         if not hasattr(trial, "study") or trial.study._is_multi_objective():
             return b""
-        trial.report(self.objective, step)
+        trial.report(trainer.objective, step)
         return b"yes" if trial.should_prune() else b""
 
 
@@ -167,7 +166,7 @@ class _Lead:
     transformers' own way to reach the others needs torch.distributed.
     """
 
-    def __init__(self, trainer: SearchMixin) -> None:
+    def __init__(self, trainer: TrainerRun) -> None:
         vars(self)["_trainer"] = trainer
 
     def __getattr__(self, name: str) -> Any:
@@ -190,7 +189,7 @@ class _Lead:
             sent = {"number": trial.number, "values": trial.params}
         else:
             sent = {"values": dict(trial)}
-        self._trainer._send(sent)
+        self._trainer._hp_search.send(self._trainer, sent)
         return self._trainer.train(resume_from_checkpoint, trial=trial)
 
 

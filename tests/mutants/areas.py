@@ -117,9 +117,12 @@ AREAS = {
                 "python/optim/test_trainer_average.py",
             "ctrainer/arguments/optimizers.py":
                 "python/arguments/test_optimizer_names.py",
-            "ctrainer/trainer/optim.py":
-                "python/optim/test_optimizer_in_trainer.py "
-                "parity/test_schedules.py",
+            "ctrainer/trainer/run.py":
+                "python/optim/test_optimizer_in_trainer.py parity/test_schedules.py "
+                "binding/test_trainer_hooks.py "
+                "python/arguments/test_arguments_in_runs.py "
+                "python/checkpoint/test_trainer_checkpoints.py "
+                "parity/test_training.py",
         },
         "binding/test_optimizer_rules.py binding/test_layerwise.py "
         "binding/test_matrix_optimizers.py binding/test_clipping.py "
@@ -228,15 +231,18 @@ AREAS = {
                 "python/trainer/test_ranks_training.py "
                 "python/comm/test_ranks_differ.py "
                 "python/evaluate/test_ranks_evaluation.py",
-            "ctrainer/trainer/run.py ctrainer/trainer/__init__.py":
+            "ctrainer/trainer/__init__.py":
                 "binding/test_trainer_hooks.py "
                 "python/arguments/test_arguments_in_runs.py "
                 "python/checkpoint/test_trainer_checkpoints.py "
-                "parity/test_training.py",
-            "ctrainer/trainer/extra.py ctrainer/introspect.py "
-            "ctrainer/runtime/hooks.py":
+                "parity/test_training.py python/optim/test_optimizer_in_trainer.py "
+                "parity/test_clients.py",
+            "ctrainer/introspect.py ctrainer/runtime/hooks.py":
                 "binding/test_trainer_hooks.py "
                 "python/optim/test_optimizer_in_trainer.py parity/test_clients.py",
+            "ctrainer/trainer/base.py":
+                "binding/test_gradient_metrics.py binding/test_trainer_hooks.py "
+                "python/optim/test_trainer_average.py parity/test_training.py",
             "ctrainer/trainer/search.py":
                 "python/trainer/test_search.py",
             "ctrainer/hf.py":
@@ -372,8 +378,9 @@ AREAS = {
             "ctrainer/checkpoint/disk.py":
                 "python/checkpoint/test_durable_files.py "
                 "python/fsdp/test_fsdp_files_together.py",
-            "ctrainer/trainer/rank_files.py":
-                "python/checkpoint/test_ranks_checkpoints.py",
+            "ctrainer/trainer/checkpoint.py":
+                "python/checkpoint/test_ranks_checkpoints.py "
+                "python/checkpoint/test_trainer_checkpoints.py",
             "ctrainer/adapters/_saved_names.py":
                 "python/checkpoint/test_loading_weights.py "
                 "parity/test_saved_weights.py",
@@ -385,8 +392,6 @@ AREAS = {
             "ctrainer/adapters/_numpy_checkpoint.py":
                 "python/trainer/test_numpy_adapter.py "
                 "python/trainer/test_numpy_training.py",
-            "ctrainer/trainer/checkpoint.py":
-                "python/checkpoint/test_trainer_checkpoints.py",
             "ctrainer/checkpoint/__init__.py":
                 "binding/test_checkpoint.py "
                 "python/checkpoint/test_trainer_checkpoints.py "

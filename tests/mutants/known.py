@@ -192,9 +192,9 @@ EQUIVALENT = (
         "a batch is lent where each rank has its own, which it runs instead",
     ),
     (
-        "ctrainer/trainer/run.py",
-        "if self._communicator.world_size > 1:",
-        "if (self._communicator.world_size + 1) > 1:",
+        "ctrainer/trainer/data.py",
+        "if trainer._communicator.world_size > 1:",
+        "if (trainer._communicator.world_size + 1) > 1:",
         "a group of one rank gives itself the generator that it has",
     ),
     (

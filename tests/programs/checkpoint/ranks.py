@@ -33,7 +33,8 @@ chosen = make(folder + "/c", **best)
 chosen.train()
 found["best"] = [weights(chosen), chosen.state.best_model_checkpoint[-12:]]
 found["rotated"] = files(folder + "/c")
-found["newest"] = make(folder + "/c")._last_checkpoint()[-12:]
+again = make(folder + "/c")
+found["newest"] = again._checkpoint_files.last_checkpoint(again)[-12:]
 
 # an asynchronous save, the model alone
 lean = make(folder + "/d", async_save=True, save_only_model=True)
