@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -157,8 +158,15 @@ def distributed_main(
     after = kwargs.pop("after_distributed_init_fn", None)
     if after:
         cfg = after(cfg)
-    result = main(cfg, **kwargs)
-    processes.wait_for_all()
+    try:
+        result = main(cfg, **kwargs)
+        processes.wait_for_all()
+    except Exception:
+        # Others fail of this one's end, and may be the first that their parent sees.
+        print(
+            f"rank {group.distributed_rank}: {traceback.format_exc()}", file=sys.stderr
+        )
+        raise
     if not found:  # one that fails ends first, so that its own exception is seen
         processes.leave()
     return result

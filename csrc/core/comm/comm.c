@@ -1,7 +1,6 @@
 #include "core/comm/comm.h"
 
 #include "core/base/alloc.h"
-#include "core/base/pages.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -333,11 +332,4 @@ ct_request_check(const ct_request *r, int world_size, ct_error *err)
         break;
     }
     return CT_OK;
-}
-
-ct_status
-ct_comm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
-{
-    return comm->ops->memory != NULL ? comm->ops->memory(comm, bytes, memory, err)
-                                     : ct_pages_new(memory, bytes, err);
 }

@@ -1,5 +1,6 @@
 /* The group of one rank: what a collective leaves to do when nobody else is there. */
 #include "core/base/alloc.h"
+#include "core/base/pages.h"
 #include "core/comm/comm.h"
 
 #include <string.h>
@@ -115,4 +116,13 @@ ct_comm_self_new(void)
         *comm = ct_comm_made(&self_ops, 0, 1);
     }
     return comm;
+}
+
+/* Here and not beside the other collectives: CUDA's plugin links those, and has no
+ * memory that ranks share. */
+ct_status
+ct_comm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
+{
+    return comm->ops->memory != NULL ? comm->ops->memory(comm, bytes, memory, err)
+                                     : ct_pages_new(memory, bytes, err);
 }
