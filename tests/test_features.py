@@ -1,20 +1,16 @@
-"""docs/development/features.md names every file of the product, once, and tests."""
+"""docs/development/features.md names files, users and tests that there are."""
 
-from collections import Counter
-
-from tests.support.features import ROOT, code_lines, files_of, product, quoted, rows
+from tests.support.features import ROOT, code_lines, files, quoted, rows
 
 
-def test_every_file_is_of_one_feature() -> None:
-    found = Counter(file for row in rows() for file in files_of(row))
-    wrong = {file: found[file] for file in product() if found[file] != 1}
-    assert not wrong, f"features of files, each to be of one: {wrong}"
+def test_every_pattern_has_files_of_its_own() -> None:
+    without = [glob for glob, found in files().items() if not found]
+    assert not without, f"no file has these as its longest pattern: {without}"
 
 
-def test_every_pattern_has_files() -> None:
-    for row in rows():
-        for glob in quoted(row[1]):
-            assert any(ROOT.glob(glob)), f"{row[0]}: {glob} is no file"
+def test_no_pattern_is_of_two_features() -> None:
+    patterns = [glob for row in rows() for glob in quoted(row[1])]
+    assert len(patterns) == len(set(patterns))
 
 
 def test_every_feature_has_a_user_and_a_test() -> None:

@@ -38,8 +38,15 @@ def quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def files_of(row: list[str]) -> list[str]:
-    return [f for f in product() if any(fnmatch(f, glob) for glob in quoted(row[1]))]
+def files() -> dict[str, list[str]]:
+    """The files of each pattern: each file is of the longest that it has."""
+    globs = sorted((g for row in rows() for g in quoted(row[1])), key=len)
+    found: dict[str, list[str]] = {glob: [] for glob in globs}
+    for file in product():
+        matching = [glob for glob in globs if fnmatch(file, glob)]
+        assert matching, f"{file} is of no row of {TABLE}"
+        found[matching[-1]].append(file)
+    return found
 
 
 def code_lines(file: str) -> int:
@@ -60,9 +67,9 @@ def code_lines(file: str) -> int:
 
 
 def main() -> None:
-    text, total = TABLE.read_text(), 0
+    text, total, of = TABLE.read_text(), 0, files()
     for row in rows():
-        lines = sum(map(code_lines, files_of(row)))
+        lines = sum(code_lines(f) for glob in quoted(row[1]) for f in of[glob])
         total += lines
         cells = [*row[:2], f"{lines:,}", *row[3:]]
         text = text.replace(f"| {' | '.join(row)} |", f"| {' | '.join(cells)} |")
