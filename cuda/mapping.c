@@ -13,13 +13,13 @@
 
 #include <string.h>
 
-struct ct_spare {
+struct ct_cached_block {
     CUmemGenericAllocationHandle memory;
     size_t bytes;
-    cudaEvent_t left;  /* behind the last use, once it lies ready */
-    ct_mapping *at;    /* where it is; NULL: at no address */
-    ct_spares *spares; /* among which it lies ready; NULL: it is in use */
-    ct_spare *next;
+    cudaEvent_t left;      /* behind the last use, once it lies ready */
+    ct_mapping *at;        /* where it is; NULL: at no address */
+    ct_block_cache *cache; /* among which it lies ready; NULL: it is in use */
+    ct_cached_block *next;
 };
 
 static CUdeviceptr
@@ -56,18 +56,18 @@ round_up(const ct_driver *driver, const ct_mapping *map, size_t bytes, size_t *r
 
 /* The device has ended with it then; what it says of itself, the next launch will. */
 static void
-unmap(const ct_driver *driver, ct_spare *block)
+unmap(const ct_driver *driver, ct_cached_block *block)
 {
     if (block->at != NULL) {
         (void)cudaEventSynchronize(block->left);
         (void)driver->unmap(address_of(block->at), block->bytes);
-        block->at->lent = NULL;
+        block->at->block = NULL;
         block->at = NULL;
     }
 }
 
 static void
-destroy(const ct_driver *driver, ct_spare *block)
+destroy(const ct_driver *driver, ct_cached_block *block)
 {
     unmap(driver, block);
     (void)driver->release(block->memory);
@@ -76,11 +76,11 @@ destroy(const ct_driver *driver, ct_spare *block)
 }
 
 static ct_status
-create(const ct_driver *driver, const ct_mapping *map, size_t bytes, ct_spare **made,
-       ct_error *err)
+create(const ct_driver *driver, const ct_mapping *map, size_t bytes,
+       ct_cached_block **made, ct_error *err)
 {
     const CUmemAllocationProp kind = kind_of(map);
-    ct_spare *block = ct_calloc(1, sizeof *block);
+    ct_cached_block *block = ct_calloc(1, sizeof *block);
     if (block == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for a block of the GPU's memory");
     }
@@ -104,7 +104,8 @@ create(const ct_driver *driver, const ct_mapping *map, size_t bytes, ct_spare **
 }
 
 static ct_status
-map_block(const ct_driver *driver, ct_mapping *map, ct_spare *block, ct_error *err)
+map_block(const ct_driver *driver, ct_mapping *map, ct_cached_block *block,
+          ct_error *err)
 {
     const CUdeviceptr address = address_of(map);
     const CUmemAccessDesc access = {.location = kind_of(map).location,
@@ -116,7 +117,7 @@ map_block(const ct_driver *driver, ct_mapping *map, ct_spare *block, ct_error *e
         return status;
     }
     block->at = map;
-    map->lent = block;
+    map->block = block;
     return ct_driver_check(driver->set_access(address, block->bytes, &access, 1),
                            "make memory accessible", err);
 }
@@ -126,34 +127,34 @@ map_block(const ct_driver *driver, ct_mapping *map, ct_spare *block, ct_error *e
 
 /* Behind the others: the one at the front has been left longest. */
 static void
-put(ct_spares *spares, ct_spare *block)
+put(ct_block_cache *cache, ct_cached_block *block)
 {
-    ct_spare **end = &spares->first;
+    ct_cached_block **end = &cache->first;
     while (*end != NULL) {
         end = &(*end)->next;
     }
     *end = block;
     block->next = NULL;
-    block->spares = spares;
-    spares->ops = &ct_cuda_mapping_ops;
+    block->cache = cache;
+    cache->ops = &ct_cuda_mapping_ops;
 }
 
 static void
-take_out(ct_spare *block)
+take_out(ct_cached_block *block)
 {
-    ct_spare **link = &block->spares->first;
+    ct_cached_block **link = &block->cache->first;
     while (*link != block) {
         link = &(*link)->next;
     }
     *link = block->next;
-    block->spares = NULL;
+    block->cache = NULL;
 }
 
 /* Only a block that is exactly as long will do: the driver maps whole ones. */
-static ct_spare *
-find(const ct_spares *spares, size_t bytes)
+static ct_cached_block *
+find(const ct_block_cache *cache, size_t bytes)
 {
-    ct_spare *block = spares == NULL ? NULL : spares->first;
+    ct_cached_block *block = cache == NULL ? NULL : cache->first;
     while (block != NULL && block->bytes != bytes) {
         block = block->next;
     }
@@ -161,15 +162,15 @@ find(const ct_spares *spares, size_t bytes)
 }
 
 static void
-cuda_discard(ct_spares *spares)
+cuda_discard(ct_block_cache *cache)
 {
     const ct_driver *driver;
     ct_error unused;
     if (ct_driver_borrow(&driver, &unused) != CT_OK) {
         return;
     }
-    while (spares->first != NULL) {
-        ct_spare *block = spares->first;
+    while (cache->first != NULL) {
+        ct_cached_block *block = cache->first;
         take_out(block);
         destroy(driver, block);
     }
@@ -178,19 +179,19 @@ cuda_discard(ct_spares *spares)
 /* One that lies ready, or a new one, for which those that lie ready go if need be. */
 static ct_status
 get_block(const ct_driver *driver, const ct_mapping *map, size_t bytes,
-          ct_spares *spares, ct_spare **block, ct_error *err)
+          ct_block_cache *cache, ct_cached_block **block, ct_error *err)
 {
-    *block = find(spares, bytes);
+    *block = find(cache, bytes);
     if (*block != NULL) {
         take_out(*block);
         unmap(driver, *block);
         return CT_OK;
     }
     const ct_status status = create(driver, map, bytes, block, err);
-    if (status != CT_ENOMEM || spares == NULL || spares->first == NULL) {
+    if (status != CT_ENOMEM || cache == NULL || cache->first == NULL) {
         return status;
     }
-    cuda_discard(spares);
+    cuda_discard(cache);
     return create(driver, map, bytes, block, err);
 }
 
@@ -221,10 +222,10 @@ cuda_open(ct_mapping *map, size_t bytes, ct_error *err)
 }
 
 static ct_status
-cuda_obtain(ct_mapping *map, size_t bytes, ct_spares *spares, ct_error *err)
+cuda_obtain(ct_mapping *map, size_t bytes, ct_block_cache *cache, ct_error *err)
 {
     const ct_driver *driver;
-    ct_spare *block = map->lent;
+    ct_cached_block *block = map->block;
     size_t wanted;
     ct_status status = ct_driver_borrow(&driver, err);
     if (status == CT_OK) {
@@ -234,7 +235,7 @@ cuda_obtain(ct_mapping *map, size_t bytes, ct_spares *spares, ct_error *err)
         return status;
     }
     if (block != NULL && block->bytes == wanted) {
-        if (block->spares != NULL) {
+        if (block->cache != NULL) {
             take_out(block);
         }
         return CT_OK;
@@ -242,7 +243,7 @@ cuda_obtain(ct_mapping *map, size_t bytes, ct_spares *spares, ct_error *err)
     if (block != NULL) {
         unmap(driver, block);
     }
-    status = get_block(driver, map, wanted, spares, &block, err);
+    status = get_block(driver, map, wanted, cache, &block, err);
     if (status != CT_OK) {
         return status;
     }
@@ -254,24 +255,24 @@ cuda_obtain(ct_mapping *map, size_t bytes, ct_spares *spares, ct_error *err)
 }
 
 static void
-cuda_release(ct_mapping *map, ct_spares *spares)
+cuda_release(ct_mapping *map, ct_block_cache *cache)
 {
     const ct_driver *driver;
-    ct_spare *block = map->lent;
+    ct_cached_block *block = map->block;
     ct_error unused;
-    if (block == NULL || block->spares != NULL ||
+    if (block == NULL || block->cache != NULL ||
         ct_driver_borrow(&driver, &unused) != CT_OK) {
         return;
     }
     (void)cudaEventRecord(block->left, (cudaStream_t)map->stream);
-    if (spares == NULL) {
+    if (cache == NULL) {
         destroy(driver, block);
         return;
     }
     if (map->watched) {
         unmap(driver, block);
     }
-    put(spares, block);
+    put(cache, block);
 }
 
 static void
@@ -280,11 +281,11 @@ cuda_close(ct_mapping *map)
     const ct_driver *driver;
     size_t reserved;
     ct_error unused;
-    ct_spare *block = map->lent;
+    ct_cached_block *block = map->block;
     if (ct_driver_borrow(&driver, &unused) != CT_OK) {
         return;
     }
-    if (block != NULL && block->spares != NULL) {
+    if (block != NULL && block->cache != NULL) {
         take_out(block);
         destroy(driver, block);
     }

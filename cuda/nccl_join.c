@@ -53,7 +53,7 @@ member_new(const ct_nccl *nccl, int rank, int world_size, void *stream,
 
 /* Ends with *comm, or with `made` freed. */
 static ct_status
-hand_over(ct_nccl_member *made, ct_status status, ct_comm **comm)
+finish_join(ct_nccl_member *made, ct_status status, ct_comm **comm)
 {
     if (status != CT_OK) {
         ct_nccl_free(&made->base);
@@ -100,7 +100,7 @@ ct_nccl_split(ct_comm *op, const ct_members *members, ct_comm **made, ct_error *
         ct_nccl_free(&part->base);
         return CT_OK;
     }
-    return hand_over(part, status, made);
+    return finish_join(part, status, made);
 }
 
 ct_status
@@ -167,5 +167,5 @@ ct_nccl_join(const char id[CT_COMM_ID_BYTES], int rank, int world_size, void *st
     if (status == CT_OK) {
         status = ct_nccl_settle(made, NULL, what, err);
     }
-    return hand_over(made, status, comm);
+    return finish_join(made, status, comm);
 }

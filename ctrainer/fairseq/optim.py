@@ -437,7 +437,7 @@ __all__ = [
 Sharing = _C.Communicator | None
 
 
-def _face(cfg: Any, params: list[Any]) -> tuple[Any, dict[str, Any]]:
+def _wrapper(cfg: Any, params: list[Any]) -> tuple[Any, dict[str, Any]]:
     """The class in ctrainer.optim for a config group, and its arguments."""
     name, options = options_of(cfg)
     return getattr(optim, OPTIMIZERS[name]), {"params": params, **options}
@@ -446,7 +446,7 @@ def _face(cfg: Any, params: list[Any]) -> tuple[Any, dict[str, Any]]:
 def _composite(cfg: Any, params: list[Any], **precision: Any) -> Any:
     groups = []
     for group in groups_of(cfg, params):
-        cls, options = _face(group.optimizer, group.params)
+        cls, options = _wrapper(group.optimizer, group.params)
         groups.append({"optimizer": cls, **options})
     return optim.Composite(groups, **precision)
 
@@ -464,7 +464,7 @@ def _inner(
         )
     if is_composite(cfg):
         return _composite(cfg, params, **precision)
-    cls, options = _face(cfg, params)
+    cls, options = _wrapper(cfg, params)
     if sharing is not None:
         return _sharding.share_out(sharing, cls, precision, **options)
     return cls(**options, **precision)
@@ -499,7 +499,7 @@ def _supports(cfg: Any, params: list[Any], what: str) -> bool:
 
 
 class DynamicLossScaler:
-    """fairseq's loss scaler: a face over the one that the optimizer updates."""
+    """fairseq's loss scaler: a wrapper of the one that the optimizer updates."""
 
     def __init__(self, core: _C.LossScaler) -> None:
         self.core = core
@@ -528,8 +528,8 @@ class _Scaled(FairseqOptimizer):
         self, cfg: Any, optimizer: Any, core: _C.LossScaler | None, rules: str
     ) -> None:
         super().__init__(cfg, optimizer, scaler=core, rules=rules)
-        face = AmpScaler if rules == "amp" else DynamicLossScaler
-        self.scaler = None if core is None else face(core)
+        wrapper = AmpScaler if rules == "amp" else DynamicLossScaler
+        self.scaler = None if core is None else wrapper(core)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer, and of the scaler."""

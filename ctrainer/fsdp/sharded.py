@@ -118,7 +118,7 @@ def _without_memory(unit: Any) -> Iterator[None]:
 
 
 # Attributes that a copy makes anew: its engine, and those that it borrows from.
-_OF_THE_ENGINE = {"_unit", "_lenders"}
+_OF_THE_ENGINE = {"_unit", "_owner_modules"}
 
 
 def deep_copy(unit: M, memo: dict[int, Any]) -> M:
@@ -132,8 +132,8 @@ def deep_copy(unit: M, memo: dict[int, Any]) -> M:
     memo[id(source)] = made
     for shared in (source.communicator, source.replicas, source.home):
         memo[id(shared)] = shared
-    if "_lenders" in source.__dict__:
-        made.__dict__["_lenders"] = None
+    if "_owner_modules" in source.__dict__:
+        made.__dict__["_owner_modules"] = None
     with _without_memory(source):
         for name, value in source.__dict__.items():
             if name not in _OF_THE_ENGINE:

@@ -7,11 +7,11 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, shape_of
 from ctrainer.optim._precision import Precision
+from ctrainer.optim._wrapper import EngineOptimizer, shape_of
 
 
-class Adafactor(Face):
+class Adafactor(EngineOptimizer):
     """Adafactor, with the options, defaults and state of transformers' and fairseq's.
 
     Where a parameter has two dimensions or more its second moment is kept as averages

@@ -7,13 +7,13 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, count, reject, zeros
 from ctrainer.optim._precision import Precision
+from ctrainer.optim._wrapper import EngineOptimizer, count, reject, zeros
 
 Betas = tuple[float | torch.Tensor, float | torch.Tensor]
 
 
-class _Adam(Face):
+class _Adam(EngineOptimizer):
     """State that every form of Adam keeps."""
 
     def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class RAdam(_Adam, torch.optim.RAdam):
         )
 
 
-class NAdam(Face, torch.optim.NAdam):
+class NAdam(EngineOptimizer, torch.optim.NAdam):
     """NAdam, as torch.optim.NAdam.
 
     momentum_decay: >= 0: the momentum of step t is
@@ -203,7 +203,7 @@ class NAdam(Face, torch.optim.NAdam):
         return {"step": count(), "mu_product": one, **moments}
 
 
-class AdEMAMix(Face):
+class AdEMAMix(EngineOptimizer):
     """AdEMAMix: AdamW with a second, much slower average of the gradient beside the
     first.
 
@@ -255,7 +255,7 @@ class AdEMAMix(Face):
         return {"step": count(), **{name: zeros(param) for name in names}}
 
 
-class Adamax(Face, torch.optim.Adamax):
+class Adamax(EngineOptimizer, torch.optim.Adamax):
     """Adamax, as torch.optim.Adamax.
 
     foreach is accepted and changes nothing; capturable and differentiable are rejected.

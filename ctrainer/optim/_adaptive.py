@@ -7,11 +7,11 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, count, reject, zeros
 from ctrainer.optim._precision import Precision
+from ctrainer.optim._wrapper import EngineOptimizer, count, reject, zeros
 
 
-class Adagrad(Face, torch.optim.Adagrad):
+class Adagrad(EngineOptimizer, torch.optim.Adagrad):
     """Adagrad, as torch.optim.Adagrad, but for one thing: a group's own
     initial_accumulator_value counts, which torch's constructor passes over.
 
@@ -69,7 +69,7 @@ class Adagrad(Face, torch.optim.Adagrad):
         return {"step": count(), "sum": zeros(param).fill_(first)}
 
 
-class Adadelta(Face, torch.optim.Adadelta):
+class Adadelta(EngineOptimizer, torch.optim.Adadelta):
     """Adadelta, as torch.optim.Adadelta.
 
     foreach is accepted and changes nothing; capturable and differentiable are rejected.
@@ -110,7 +110,7 @@ class Adadelta(Face, torch.optim.Adadelta):
         return {"step": count(), "square_avg": zeros(param), "acc_delta": zeros(param)}
 
 
-class RMSprop(Face, torch.optim.RMSprop):
+class RMSprop(EngineOptimizer, torch.optim.RMSprop):
     """RMSprop, as torch.optim.RMSprop, but for one thing: where rounding makes the
     centred variance negative it counts as 0, while torch's parameter becomes NaN.
 

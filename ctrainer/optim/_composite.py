@@ -10,15 +10,15 @@ import torch
 from ctrainer.optim._adafactor import Adafactor
 from ctrainer.optim._adam import Adam, Adamax, AdamW, AdEMAMix, RAdam
 from ctrainer.optim._adaptive import Adadelta, Adagrad, RMSprop
-from ctrainer.optim._face import Face
 from ctrainer.optim._fairseq import FairseqAdam, FairseqAdamax, FairseqNAG
 from ctrainer.optim._layerwise import LAMB, LARS
 from ctrainer.optim._lion import Lion
 from ctrainer.optim._muon import Muon
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._sgd import SGD
+from ctrainer.optim._wrapper import EngineOptimizer
 
-_CLASSES: dict[str, type[Face]] = {
+_CLASSES: dict[str, type[EngineOptimizer]] = {
     cls._kind: cls
     for cls in (
         *(AdamW, Adam, AdEMAMix, Adamax, RAdam, Adadelta, Adagrad, RMSprop, Lion, SGD),
@@ -27,7 +27,7 @@ _CLASSES: dict[str, type[Face]] = {
 }
 
 
-class Composite(Face):
+class Composite(EngineOptimizer):
     """Each group is updated by an optimizer of its own, all in one step. Any optimizer
     of ctrainer.optim will do but the schedule-free ones, which have modes of their own.
 
@@ -67,9 +67,9 @@ class Composite(Face):
             names = ", ".join(sorted(c.__name__ for c in _CLASSES.values()))
             raise TypeError(f"optimizer is {cls!r}; expected one of {names}")
         params = [params] if isinstance(params, torch.Tensor) else list(params)
-        face: Any = cls
-        (group,) = face(params, **options).param_groups
-        super().add_param_group({**group, "kind": face._kind})
+        wrapper: Any = cls
+        (group,) = wrapper(params, **options).param_groups
+        super().add_param_group({**group, "kind": wrapper._kind})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() of a Composite of the same optimizers gave."""

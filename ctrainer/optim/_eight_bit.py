@@ -8,8 +8,8 @@ from typing import Any, ClassVar, TypedDict, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face
 from ctrainer.optim._precision import Precision, new_master
+from ctrainer.optim._wrapper import EngineOptimizer
 
 BLOCK = 256  # elements that share a scale
 _WRAPPED = "__bnb_optimizer_quant_state__"  # how newer releases save what is quantised
@@ -58,7 +58,7 @@ class EightBit(TypedDict, total=False):
     rounding_seed: int
 
 
-class _EightBit(Face):
+class _EightBit(EngineOptimizer):
     """What they share. An entry of _arrays is a state's number of arrays and whether
     its numbers have signs."""
 

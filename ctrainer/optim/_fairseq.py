@@ -7,11 +7,11 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, count, zeros
 from ctrainer.optim._precision import Precision
+from ctrainer.optim._wrapper import EngineOptimizer, count, zeros
 
 
-class _Fairseq(Face):
+class _Fairseq(EngineOptimizer):
     """State of 16-bit parameters is float32 unless fp32_state=False, and the count of
     steps in a state_dict() is an int, as in fairseq's checkpoints."""
 

@@ -7,11 +7,11 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, count
 from ctrainer.optim._precision import Precision
+from ctrainer.optim._wrapper import EngineOptimizer, count
 
 
-class LAMB(Face):
+class LAMB(EngineOptimizer):
     """LAMB, with the options of apex's FusedLAMB.
 
     Each parameter's AdamW-like direction is scaled by |param| / |direction|, where the
@@ -70,7 +70,7 @@ class LAMB(Face):
         }
 
 
-class LARS(Face):
+class LARS(EngineOptimizer):
     """LARS: SGD whose gradient is scaled for each parameter.
 
     The gradient with its weight decay is multiplied by

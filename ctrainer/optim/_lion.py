@@ -7,11 +7,11 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, zeros
 from ctrainer.optim._precision import Precision
+from ctrainer.optim._wrapper import EngineOptimizer, zeros
 
 
-class Lion(Face):
+class Lion(EngineOptimizer):
     """Lion: each element moves by lr in the direction of its momentum's sign.
 
     params: parameters, or dicts of them with options of their own.

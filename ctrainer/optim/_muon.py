@@ -7,8 +7,8 @@ from typing import Any, Literal, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, shape_of
 from ctrainer.optim._precision import Precision
+from ctrainer.optim._wrapper import EngineOptimizer, shape_of
 
 # torch has Muon from 2.9 on.
 _Original: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
@@ -22,7 +22,7 @@ class _AnyShape(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)
 
 
-class Muon(Face, _AnyShape, _Original):  # type: ignore[misc]
+class Muon(EngineOptimizer, _AnyShape, _Original):  # type: ignore[misc]
     """Muon, as torch.optim.Muon: momentum, made orthogonal by Newton-Schulz.
 
     For matrices alone; give other parameters to another optimizer, in one step with

@@ -7,8 +7,8 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, zeros
 from ctrainer.optim._precision import Precision
+from ctrainer.optim._wrapper import EngineOptimizer, zeros
 
 # What the updates so far have made of a group, before the first one.
 _FRESH = {
@@ -20,7 +20,7 @@ _FRESH = {
 }
 
 
-class _ScheduleFree(Face):
+class _ScheduleFree(EngineOptimizer):
     """train() puts the point where gradients are taken into the parameters, eval() the
     average that the method is about; step() needs the former."""
 

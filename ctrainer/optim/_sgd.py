@@ -7,11 +7,11 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._face import Face, reject, zeros
 from ctrainer.optim._precision import Precision
+from ctrainer.optim._wrapper import EngineOptimizer, reject, zeros
 
 
-class SGD(Face, torch.optim.SGD):
+class SGD(EngineOptimizer, torch.optim.SGD):
     """Stochastic gradient descent with momentum, as torch.optim.SGD.
 
     foreach and fused are accepted and change nothing: there is one implementation.

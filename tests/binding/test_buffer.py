@@ -14,7 +14,7 @@ from ctrainer._C import OptimEngine
 from ctrainer.adapters import numpy as arrays
 
 
-class Face:
+class Wrapper:
     """The least that an engine drives: groups, state, and any kind of parameter."""
 
     def __init__(self, *params: Any) -> None:
@@ -52,42 +52,42 @@ class TestReads:
     def test_float_tensors(self, dtype: str) -> None:
         param = Parameter(torch.ones(3, 2, dtype=getattr(torch, dtype)))
         param.grad = torch.ones_like(param)
-        Face(param).step()
+        Wrapper(param).step()
         assert param.tolist() == [[0.5, 0.5]] * 3
 
     @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
     def test_float_arrays(self, dtype: str) -> None:
         data = np.ones((3, 2), dtype)
-        Face(Holder(data, np.ones_like(data))).step()
+        Wrapper(Holder(data, np.ones_like(data))).step()
         assert (data == 0.5).all()
 
     def test_views_with_an_offset_touch_their_part_alone(self) -> None:
         base = torch.ones(10)
         param = Parameter(base[3:7])
         param.grad = torch.ones(10)[2:6]
-        Face(param).step()
+        Wrapper(param).step()
         assert base.tolist() == [1.0] * 3 + [0.5] * 4 + [1.0] * 3
 
     def test_empty_and_scalar_tensors(self) -> None:
         params = [Parameter(torch.ones(s)) for s in ((0,), (2, 0, 3), (), (1, 1))]
         for param in params:
             param.grad = torch.ones_like(param)
-        Face(*params).step()
+        Wrapper(*params).step()
         assert [p.sum().item() for p in params] == [0, 0, 0.5, 0.5]
 
     def test_dimensions_of_one_may_have_any_stride(self) -> None:
         param = Parameter(torch.ones(4, 1))
         param.grad = torch.ones(1, 4).t()
-        Face(param).step()
+        Wrapper(param).step()
         assert param.flatten().tolist() == [0.5] * 4
 
     def test_empty_arrays(self) -> None:
-        Face(Holder(ones(0, 3), ones(0, 3))).step()
+        Wrapper(Holder(ones(0, 3), ones(0, 3))).step()
 
     def test_leaf_tensors_need_not_be_parameters(self) -> None:
         tensor = torch.ones(2, requires_grad=True)
         tensor.sum().backward()
-        Face(tensor).step()
+        Wrapper(tensor).step()
         assert tensor.tolist() == [0.5, 0.5]
 
 
@@ -108,24 +108,24 @@ class TestRefusals:
         ],
     )
     def test_gradient_is_named(self, grad: Any, error: type, message: str) -> None:
-        face = Face(Holder(ones(3, 2), grad))
+        wrapper = Wrapper(Holder(ones(3, 2), grad))
         with pytest.raises(error, match=message) as caught:
-            face.step()
+            wrapper.step()
         assert "param_groups[0]['params'][0].grad" in str(caught.value)
 
     def test_gradient_of_integers(self) -> None:
-        face = Face(Holder(ones(2), np.ones(2, np.int32)))
+        wrapper = Wrapper(Holder(ones(2), np.ones(2, np.int32)))
         with pytest.raises(
             TypeError, match=r"\.grad has dtype int32; expected float32"
         ):
-            face.step()
+            wrapper.step()
 
     def test_released_storage(self) -> None:
         param = Parameter(torch.ones(4))
         param.grad = torch.ones(4)
         param.untyped_storage().resize_(0)
         with pytest.raises(ValueError, match="storage was released"):
-            Face(param).step()
+            Wrapper(param).step()
 
     @pytest.mark.parametrize(
         ("data", "grad", "message"),
@@ -141,7 +141,7 @@ class TestRefusals:
     )
     def test_array_is_named(self, data: Any, grad: Any, message: str) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
-            Face(Holder(data, grad)).step()
+            Wrapper(Holder(data, grad)).step()
 
     def test_subclasses_of_tensor_are_not_read(self) -> None:
         class Wrapped(torch.Tensor):
@@ -150,7 +150,7 @@ class TestRefusals:
         param = Parameter(torch.ones(2))
         param.grad = torch.ones(2).as_subclass(Wrapped)
         with pytest.raises(TypeError, match=r"Wrapped.*a subclass of torch\.Tensor"):
-            Face(param).step()
+            Wrapper(param).step()
 
     def test_subclasses_of_parameter_are_not_read(self) -> None:
         class Special(Parameter):
@@ -159,15 +159,15 @@ class TestRefusals:
         param = Special(torch.ones(2))
         param.grad = torch.ones(2)
         with pytest.raises(TypeError, match="Special"):
-            Face(param).step()
+            Wrapper(param).step()
 
     def test_subclasses_of_array_are_not_read(self) -> None:
         with pytest.raises(TypeError, match="is a MaskedArray"):
-            Face(Holder(np.ma.ones(2, np.float32), ones(2))).step()
+            Wrapper(Holder(np.ma.ones(2, np.float32), ones(2))).step()
 
     def test_parameter_without_gradient_attribute(self) -> None:
         with pytest.raises(AttributeError, match="grad"):
-            Face(3).step()
+            Wrapper(3).step()
 
     def test_parameter_moved_to_another_dtype_by_data(self) -> None:
         param = forced(torch.ones(3, dtype=torch.float64), torch.ones(3))
@@ -185,10 +185,10 @@ class TestRefusals:
         ],
     )
     def test_groups_of_another_form(self, groups: Any, error: type) -> None:
-        face = Face()
-        face.param_groups = groups
+        wrapper = Wrapper()
+        wrapper.param_groups = groups
         with pytest.raises(error):
-            face.step()
+            wrapper.step()
 
     @pytest.mark.parametrize("state", [3, [], {"x": 1}])
     def test_state_of_another_form(self, state: Any) -> None:
@@ -216,12 +216,12 @@ class TestHostileAttributes:
     """Python code that runs in the middle of a plan and changes what it reads."""
 
     def test_grad_that_shrinks_its_group(self) -> None:
-        face = Face()
+        wrapper = Wrapper()
 
         class Shrinking(Holder):
             @property
             def grad(self) -> Any:
-                face.param_groups[0]["params"].clear()
+                wrapper.param_groups[0]["params"].clear()
                 gc.collect()
                 return ones(2)
 
@@ -229,25 +229,25 @@ class TestHostileAttributes:
             def grad(self, value: Any) -> None:
                 pass
 
-        face.param_groups[0]["params"] = [Shrinking(ones(2), None) for _ in range(5)]
-        face.step()
-        face.step()
+        wrapper.param_groups[0]["params"] = [Shrinking(ones(2), None) for _ in range(5)]
+        wrapper.step()
+        wrapper.step()
 
     def test_grad_that_steps_again(self) -> None:
-        face = Face()
+        wrapper = Wrapper()
 
         class Recursive(Holder):
             @property
             def grad(self) -> Any:
-                face.step()
+                wrapper.step()
 
             @grad.setter
             def grad(self, value: Any) -> None:
                 pass
 
-        face.param_groups[0]["params"] = [Recursive(ones(2), None)]
+        wrapper.param_groups[0]["params"] = [Recursive(ones(2), None)]
         with pytest.raises(RuntimeError, match="a second step began"):
-            face.step()
+            wrapper.step()
 
     @staticmethod
     def emptying(attribute: str) -> Any:

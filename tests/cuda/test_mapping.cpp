@@ -14,7 +14,7 @@ open_maps(ct_mapping *maps, size_t n, const size_t *bytes, bool watched)
 }
 
 static void
-obtain(ct_mapping *map, ct_spares *spares)
+obtain(ct_mapping *map, ct_block_cache *spares)
 {
     ct_error err;
     check_ok(ct_mapping_obtain(map, map->bytes, spares, &err), err);
@@ -25,7 +25,7 @@ test_memory_is_handed_on_when_it_is_needed()
 {
     const size_t bytes[] = {1 << 20, (1 << 20) - 5, 3 << 20};
     ct_mapping maps[3];
-    ct_spares spares = {};
+    ct_block_cache spares = {};
     open_maps(maps, 3, bytes, false);
     const size_t before = emul::vm.created;
     obtain(&maps[0], &spares);
@@ -43,10 +43,10 @@ test_memory_is_handed_on_when_it_is_needed()
     for (ct_mapping &map : maps) {
         ct_mapping_release(&map, &spares);
     }
-    ct_spares_discard(&spares);
+    ct_block_cache_discard(&spares);
     CHECK(emul::vm.blocks == 0);
     obtain(&maps[0], &spares);
-    ct_spares_close(&spares);
+    ct_block_cache_close(&spares);
     for (ct_mapping &map : maps) {
         ct_mapping_close(&map);
     }
@@ -59,7 +59,7 @@ test_memory_that_is_short()
 {
     const size_t bytes[] = {1 << 20, 2 << 20};
     ct_mapping maps[2];
-    ct_spares spares = {};
+    ct_block_cache spares = {};
     ct_error err;
     open_maps(maps, 2, bytes, false);
     emul::fail_create = 1;
@@ -72,7 +72,7 @@ test_memory_that_is_short()
     CHECK(emul::vm.blocks == 1);
     ct_mapping_close(&maps[0]);
     ct_mapping_close(&maps[1]);
-    ct_spares_close(&spares);
+    ct_block_cache_close(&spares);
     CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
 }
 
@@ -97,7 +97,7 @@ test_a_mapping_takes_as_much_as_is_asked_for()
 {
     const size_t bytes = 4 << 20;
     ct_mapping map;
-    ct_spares spares = {};
+    ct_block_cache spares = {};
     ct_error err;
     open_maps(&map, 1, &bytes, true);
     for (size_t part : {bytes, bytes / 2, bytes}) {
@@ -108,7 +108,7 @@ test_a_mapping_takes_as_much_as_is_asked_for()
     }
     CHECK(emul::vm.blocks == 2);
     ct_mapping_close(&map);
-    ct_spares_close(&spares);
+    ct_block_cache_close(&spares);
     CHECK(emul::vm.blocks == 0);
 }
 

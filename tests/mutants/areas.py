@@ -90,7 +90,7 @@ AREAS = {
                 "binding/test_optimizer.py python/optim/test_trainer_average.py "
                 "binding/test_weight_average.py binding/test_clipping.py",
             binding("optim/groups", "optim/grads") + " " +
-            "ctrainer/optim/_face.py":
+            "ctrainer/optim/_wrapper.py":
                 "binding/test_optimizer.py",
             binding("optim/state"):
                 "binding/test_optimizer.py binding/test_eight_bit.py "

@@ -53,7 +53,8 @@ PyDoc_STRVAR(
     "BMUF(optimizer, communicator, *, global_sync_iter=50, block_lr=1.0,\n"
     "     block_momentum=0.875, look='plain', average_sync=False,\n"
     "     warmup_iterations=500, delta_bits=32, overlap_steps=0)\n--\n\n"
-    "Blocks of updates over an optimizer; ctrainer.BMUF is its public face, which has\n"
+    "Blocks of updates over an optimizer; ctrainer.BMUF is its public class, which "
+    "has\n"
     "the hooks _synced_tensors(), _moments(), average_params(), _reset_optimizer() "
     "and\n"
     "_after_sync().");
@@ -101,7 +102,7 @@ static const char BMUF_start_doc[] =
     "Take the parameters for the global model and begin a block.";
 
 /* binding/bmuf/bmuf.c: a RuntimeError, "what" in it, while a pass is under way; what
- * follows an update; and what the face calls. */
+ * follows an update; and what the wrapper calls. */
 
 static const char BMUF_save_blocks_doc[] =
     "_save_blocks($self, model, momentum, /)\n--\n\n"

@@ -1,4 +1,4 @@
-/* ctrainer._C.CheckpointWriter: the Python face of core/checkpoint/writer.h. */
+/* ctrainer._C.CheckpointWriter: the Python API of core/checkpoint/writer.h. */
 #include "binding/checkpoint/tensors.h"
 #include "binding/runtime/ctpy.h"
 

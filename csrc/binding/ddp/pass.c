@@ -513,7 +513,7 @@ grad_reducer_finish_buckets(GradReducer *self)
 
 /* A parameter that some rank has used gets its average, though this rank has not. */
 static int
-hand_over_absent(GradReducer *self)
+add_absent_averages(GradReducer *self)
 {
     ctpy_state *state = ctpy_state_borrow((PyObject *)self);
     for (Py_ssize_t i = 0; i < count(self); i++) {
@@ -569,7 +569,7 @@ finish(GradReducer *self)
             self->used[i] = !self->absent[i];
         }
     }
-    if (grad_reducer_finish_buckets(self) < 0 || hand_over_absent(self) < 0 ||
+    if (grad_reducer_finish_buckets(self) < 0 || add_absent_averages(self) < 0 ||
         grad_reducer_keep_own(self) < 0) {
         return -1;
     }
@@ -612,7 +612,7 @@ GradReducer_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
         self->used[i] = true;
     }
     if (result < 0 || grad_reducer_finish_buckets(self) < 0 ||
-        hand_over_absent(self) < 0 || grad_reducer_keep_own(self) < 0 ||
+        add_absent_averages(self) < 0 || grad_reducer_keep_own(self) < 0 ||
         grad_reducer_release_given(self) < 0) {
         grad_reducer_abandon(self);
         return NULL;
@@ -656,11 +656,11 @@ enum {
 };
 
 /* What all ranks are about to do. */
-typedef struct census {
+typedef struct rank_counts {
     int active; /* ranks that have data */
     int last;   /* the last of them, whose buffers count, as in torch */
     int flags;  /* of any of them */
-} census;
+} rank_counts;
 
 static int
 gather_flags(GradReducer *self, int64_t mine, int64_t *all)
@@ -679,7 +679,7 @@ gather_flags(GradReducer *self, int64_t mine, int64_t *all)
 }
 
 static int
-take_census(GradReducer *self, int mine, census *found)
+gather_counts(GradReducer *self, int mine, rank_counts *found)
 {
     const ct_comm *comm =
         ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), self->communicator);
@@ -688,7 +688,7 @@ take_census(GradReducer *self, int mine, census *found)
     }
     const int ranks = comm->world_size;
     int64_t *all = ct_calloc((size_t)ranks, sizeof *all);
-    *found = (census){0};
+    *found = (rank_counts){0};
     if (all == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -720,11 +720,11 @@ take_census(GradReducer *self, int mine, census *found)
 static int
 grad_reducer_tell(GradReducer *self, bool syncs, bool has_buffers)
 {
-    census found;
-    return self->joining ? take_census(self,
-                                       HAS_DATA | (syncs ? SYNCS : 0) |
-                                           (has_buffers ? HAS_BUFFERS : 0),
-                                       &found)
+    rank_counts found;
+    return self->joining ? gather_counts(self,
+                                         HAS_DATA | (syncs ? SYNCS : 0) |
+                                             (has_buffers ? HAS_BUFFERS : 0),
+                                         &found)
                          : 0;
 }
 
@@ -864,9 +864,9 @@ static int
 shadow_all(GradReducer *self, PyObject *buffers)
 {
     ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    census found;
+    rank_counts found;
     for (;;) {
-        if (take_census(self, 0, &found) < 0) {
+        if (gather_counts(self, 0, &found) < 0) {
             return -1;
         }
         if (found.active == 0) {

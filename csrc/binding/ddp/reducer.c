@@ -231,7 +231,7 @@ place_bucket(GradReducer *self, size_t b, PyObject *flat, PyObject *views)
                      view.span.n, PyList_GET_SIZE(views), bucket->n, bucket->n_params);
         return -1;
     }
-    ct_reducer_lend(&self->core, b, view.span.data);
+    ct_reducer_set_memory(&self->core, b, view.span.data);
     for (size_t k = 0; k < bucket->n_params; k++) {
         const uint32_t i = self->core.plan.order[bucket->first + k];
         PyObject *own = PyList_GET_ITEM(views, (Py_ssize_t)k);

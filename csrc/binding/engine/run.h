@@ -28,8 +28,8 @@ typedef struct Trainer {
     int agreed_signal;       /* that all ranks know of; 0: none */
     bool saving;             /* a checkpoint is in the making: in `staged` */
     bool saves;              /* this rank writes it: writer.folder is open */
-    bool spare;     /* this batch runs again only to keep the other ranks company */
-    bool in_update; /* between the first micro-batch and the end of an update */
+    bool dummy_batch; /* a batch that runs again for the other ranks' collectives */
+    bool in_update;   /* between the first micro-batch and the end of an update */
 } Trainer;
 
 /* What does not change during one train(): made by the loop, on its stack. All borrowed

@@ -26,7 +26,7 @@ typedef struct ctpy_eval_batch {
     PyObject *values[CTPY_EVAL_LOSSES]; /* predictions, labels, inputs */
     PyObject *whole; /* the model's inputs, for compute_metrics by batch */
     PyObject *loss;
-    Py_ssize_t rows; /* 0: a batch that runs to keep the others company */
+    Py_ssize_t rows; /* 0: a dummy batch, for the others' collectives */
     int64_t targets; /* labels that count, or 0 when they are not asked for */
 } ctpy_eval_batch;
 

@@ -406,22 +406,22 @@ keep_round(ctpy_eval_loop *loop, const ctpy_eval_batch *own, bool is_last,
  * *inputs becomes the next batch, NULL when there is none. Returns how many ranks go
  * on, or -1. */
 static int
-run_round(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs, PyObject **spare,
+run_round(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs, PyObject **dummy,
           ctpy_state *names)
 {
     taken_batch taken = {0};
     int first, going;
     const bool counts = *inputs != NULL;
     if (counts) {
-        Py_XSETREF(*spare, *inputs);
+        Py_XSETREF(*dummy, *inputs);
         *inputs = NULL;
     }
-    ((Trainer *)loop->op)->spare = !counts;
-    if (check_stop() == 0 && take_batch(loop, *spare, &taken, names) == 0) {
+    ((Trainer *)loop->op)->dummy_batch = !counts;
+    if (check_stop() == 0 && take_batch(loop, *dummy, &taken, names) == 0) {
         taken.batch.rows = counts ? taken.batch.rows : 0;
         *inputs = counts ? PyIter_Next(iterator) : NULL;
     }
-    ((Trainer *)loop->op)->spare = false;
+    ((Trainer *)loop->op)->dummy_batch = false;
     going = ctpy_eval_sync_round(&loop->ranks, names, *inputs != NULL, &first);
     if (going >= 0 && keep_round(loop, &taken.batch, going == 0, names) < 0) {
         going = -1;
@@ -432,7 +432,7 @@ run_round(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs, PyObject 
 
 static int
 run_rounds(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs,
-           PyObject **spare, ctpy_state *names)
+           PyObject **dummy, ctpy_state *names)
 {
     const ct_comm *comm = ctpy_comm_borrow(names, loop->ranks.group);
     int first, going = -1;
@@ -441,11 +441,11 @@ run_rounds(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs,
         going = ctpy_eval_sync_round(&loop->ranks, names, *inputs != NULL, &first);
     }
     if (going > 0 && going < comm->world_size) { /* some have nothing to run at all */
-        *spare = ctpy_eval_broadcast_batch(&loop->ranks, names, *inputs, first);
-        going = *spare == NULL ? -1 : going;
+        *dummy = ctpy_eval_broadcast_batch(&loop->ranks, names, *inputs, first);
+        going = *dummy == NULL ? -1 : going;
     }
     while (going > 0) {
-        going = run_round(loop, iterator, inputs, spare, names);
+        going = run_round(loop, iterator, inputs, dummy, names);
     }
     return going;
 }
@@ -454,14 +454,14 @@ run_rounds(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs,
 static int
 run_together(ctpy_eval_loop *loop, PyObject *iterator, ctpy_state *names)
 {
-    PyObject *inputs = NULL, *spare = NULL;
+    PyObject *inputs = NULL, *dummy = NULL;
     int first;
-    int result = run_rounds(loop, iterator, &inputs, &spare, names);
+    int result = run_rounds(loop, iterator, &inputs, &dummy, names);
     if (result < 0 && !loop->ranks.told) {
         result = ctpy_eval_sync_round(&loop->ranks, names, false, &first);
     }
     Py_XDECREF(inputs);
-    Py_XDECREF(spare);
+    Py_XDECREF(dummy);
     return result;
 }
 

@@ -675,7 +675,7 @@ ctpy_eval_broadcast_batch(ctpy_eval_ranks *ranks, ctpy_state *names, PyObject *i
         return NULL;
     }
     const bool is_root = comm->rank == root;
-    PyObject *data = pickled_batch(inputs, is_root), *lent = NULL;
+    PyObject *data = pickled_batch(inputs, is_root), *received = NULL;
     if (data == NULL) {
         return NULL;
     }
@@ -694,8 +694,8 @@ ctpy_eval_broadcast_batch(ctpy_eval_ranks *ranks, ctpy_state *names, PyObject *i
     }
     else {
         ranks->told = false;
-        lent = is_root ? Py_NewRef(inputs) : pickled("loads", bytes);
+        received = is_root ? Py_NewRef(inputs) : pickled("loads", bytes);
     }
     Py_XDECREF(bytes);
-    return lent;
+    return received;
 }

@@ -14,7 +14,7 @@ step_keywords(PyObject *op)
 PyDoc_STRVAR(
     FairseqTrainer_doc,
     "FairseqTrainer(*args, **kwargs)\n--\n\n"
-    "fairseq's training step; ctrainer.fairseq.Trainer is its public face.\n"
+    "fairseq's training step; ctrainer.fairseq.Trainer is its public class.\n"
     "\n"
     "Every method is called by attribute lookup on the instance, so overrides\n"
     "win.");

@@ -228,10 +228,10 @@ fsdp_release(FSDPUnit *self)
 }
 
 void
-fsdp_discard_spares(FSDPUnit *root)
+fsdp_discard_cache(FSDPUnit *root)
 {
     Py_BEGIN_ALLOW_THREADS
-    ct_spares_discard(&root->ledger.spares);
+    ct_block_cache_discard(&root->ledger.cache);
     Py_END_ALLOW_THREADS
 }
 
@@ -239,7 +239,7 @@ void
 fsdp_return_memory(FSDPUnit *root)
 {
     if (root->return_memory) {
-        fsdp_discard_spares(root);
+        fsdp_discard_cache(root);
         ct_malloc_trim();
         root->resident = ct_memory_resident();
     }
@@ -331,9 +331,9 @@ shard_grad(FSDPUnit *self, PyObject *owner, size_t group, int *add)
 }
 
 /* binding/fsdp/collectives.c: the group of replicas is the core's until it is returned,
- * and stays open. 0, or -1 with an exception and nothing lent. */
+ * and stays open. 0, or -1 with an exception and nothing pinned. */
 static int
-fsdp_lend_replicas(FSDPUnit *self)
+fsdp_pin_replicas(FSDPUnit *self)
 {
     if (self->replicas == NULL) {
         return 0;
@@ -369,7 +369,7 @@ reduce_into(FSDPUnit *self, size_t group, ct_fsdp_presence *presence, PyObject *
     const bool ready =
         comm != NULL &&
         fsdp_shard_from(self, grad, "the gradient of a shard", 1, &span) == 0 &&
-        fsdp_lend_replicas(self) == 0;
+        fsdp_pin_replicas(self) == 0;
     if (ready) {
         ((Communicator *)communicator)->busy++;
         Py_BEGIN_ALLOW_THREADS
@@ -440,8 +440,8 @@ missing_numbers(const ct_fsdp_presence *presence)
 }
 
 static int
-hand_over(FSDPUnit *self, PyObject *owner, const ct_fsdp_presence *presence,
-          PyObject *grad, int add)
+accumulate(FSDPUnit *self, PyObject *owner, const ct_fsdp_presence *presence,
+           PyObject *grad, int add)
 {
     ctpy_state *state = fsdp_state_borrow(self);
     if (self->grad_owners == NULL) {
@@ -471,7 +471,7 @@ reduce_group(FSDPUnit *self, size_t group)
                      ? ctpy_raise_int(&err)
                      : reduce_into(self, group, asks ? &presence : NULL, grad, add);
     }
-    result = result < 0 ? -1 : hand_over(self, owner, &presence, grad, add);
+    result = result < 0 ? -1 : accumulate(self, owner, &presence, grad, add);
     PyMem_Free(presence.params);
     Py_XDECREF(grad);
     Py_DECREF(owner);

@@ -868,7 +868,7 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_CLEAR(root->in_use);
     root->queued = root->several_threads = false;
     if (root->return_memory) {
-        fsdp_discard_spares(root);
+        fsdp_discard_cache(root);
     }
     Py_RETURN_NONE;
 }

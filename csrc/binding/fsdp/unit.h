@@ -88,7 +88,7 @@ int fsdp_shard_from(FSDPUnit *self, PyObject *op, const char *what, int writable
 PyObject *fsdp_new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int watched);
 /* Memory that stays there, of zeros. */
 PyObject *fsdp_new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes);
-void fsdp_discard_spares(FSDPUnit *root); /* without the GIL: it waits for a device */
+void fsdp_discard_cache(FSDPUnit *root); /* without the GIL: it waits for a device */
 
 /* binding/fsdp/unit.c */
 extern PyMemberDef fsdp_members[];

@@ -1,8 +1,8 @@
-/* ctrainer._C.OptimEngine: what ctrainer.optim's faces update their parameters with.
+/* ctrainer._C.OptimEngine: what ctrainer.optim's wrappers update their parameters with.
  *
- * A face is a torch.optim.Optimizer, or an object with param_groups, state and
- * _new_state(param, group); the engine belongs to it and keeps nothing that the face's
- * dicts do not hold, but for what saves time. */
+ * A wrapper is a torch.optim.Optimizer, or an object with param_groups, state and
+ * _new_state(param, group); the engine belongs to it and keeps nothing that the
+ * wrapper's dicts do not hold, but for what saves time. */
 #include "binding/optim/engine.h"
 
 #include "binding/optim/weight_average.h"
@@ -31,10 +31,11 @@ reject_kind(const char *name)
     return NULL;
 }
 
-PyDoc_STRVAR(OptimEngine_doc,
-             "OptimEngine(kind)\n--\n\n"
-             "Updates the parameters of an optimizer face. kind is that of the groups\n"
-             "that have no 'kind' of their own: 'adamw', 'sgd', ...");
+PyDoc_STRVAR(
+    OptimEngine_doc,
+    "OptimEngine(kind)\n--\n\n"
+    "Updates the parameters of an optimizer wrapper. kind is that of the groups\n"
+    "that have no 'kind' of their own: 'adamw', 'sgd', ...");
 
 static PyObject *
 OptimEngine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -191,9 +192,9 @@ apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
 /* torch's schedulers warn when they are stepped before their optimizer; they learn of
  * a step from this attribute, which their wrapper of step() sets. */
 static int
-note_step(OptimEngine *self, PyObject *face)
+note_step(OptimEngine *self, PyObject *wrapper)
 {
-    return PyObject_SetAttr(face, self->state->str__opt_called, Py_True);
+    return PyObject_SetAttr(wrapper, self->state->str__opt_called, Py_True);
 }
 
 static int
@@ -325,12 +326,12 @@ plan_slots(OptimEngine *self, PyObject *groups)
     return reject_duplicates(self);
 }
 
-/* Makes slots agree with the face's live param_groups. */
+/* Makes slots agree with the wrapper's live param_groups. */
 static int
-optim_plan_params(OptimEngine *self, PyObject *face)
+optim_plan_params(OptimEngine *self, PyObject *wrapper)
 {
     ctpy_state *state = self->state;
-    PyObject *groups = PyObject_GetAttr(face, state->str_param_groups);
+    PyObject *groups = PyObject_GetAttr(wrapper, state->str_param_groups);
     int result = -1;
     if (groups != NULL && !PyList_Check(groups)) {
         PyErr_Format(PyExc_TypeError, "param_groups is a %.200s; expected a list",
@@ -400,13 +401,13 @@ optim_plan_grads(OptimEngine *self)
 
 /* Reads what both phases need and marks the engine busy; -1 leaves it idle. */
 static int
-begin(OptimEngine *self, PyObject *face)
+begin(OptimEngine *self, PyObject *wrapper)
 {
     if (optim_check_idle(self, "a second step began") < 0) {
         return -1;
     }
     self->busy++;
-    if (optim_plan_params(self, face) < 0 || optim_plan_grads(self) < 0) {
+    if (optim_plan_params(self, wrapper) < 0 || optim_plan_grads(self) < 0) {
         end(self);
         return -1;
     }
@@ -476,12 +477,12 @@ view_param(OptimEngine *self, optim_slot *slot, ctpy_view *view)
 }
 
 /* Reads parameters, gradients and state of every slot with a gradient, making state
- * by face._new_state(param, group) where there is none. */
+ * by wrapper._new_state(param, group) where there is none. */
 static int
-optim_plan_operands(OptimEngine *self, PyObject *face)
+optim_plan_operands(OptimEngine *self, PyObject *wrapper)
 {
     ct_optim_param *params = ct_optim_params_borrow(self->core);
-    if (optim_sync_state(self, face) < 0) {
+    if (optim_sync_state(self, wrapper) < 0) {
         return -1;
     }
     for (size_t k = 0; k < self->n_slots; k++) {
@@ -499,24 +500,24 @@ optim_plan_operands(OptimEngine *self, PyObject *face)
             optim_plan_part(self, slot, &params[k]) < 0) {
             return -1;
         }
-        if (optim_plan_state(self, face, slot, &params[k], &view) < 0 ||
+        if (optim_plan_state(self, wrapper, slot, &params[k], &view) < 0 ||
             (self->averages && optim_plan_average(self, k, &params[k], &view) < 0)) {
             return -1;
         }
     }
-    return optim_remember_state(self, face);
+    return optim_remember_state(self, wrapper);
 }
 
 /* The second phase, with the gradients in their slots. */
 static int
-finish(OptimEngine *self, PyObject *face, const ct_step_config *config,
+finish(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
        double loss_scale)
 {
     int skip = !self->result.finite && config->nonfinite != CT_NONFINITE_KEEP;
-    return (!skip && optim_plan_operands(self, face) < 0) ||
+    return (!skip && optim_plan_operands(self, wrapper) < 0) ||
                    apply(self, config, loss_scale) < 0 ||
-                   (self->result.updated && optim_write_groups(self, face) < 0) ||
-                   note_step(self, face) < 0
+                   (self->result.updated && optim_write_groups(self, wrapper) < 0) ||
+                   note_step(self, wrapper) < 0
                ? -1
                : 0;
 }
@@ -565,25 +566,25 @@ norm_wanted(const OptimEngine *self, const ct_step_config *config)
 
 /* Both phases at once: nothing is read twice. */
 static int
-update(OptimEngine *self, PyObject *face, const ct_step_config *config,
+update(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
        double loss_scale)
 {
-    if (begin(self, face) < 0) {
+    if (begin(self, wrapper) < 0) {
         return -1;
     }
     self->measured = false;
     self->result = (ct_step_result){.clip_coef = 1.0, .finite = true};
     int failed = (norm_wanted(self, config) && measure(self, config, loss_scale) < 0) ||
-                 finish(self, face, config, loss_scale) < 0;
+                 finish(self, wrapper, config, loss_scale) < 0;
     end(self);
     return failed ? -1 : 0;
 }
 
 PyDoc_STRVAR(
     step_doc,
-    "step($self, face, max_norm, loss_scale, nonfinite, zero_grads, norm_type,\n"
+    "step($self, wrapper, max_norm, loss_scale, nonfinite, zero_grads, norm_type,\n"
     "     clip_value, clip_by_group, /)\n--\n\n"
-    "Unscale, clip, update and zero the gradients of face.\n\n"
+    "Unscale, clip, update and zero the gradients of wrapper.\n\n"
     "max_norm clips to that norm, None does not; norm_type is its p, > 0 or\n"
     "inf; clip_by_group clips each group by its own norm, as groups with a\n"
     "'max_grad_norm' are in any case; clip_value then clips each element,\n"
@@ -724,7 +725,7 @@ ctpy_engine_attach(PyObject *engine, PyObject *average)
     return 0;
 }
 
-/* Which memory an update works on: parameters, gradients and state of a face.
+/* Which memory an update works on: parameters, gradients and state of a wrapper.
  *
  * Identities are cached and addresses are not. The lists of param_groups and the
  * entries of `state` are compared by pointer with what they were, a few nanoseconds

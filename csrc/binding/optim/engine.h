@@ -35,7 +35,7 @@ typedef struct optim_slot {
     bool average_known;
 } optim_slot;
 
-/* An entry of the face's state when slots[].state was set: compared, never used. */
+/* An entry of the wrapper's state when slots[].state was set: compared, never used. */
 typedef struct optim_entry {
     const PyObject *key, *value;
 } optim_entry;
@@ -60,8 +60,8 @@ typedef struct OptimEngine {
 /* Reads the hyperparameters of every group of `groups`, a list, into the core. */
 int optim_read_groups(OptimEngine *self, PyObject *groups);
 
-/* Writes what an update has changed in the groups into the face's. */
-int optim_write_groups(OptimEngine *self, PyObject *face);
+/* Writes what an update has changed in the groups into the wrapper's. */
+int optim_write_groups(OptimEngine *self, PyObject *wrapper);
 
 /* binding/optim/state.c: finds out which parameters are parts of one, where their group
  * looks at whole ones; a ValueError where it cannot be told of what. */
@@ -73,15 +73,16 @@ int optim_share_presence(OptimEngine *self);
 int optim_plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param);
 /* Keeps the groups of all parts from being closed, or no longer. */
 void optim_hold_groups(OptimEngine *self, bool held);
-/* The parts of it in binding/optim/state.c: find the entries of the face's state; make
- * and read that of one slot, whose parameter is seen as `view`; note what is known. */
-int optim_sync_state(OptimEngine *self, PyObject *face);
-int optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
+/* The parts of it in binding/optim/state.c: find the entries of the wrapper's state;
+ * make and read that of one slot, whose parameter is seen as `view`; note what is
+ * known. */
+int optim_sync_state(OptimEngine *self, PyObject *wrapper);
+int optim_plan_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot,
                      ct_optim_param *param, const ctpy_view *view);
 /* The dimensions of a parameter, for the kinds that ask for them. */
 int optim_plan_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param,
                      const ctpy_view *view);
-int optim_remember_state(OptimEngine *self, PyObject *face);
+int optim_remember_state(OptimEngine *self, PyObject *wrapper);
 /* Checks that `what` of the slot, seen as view, is like its parameter. */
 int optim_check_like(const optim_slot *slot, const ctpy_view *param,
                      const ctpy_view *view, const char *what);

@@ -5,14 +5,14 @@
 #include "binding/runtime/buffer.h"
 #include "core/engine/step.h"
 
-/* May the engine of `op` be driven directly: is op one of our optimizer faces, whose
+/* May the engine of `op` be driven directly: is op one of our optimizer wrappers, whose
  * `_engine` is an OptimEngine, whose step() nobody has overridden and which has no
  * step hooks? On yes *engine is a new reference; on no, call op.step() as of any other
  * optimizer. 1, 0, or -1 with an exception. */
 int ctpy_optimizer_engine(ctpy_state *state, PyObject *op, PyObject **engine);
 
 /* One update of our own optimizer, in two phases. The first reads the gradients and
- * measures; the second reads the live param_groups, state and addresses of the face
+ * measures; the second reads the live param_groups, state and addresses of the wrapper
  * `op`, makes state where torch would, and updates. Python that runs between them may
  * change hyperparameters; gradients that it replaces are seen, but not measured again.
  * The GIL is released around the passes. Return 0, or -1 with an exception. */

@@ -685,9 +685,9 @@ write_group(OptimEngine *self, PyObject *group, size_t g)
 }
 
 int
-optim_write_groups(OptimEngine *self, PyObject *face)
+optim_write_groups(OptimEngine *self, PyObject *wrapper)
 {
-    PyObject *groups = PyObject_GetAttr(face, self->state->str_param_groups);
+    PyObject *groups = PyObject_GetAttr(wrapper, self->state->str_param_groups);
     int result = groups == NULL ? -1 : 0;
     for (size_t g = 0;
          result == 0 && PyList_Check(groups) && g < (size_t)PyList_GET_SIZE(groups) &&

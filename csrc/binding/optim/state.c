@@ -433,7 +433,7 @@ optim_count_steps(OptimEngine *self)
 /* ---- state[param], found by walking the dict --------------------------------------
  */
 
-/* Has the face's state other keys or values than when slots[].state was set? Walking
+/* Has the wrapper's state other keys or values than when slots[].state was set? Walking
  * costs 3 ns an entry; looking one up costs a call of Tensor.__hash__. */
 static bool
 state_changed(const OptimEngine *self, PyObject *state)
@@ -494,9 +494,9 @@ find_states(OptimEngine *self, PyObject *state)
 }
 
 static PyObject *
-face_state(OptimEngine *self, PyObject *face)
+wrapper_state(OptimEngine *self, PyObject *wrapper)
 {
-    PyObject *state = PyObject_GetAttr(face, self->state->str_state);
+    PyObject *state = PyObject_GetAttr(wrapper, self->state->str_state);
     if (state != NULL && !PyDict_Check(state)) {
         PyErr_Format(PyExc_TypeError, "state is a %.200s; expected a dict",
                      Py_TYPE(state)->tp_name);
@@ -506,9 +506,9 @@ face_state(OptimEngine *self, PyObject *face)
 }
 
 int
-optim_sync_state(OptimEngine *self, PyObject *face)
+optim_sync_state(OptimEngine *self, PyObject *wrapper)
 {
-    PyObject *state = face_state(self, face);
+    PyObject *state = wrapper_state(self, wrapper);
     int result = state == NULL                ? -1
                  : state_changed(self, state) ? find_states(self, state)
                                               : 0;
@@ -524,9 +524,9 @@ optim_sync_state(OptimEngine *self, PyObject *face)
 
 /* Adds the entries of `made` to state[param], and keeps that as slot->state. */
 static int
-add_state(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *made)
+add_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot, PyObject *made)
 {
-    PyObject *state = face_state(self, face), *entry = NULL;
+    PyObject *state = wrapper_state(self, wrapper), *entry = NULL;
     int result = -1;
     if (state != NULL) {
         entry = PyObject_GetItem(state, slot->param); /* a defaultdict makes it */
@@ -545,11 +545,11 @@ add_state(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *made)
     return result;
 }
 
-/* face.param_groups[g], owned. */
+/* wrapper.param_groups[g], owned. */
 static PyObject *
-face_group(OptimEngine *self, PyObject *face, uint32_t g)
+wrapper_group(OptimEngine *self, PyObject *wrapper, uint32_t g)
 {
-    PyObject *groups = PyObject_GetAttr(face, self->state->str_param_groups);
+    PyObject *groups = PyObject_GetAttr(wrapper, self->state->str_param_groups);
     PyObject *group = NULL;
     if (groups != NULL && PyList_Check(groups) && g < (size_t)PyList_GET_SIZE(groups)) {
         group = Py_NewRef(PyList_GET_ITEM(groups, (Py_ssize_t)g));
@@ -561,35 +561,35 @@ face_group(OptimEngine *self, PyObject *face, uint32_t g)
     return group;
 }
 
-/* state[param].update(face._new_state(like, group)): like is the parameter or, where
+/* state[param].update(wrapper._new_state(like, group)): like is the parameter or, where
  * its state is to be of higher precision, an fp32 copy of it. */
 static int
-make_state(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *like)
+make_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot, PyObject *like)
 {
-    PyObject *args[] = {like, face_group(self, face, slot->group)};
-    PyObject *made = args[1] == NULL
-                         ? NULL
-                         : ctpy_call_hook(face, self->state->str__new_state, args, 2);
+    PyObject *args[] = {like, wrapper_group(self, wrapper, slot->group)};
+    PyObject *made =
+        args[1] == NULL ? NULL
+                        : ctpy_call_hook(wrapper, self->state->str__new_state, args, 2);
     Py_XDECREF(args[1]);
     if (made != NULL && !PyDict_Check(made)) {
         PyErr_Format(PyExc_TypeError, "_new_state() returned a %.200s; expected a dict",
                      Py_TYPE(made)->tp_name);
         Py_CLEAR(made);
     }
-    int result = made == NULL ? -1 : add_state(self, face, slot, made);
+    int result = made == NULL ? -1 : add_state(self, wrapper, slot, made);
     slot->fresh = result == 0;
     Py_XDECREF(made);
     return result;
 }
 
 static int
-keep_master(OptimEngine *self, PyObject *face, optim_slot *slot, PyObject *master)
+keep_master(OptimEngine *self, PyObject *wrapper, optim_slot *slot, PyObject *master)
 {
     PyObject *made = PyDict_New();
     int result =
         made == NULL ? -1 : PyDict_SetItem(made, self->state->str_master_param, master);
     if (result == 0) {
-        result = add_state(self, face, slot, made);
+        result = add_state(self, wrapper, slot, made);
     }
     Py_XDECREF(made);
     return result;
@@ -609,7 +609,7 @@ find_master(OptimEngine *self, optim_slot *slot)
 
 /* Makes what is missing: the state if `lacks`, the master copy if `master`. */
 static int
-make_missing(OptimEngine *self, PyObject *face, optim_slot *slot, int lacks,
+make_missing(OptimEngine *self, PyObject *wrapper, optim_slot *slot, int lacks,
              bool master, bool wide)
 {
     PyObject *copy = NULL;
@@ -619,16 +619,17 @@ make_missing(OptimEngine *self, PyObject *face, optim_slot *slot, int lacks,
     }
     const bool new_master = master && slot->master == NULL;
     if (new_master || (lacks && wide)) {
-        copy = slot->master != NULL ? Py_NewRef(slot->master)
-                                    : ctpy_call_hook(face, self->state->str__new_master,
-                                                     &slot->param, 1);
+        copy = slot->master != NULL
+                   ? Py_NewRef(slot->master)
+                   : ctpy_call_hook(wrapper, self->state->str__new_master, &slot->param,
+                                    1);
         result = copy == NULL ? -1 : 0;
     }
     if (result == 0 && lacks) {
-        result = make_state(self, face, slot, wide ? copy : slot->param);
+        result = make_state(self, wrapper, slot, wide ? copy : slot->param);
     }
     if (result == 0 && new_master) {
-        result = keep_master(self, face, slot, copy);
+        result = keep_master(self, wrapper, slot, copy);
         Py_XSETREF(slot->master, Py_NewRef(copy));
     }
     Py_XDECREF(copy);
@@ -717,7 +718,7 @@ check_rounding(const ct_optim_group *group, const optim_slot *slot, ct_dtype dty
 }
 
 int
-optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
+optim_plan_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot,
                  ct_optim_param *param, const ctpy_view *view)
 {
     const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[slot->group];
@@ -732,7 +733,7 @@ optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
     int lacks = list.kept == 0 ? 0 : lacks_state(self->state, slot, &list);
     if (lacks < 0 ||
         ((lacks || master) &&
-         make_missing(self, face, slot, lacks, master,
+         make_missing(self, wrapper, slot, lacks, master,
                       half && (master || group->fp32_state)) < 0) ||
         (master && use_master(self, slot, view, param) < 0)) {
         return -1;
@@ -751,9 +752,9 @@ optim_plan_state(OptimEngine *self, PyObject *face, optim_slot *slot,
 }
 
 int
-optim_remember_state(OptimEngine *self, PyObject *face)
+optim_remember_state(OptimEngine *self, PyObject *wrapper)
 {
-    PyObject *state = self->n_known > 0 ? NULL : face_state(self, face);
+    PyObject *state = self->n_known > 0 ? NULL : wrapper_state(self, wrapper);
     int result = state != NULL      ? remember_state(self, state)
                  : PyErr_Occurred() ? -1
                                     : 0;

@@ -265,7 +265,7 @@ ctpy_enter_no_sync(PyObject *op, PyObject *model, PyObject **context)
 
 /* Trainer: the hooks by which subclasses gather over the ranks. */
 
-/* The rows of all ranks, those of a batch that only keeps them company left out; the
+/* The rows of all ranks, without those of a dummy batch; the
  * values themselves where the trainer is alone. */
 static PyObject *
 gather(PyObject *op, PyObject *value)
@@ -278,8 +278,8 @@ gather(PyObject *op, PyObject *value)
     PyObject *group = Py_NewRef(((Trainer *)op)->group), *result = NULL;
     PyObject *padding = PyLong_FromLong(-100);
     if (padding != NULL) {
-        result =
-            ctpy_gather_nested(state, group, value, padding, !((Trainer *)op)->spare);
+        result = ctpy_gather_nested(state, group, value, padding,
+                                    !((Trainer *)op)->dummy_batch);
         Py_DECREF(padding);
     }
     Py_DECREF(group);

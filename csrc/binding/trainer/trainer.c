@@ -8,7 +8,7 @@
 PyDoc_STRVAR(
     Trainer_doc,
     "Trainer(*args, **kwargs)\n--\n\n"
-    "The loops of training and evaluation; ctrainer.Trainer is its public face.\n"
+    "The loops of training and evaluation; ctrainer.Trainer is its public class.\n"
     "\n"
     "Every hook is called by attribute lookup on the instance, so overrides,\n"
     "mixins and functions set on an instance win.");

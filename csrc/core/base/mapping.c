@@ -18,10 +18,10 @@ enum {
     HUGE_PAGE = 2 << 20
 };
 
-struct ct_spare {
+struct ct_cached_block {
     void *home; /* where its pages lie while nobody has them */
     size_t bytes;
-    ct_spare *next;
+    ct_cached_block *next;
 };
 
 /* ---- memory of the system ----------------------------------------------------------
@@ -73,44 +73,44 @@ move_pages(void *to, void *from, size_t bytes)
 /* ---- pages that lie ready ----------------------------------------------------------
  */
 
-static ct_spare *
-spare_new(size_t bytes)
+static ct_cached_block *
+cached_block_new(size_t bytes)
 {
-    ct_spare *spare = ct_calloc(1, sizeof *spare);
-    if (spare == NULL) {
+    ct_cached_block *block = ct_calloc(1, sizeof *block);
+    if (block == NULL) {
         return NULL;
     }
-    spare->bytes = bytes;
-    spare->home = map_pages(bytes);
-    if (spare->home == NULL) {
-        ct_free(spare);
+    block->bytes = bytes;
+    block->home = map_pages(bytes);
+    if (block->home == NULL) {
+        ct_free(block);
         return NULL;
     }
-    return spare;
+    return block;
 }
 
 static void
-spare_free(ct_spare *spare)
+cached_block_free(ct_cached_block *block)
 {
-    if (spare != NULL) {
-        unmap_pages(spare->home, spare->bytes);
-        ct_free(spare);
+    if (block != NULL) {
+        unmap_pages(block->home, block->bytes);
+        ct_free(block);
     }
 }
 
 static void
-put(ct_spares *spares, ct_spare *spare)
+put(ct_block_cache *cache, ct_cached_block *block)
 {
-    spare->next = spares->first;
-    spares->first = spare;
+    block->next = cache->first;
+    cache->first = block;
 }
 
 /* The shortest that is long enough; else the longest, to make room for a longer one. */
-static ct_spare **
-best_link(ct_spares *spares, size_t bytes)
+static ct_cached_block **
+best_link(ct_block_cache *cache, size_t bytes)
 {
-    ct_spare **best = &spares->first;
-    for (ct_spare **at = best; *at != NULL; at = &(*at)->next) {
+    ct_cached_block **best = &cache->first;
+    for (ct_cached_block **at = best; *at != NULL; at = &(*at)->next) {
         const bool fits = (*at)->bytes >= bytes;
         const bool is_shorter = (*at)->bytes < (*best)->bytes;
         if ((*best)->bytes >= bytes ? fits && is_shorter : !is_shorter) {
@@ -121,15 +121,15 @@ best_link(ct_spares *spares, size_t bytes)
 }
 
 /* NULL where none is long enough: its new pages take the place of a shorter one's. */
-static ct_spare *
-take(ct_spares *spares, size_t bytes)
+static ct_cached_block *
+take(ct_block_cache *cache, size_t bytes)
 {
-    ct_spare **link = best_link(spares, bytes);
-    ct_spare *found = *link;
+    ct_cached_block **link = best_link(cache, bytes);
+    ct_cached_block *found = *link;
     if (found != NULL) {
         *link = found->next;
         if (found->bytes < bytes) {
-            spare_free(found);
+            cached_block_free(found);
             found = NULL;
         }
     }
@@ -137,25 +137,25 @@ take(ct_spares *spares, size_t bytes)
 }
 
 void
-ct_spares_discard(ct_spares *spares)
+ct_block_cache_discard(ct_block_cache *cache)
 {
-    if (spares->ops != NULL) {
-        spares->ops->discard(spares);
+    if (cache->ops != NULL) {
+        cache->ops->discard(cache);
         return;
     }
-    for (ct_spare *spare = spares->first; spare != NULL; spare = spare->next) {
-        (void)madvise(spare->home, spare->bytes, MADV_DONTNEED);
+    for (ct_cached_block *block = cache->first; block != NULL; block = block->next) {
+        (void)madvise(block->home, block->bytes, MADV_DONTNEED);
     }
 }
 
 void
-ct_spares_close(ct_spares *spares)
+ct_block_cache_close(ct_block_cache *cache)
 {
-    if (spares->ops != NULL) {
-        spares->ops->discard(spares);
+    if (cache->ops != NULL) {
+        cache->ops->discard(cache);
     }
-    while (spares->first != NULL) {
-        spare_free(take(spares, 0));
+    while (cache->first != NULL) {
+        cached_block_free(take(cache, 0));
     }
 }
 
@@ -196,28 +196,29 @@ ct_mapping_open_on(const ct_mapping_ops *ops, ct_mapping *map, size_t bytes,
 
 /* To where they came from, or to a place that is made for them. */
 static bool
-set_aside(ct_mapping *map, ct_spares *spares)
+set_aside(ct_mapping *map, ct_block_cache *cache)
 {
-    ct_spare *spare = map->lent != NULL ? map->lent : spare_new(map->bytes);
-    map->lent = NULL;
-    if (spare == NULL) {
+    ct_cached_block *block =
+        map->block != NULL ? map->block : cached_block_new(map->bytes);
+    map->block = NULL;
+    if (block == NULL) {
         return false;
     }
-    put(spares, spare);
-    return move_pages(spare->home, map->data, map->bytes);
+    put(cache, block);
+    return move_pages(block->home, map->data, map->bytes);
 }
 
 void
-ct_mapping_release(ct_mapping *map, ct_spares *spares)
+ct_mapping_release(ct_mapping *map, ct_block_cache *cache)
 {
     if (map->ops != NULL) {
-        map->ops->release(map, spares);
+        map->ops->release(map, cache);
         return;
     }
     if (map->bytes == 0) {
         return;
     }
-    if (spares == NULL || !set_aside(map, spares)) {
+    if (cache == NULL || !set_aside(map, cache)) {
         (void)madvise(map->data, map->bytes, MADV_DONTNEED);
     }
     if (map->poisoned) {
@@ -270,28 +271,28 @@ ct_mapping_touched(const ct_mapping *map)
 }
 
 static void
-obtain_pages(ct_mapping *map, ct_spares *spares)
+obtain_pages(ct_mapping *map, ct_block_cache *cache)
 {
     if (map->watched) {
         (void)mprotect(map->data, map->bytes, PROT_READ | PROT_WRITE);
     }
-    ct_spare *spare = spares == NULL ? NULL : take(spares, map->bytes);
-    if (spare != NULL && move_pages(map->data, spare->home, map->bytes)) {
-        map->lent = spare;
+    ct_cached_block *block = cache == NULL ? NULL : take(cache, map->bytes);
+    if (block != NULL && move_pages(map->data, block->home, map->bytes)) {
+        map->block = block;
     }
     else {
-        spare_free(spare);
+        cached_block_free(block);
     }
 }
 
 ct_status
-ct_mapping_obtain(ct_mapping *map, size_t bytes, ct_spares *spares, ct_error *err)
+ct_mapping_obtain(ct_mapping *map, size_t bytes, ct_block_cache *cache, ct_error *err)
 {
     if (map->ops != NULL) {
-        return map->ops->obtain(map, bytes, spares, err);
+        return map->ops->obtain(map, bytes, cache, err);
     }
     if (map->bytes != 0) {
-        obtain_pages(map, spares);
+        obtain_pages(map, cache);
     }
     return CT_OK;
 }
@@ -307,7 +308,7 @@ ct_mapping_close(ct_mapping *map)
     if (map->bytes != 0) {
         unmap_pages(map->data, map->bytes);
     }
-    spare_free(map->lent);
+    cached_block_free(map->block);
     *map = (ct_mapping){.data = NULL};
 }
 

@@ -20,24 +20,24 @@
 extern "C" {
 #endif
 
-typedef struct ct_spare ct_spare;
+typedef struct ct_cached_block ct_cached_block;
 typedef struct ct_mapping ct_mapping;
-typedef struct ct_spares ct_spares;
+typedef struct ct_block_cache ct_block_cache;
 
 /* Mappings of a device's memory: what the functions below do, for its own. */
 typedef struct ct_mapping_ops {
     ct_status (*open)(ct_mapping *map, size_t bytes, ct_error *err);
-    ct_status (*obtain)(ct_mapping *map, size_t bytes, ct_spares *spares,
+    ct_status (*obtain)(ct_mapping *map, size_t bytes, ct_block_cache *cache,
                         ct_error *err);
-    void (*release)(ct_mapping *map, ct_spares *spares);
+    void (*release)(ct_mapping *map, ct_block_cache *cache);
     void (*close)(ct_mapping *map);
-    void (*discard)(ct_spares *spares);
+    void (*discard)(ct_block_cache *cache);
 } ct_mapping_ops;
 
 /* Pages that lie ready for mappings of one device, not more than these have had at
  * once. Starts as {NULL}, which is empty and may be closed. */
-struct ct_spares {
-    ct_spare *first;
+struct ct_block_cache {
+    ct_cached_block *first;
     const ct_mapping_ops *ops; /* the device's; NULL: the host's */
 };
 
@@ -45,7 +45,7 @@ struct ct_spares {
 struct ct_mapping {
     void *data;
     size_t bytes;
-    ct_spare *lent; /* whose pages these are; NULL: its own, on a device none */
+    ct_cached_block *block; /* whose pages these are; NULL: its own, on a device none */
     bool watched, poisoned, detects;
     const ct_mapping_ops *ops; /* the device's; NULL: the host's */
     void *stream;              /* of a device: where its user enqueues what it does */
@@ -75,21 +75,21 @@ void ct_mapping_detect(ct_mapping *map);
 /* Whether any of it has been read or written since the release. */
 bool ct_mapping_touched(const ct_mapping *map);
 
-/* Takes the memory away, into spares, or to the system if that is NULL. On a device
+/* Takes the memory away, into the cache, or to the system if that is NULL. On a device
  * that comes behind what is on the stream. */
-void ct_mapping_release(ct_mapping *map, ct_spares *spares);
+void ct_mapping_release(ct_mapping *map, ct_block_cache *cache);
 
-/* Makes the first `bytes` usable after a release, with pages of spares if there are; in
+/* Makes the first `bytes` usable after a release, with cached pages if there are; in
  * the host's memory no call is needed before the first use. What is in it is whatever
  * was. CT_ENOMEM and CT_EDEVICE, on a device alone. */
 CT_NODISCARD ct_status ct_mapping_obtain(ct_mapping *map, size_t bytes,
-                                         ct_spares *spares, ct_error *err);
+                                         ct_block_cache *cache, ct_error *err);
 
 void ct_mapping_close(ct_mapping *map);
 
 /* Gives what lies ready back to the system. */
-void ct_spares_discard(ct_spares *spares);
-void ct_spares_close(ct_spares *spares);
+void ct_block_cache_discard(ct_block_cache *cache);
+void ct_block_cache_close(ct_block_cache *cache);
 
 /* What the C library keeps of memory that was freed. glibc's; elsewhere nothing is set
  * and nothing given back. All of it holds for the whole process. */

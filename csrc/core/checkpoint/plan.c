@@ -480,11 +480,11 @@ ct_fileset_write(ct_fileset *set, const char *folder, ct_error *err)
     return status;
 }
 
-typedef struct census {
+typedef struct fileset_listing {
     const ct_fileset *set;
     const char *folder;
     ct_manifest manifest;
-} census;
+} fileset_listing;
 
 static bool
 is_untouched(const ct_fileset_file *f, const struct stat *now)
@@ -496,7 +496,7 @@ is_untouched(const ct_fileset_file *f, const struct stat *now)
 }
 
 static ct_status
-count_file(census *c, const char *name, const char *path, ct_error *err)
+count_file(fileset_listing *c, const char *name, const char *path, ct_error *err)
 {
     struct stat now;
     uint32_t crc = 0;
@@ -524,7 +524,7 @@ count_file(census *c, const char *name, const char *path, ct_error *err)
 static ct_status
 visit(void *arg, const char *relative, int is_folder, ct_error *err)
 {
-    census *c = arg;
+    fileset_listing *c = arg;
     if (strcmp(relative, CT_MANIFEST_NAME) == 0) {
         return CT_OK; /* somebody's copy of another folder's: ours replaces it */
     }
@@ -541,7 +541,7 @@ visit(void *arg, const char *relative, int is_folder, ct_error *err)
 ct_status
 ct_fileset_sync(ct_fileset *set, const char *folder, ct_error *err)
 {
-    census c = {.set = set, .folder = folder};
+    fileset_listing c = {.set = set, .folder = folder};
     ct_status status = ct_walk(folder, visit, &c, err);
     if (status == CT_OK) {
         status = ct_manifest_write(&c.manifest, folder, err);

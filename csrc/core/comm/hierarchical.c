@@ -35,7 +35,7 @@ typedef struct ct_hierarchical {
     void *scratch;
     size_t room;
     ct_work *first, *last; /* all_reduces under way, in the order of their starts */
-    ct_work *spare;        /* to be used again, with their memory */
+    ct_work *free_works;   /* to be used again, with their memory */
 } ct_hierarchical;
 
 /* Says in *err where a failure was: "all_reduce on rank 5 of 8, across machines: ...".
@@ -56,9 +56,9 @@ typedef struct ct_hierarchical {
 static void
 ct_hierarchical_free_works(ct_hierarchical *self)
 {
-    while (self->spare != NULL) {
-        ct_work *w = self->spare;
-        self->spare = w->next;
+    while (self->free_works != NULL) {
+        ct_work *w = self->free_works;
+        self->free_works = w->next;
         ct_free(w->memory);
         ct_free(w);
     }
@@ -437,13 +437,13 @@ goes_by_shares(const ct_request *r)
 }
 
 static ct_work *
-take_spare(ct_hierarchical *self)
+take_free_work(ct_hierarchical *self)
 {
-    ct_work *w = self->spare;
+    ct_work *w = self->free_works;
     if (w == NULL) {
         return ct_calloc(1, sizeof *w);
     }
-    self->spare = w->next;
+    self->free_works = w->next;
     *w = (ct_work){.memory = w->memory, .room = w->room};
     return w;
 }
@@ -451,8 +451,8 @@ take_spare(ct_hierarchical *self)
 static void
 give_back(ct_hierarchical *self, ct_work *w)
 {
-    w->next = self->spare;
-    self->spare = w;
+    w->next = self->free_works;
+    self->free_works = w;
 }
 
 static void
@@ -529,7 +529,7 @@ static ct_work *
 begin(ct_hierarchical *self, const ct_request *request, ct_status *status,
       ct_error *err)
 {
-    ct_work *w = take_spare(self);
+    ct_work *w = take_free_work(self);
     if (w == NULL) {
         *status = ct_fail(err, CT_ENOMEM, "no memory to begin an all_reduce");
         return NULL;
@@ -564,7 +564,7 @@ ct_hierarchical_start(ct_comm *comm, const ct_request *request, ct_work **work,
 }
 
 static void
-hand_round(ct_hierarchical *self, ct_work *w)
+all_gather_share(ct_hierarchical *self, ct_work *w)
 {
     const ct_request r = {.what = CT_ALL_GATHER, .in = w->share, .out = w->even};
     w->status =
@@ -586,7 +586,7 @@ end_first(ct_hierarchical *self)
 {
     ct_work *w = self->first;
     if (w->stage == ACROSS) {
-        hand_round(self, w);
+        all_gather_share(self, w);
     }
     self->first = w->next;
     w->under_way = false;

@@ -80,7 +80,7 @@ ct_reducer_init(ct_reducer *r, const ct_device *device, void *stream,
 }
 
 void
-ct_reducer_lend(ct_reducer *r, size_t bucket, void *memory)
+ct_reducer_set_memory(ct_reducer *r, size_t bucket, void *memory)
 {
     const ct_bucket *b = &r->plan.buckets[bucket];
     r->buckets[bucket].flat.data = memory;

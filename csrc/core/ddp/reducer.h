@@ -59,7 +59,7 @@ typedef struct ct_reducer {
 } ct_reducer;
 
 /* Plans for parameters of these lengths and dtypes; the memory of buckets that are not
- * alone is given by ct_reducer_lend. On failure there is nothing to release. */
+ * alone is given by ct_reducer_set_memory. On failure there is nothing to release. */
 CT_NODISCARD ct_status ct_reducer_init(ct_reducer *r, const ct_device *device,
                                        void *stream, const ct_span *params,
                                        size_t n_params, const ct_bucket_limits *limits,
@@ -67,7 +67,7 @@ CT_NODISCARD ct_status ct_reducer_init(ct_reducer *r, const ct_device *device,
 void ct_reducer_fini(ct_reducer *r); /* not within a cycle */
 
 /* The memory of a bucket: as many elements as it has, alive as long as r. */
-void ct_reducer_lend(ct_reducer *r, size_t bucket, void *memory);
+void ct_reducer_set_memory(ct_reducer *r, size_t bucket, void *memory);
 
 /* Begins a cycle. */
 void ct_reducer_begin(ct_reducer *r);

@@ -343,7 +343,7 @@ gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err
 {
     unit->full->stream = unit->stream;
     ct_status status =
-        ct_mapping_obtain(unit->full, unit->full->bytes, &unit->ledger->spares, err);
+        ct_mapping_obtain(unit->full, unit->full->bytes, &unit->ledger->cache, err);
     ct_comm_label(comm, &unit->label, CT_ALL_GATHER);
     for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
         status = gather_group(unit, comm, &unit->groups[i], &shards[i], err);
@@ -373,7 +373,7 @@ wait_for_groups(ct_fsdp *unit, ct_comm *comm, ct_error *err)
 static void
 let_go(ct_fsdp *unit)
 {
-    ct_mapping_release(unit->full, &unit->ledger->spares);
+    ct_mapping_release(unit->full, &unit->ledger->cache);
     unit->ledger->live -= unit->full->bytes;
 }
 
@@ -401,7 +401,7 @@ ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *er
     }
     const ct_status status = gather_groups(unit, comm, shards, err);
     if (status != CT_OK) {
-        ct_mapping_release(unit->full, &unit->ledger->spares);
+        ct_mapping_release(unit->full, &unit->ledger->cache);
         return status;
     }
     unit->gathered = true;
@@ -413,7 +413,7 @@ void
 ct_fsdp_release(ct_fsdp *unit)
 {
     if (unit->gathered) {
-        ct_mapping_release(unit->full, &unit->ledger->spares);
+        ct_mapping_release(unit->full, &unit->ledger->cache);
         unit->gathered = false;
         unit->ledger->live -= unit->full->bytes;
     }
@@ -469,7 +469,7 @@ hold_grads(ct_fsdp *unit, ct_dtype dtype, ct_error *err)
     unit->grad_dtype = dtype;
     unit->grads->stream = unit->stream;
     const ct_status status =
-        ct_mapping_obtain(unit->grads, grad_live(unit), &unit->ledger->spares, err);
+        ct_mapping_obtain(unit->grads, grad_live(unit), &unit->ledger->cache, err);
     if (status == CT_OK) {
         unit->holds_grads = true;
         enter(unit->ledger, grad_live(unit));
@@ -961,7 +961,7 @@ void
 ct_fsdp_drop_grads(ct_fsdp *unit)
 {
     if (unit->holds_grads) {
-        ct_mapping_release(unit->grads, &unit->ledger->spares);
+        ct_mapping_release(unit->grads, &unit->ledger->cache);
         unit->holds_grads = false;
         unit->ledger->live -= grad_live(unit);
     }
@@ -970,7 +970,7 @@ ct_fsdp_drop_grads(ct_fsdp *unit)
 void
 ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device)
 {
-    ct_spares_close(&ledger->spares);
+    ct_block_cache_close(&ledger->cache);
     device->scratch_release(&ledger->staging);
     device->scratch_release(&ledger->zero);
 }

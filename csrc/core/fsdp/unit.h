@@ -27,7 +27,7 @@ extern "C" {
 typedef struct ct_fsdp_ledger {
     size_t live, peak;
     size_t begun; /* units whose gather has begun and not ended */
-    ct_spares spares;
+    ct_block_cache cache;
     ct_scratch staging; /* of the device: a shard on its way up or down */
     ct_scratch zero;    /* of the device: a float of 0, once it has been needed */
 } ct_fsdp_ledger;

@@ -21,21 +21,21 @@ from ctrainer.fsdp.shard_files import parts_of
 from ctrainer.fsdp.shard_metadata import is_flat, original_name
 
 
-def _lenders_of(borrowed: list[tuple[layout.Place, Any]]) -> list[Any]:
+def _owner_modules_of(borrowed: list[tuple[layout.Place, Any]]) -> list[Any]:
     """The engines of the units that parameters are borrowed from.
 
     Raises RuntimeError where there is none, as in a copy of the borrower alone.
     """
     found: list[Any] = []
     for place, param in borrowed:
-        lender = getattr(param, "_unit", lambda: None)()
-        if lender is None:
+        owner = getattr(param, "_unit", lambda: None)()
+        if owner is None:
             raise RuntimeError(
                 f"{place.path} is borrowed from a unit that is not there, as in a copy "
                 "of this one alone: copy a module around both"
             )
-        if lender not in found:
-            found.append(lender)
+        if owner not in found:
+            found.append(owner)
     return found
 
 
@@ -145,8 +145,8 @@ class FullyShardedDataParallel(Engine):
                     "one unit"
                 )
             layout.hide(place, param)
-        # None in a copy, whose lenders may be made after it.
-        self._lenders: list[Any] | None = _lenders_of(found)
+        # None in a copy, whose owners may be made after it.
+        self._owner_modules: list[Any] | None = _owner_modules_of(found)
         return found
 
     def append_shared_param(self, p: nn.Parameter) -> None:
@@ -204,10 +204,10 @@ class FullyShardedDataParallel(Engine):
     # ---- forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._lenders is None:
-            self._lenders = _lenders_of(self.borrowed)
-        lenders = self._lenders
-        if lenders:
+        if self._owner_modules is None:
+            self._owner_modules = _owner_modules_of(self.borrowed)
+        owners = self._owner_modules
+        if owners:
             self._lazy_init()
             if self._is_root:
                 raise RuntimeError(
@@ -215,8 +215,8 @@ class FullyShardedDataParallel(Engine):
                     "inside of a unit around both"
                 )
         run = self._forward
-        for lender in lenders:
-            run = functools.partial(_run_in, lender, run)
+        for owner in owners:
+            run = functools.partial(_run_in, owner, run)
         return run(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -34,43 +34,43 @@ open_filled(size_t bytes, int value)
 static void
 released_pages_are_the_next_mappings(size_t bytes)
 {
-    ct_spares spares = {NULL};
+    ct_block_cache cache = {NULL};
     ct_mapping a = open_filled(bytes, 1), b = open_filled(bytes, 2);
     ct_mapping_release(&b, NULL);
     CHECK(is_all(&b, 0));
     for (int turn = 0; turn < 3; turn++) {
-        ct_mapping_release(&a, &spares);
-        CHECK(spares.first != NULL && is_all(&a, 0));
-        CHECK(ct_mapping_obtain(&b, b.bytes, &spares, NULL) == CT_OK);
-        CHECK(spares.first == NULL && is_all(&b, (unsigned char)(turn + 1)));
+        ct_mapping_release(&a, &cache);
+        CHECK(cache.first != NULL && is_all(&a, 0));
+        CHECK(ct_mapping_obtain(&b, b.bytes, &cache, NULL) == CT_OK);
+        CHECK(cache.first == NULL && is_all(&b, (unsigned char)(turn + 1)));
         memset(b.data, turn + 2, bytes);
-        ct_mapping_release(&b, &spares);
+        ct_mapping_release(&b, &cache);
         CHECK(is_all(&b, 0));
-        CHECK(ct_mapping_obtain(&a, a.bytes, &spares, NULL) == CT_OK);
+        CHECK(ct_mapping_obtain(&a, a.bytes, &cache, NULL) == CT_OK);
         CHECK(is_all(&a, (unsigned char)(turn + 2)));
     }
-    ct_mapping_close(&a); /* with what was lent to it */
+    ct_mapping_close(&a); /* with its cached block */
     ct_mapping_close(&b);
-    ct_spares_close(&spares);
+    ct_block_cache_close(&cache);
 }
 
 /* The shortest that is long enough is taken; a short one makes room for a long one. */
 static void
-spares_are_as_many_as_were_in_use_at_once(void)
+cached_blocks_are_as_many_as_were_in_use_at_once(void)
 {
-    ct_spares spares = {NULL};
+    ct_block_cache cache = {NULL};
     ct_mapping large = open_filled(LARGE, 1), small = open_filled(SMALL, 2), other;
-    ct_mapping_release(&large, &spares);
-    ct_mapping_release(&small, &spares);
+    ct_mapping_release(&large, &cache);
+    ct_mapping_release(&small, &cache);
     CHECK(ct_mapping_open(&other, SMALL, false, NULL) == CT_OK);
-    CHECK(ct_mapping_obtain(&other, other.bytes, &spares, NULL) == CT_OK);
+    CHECK(ct_mapping_obtain(&other, other.bytes, &cache, NULL) == CT_OK);
     CHECK(is_all(&other, 2));
-    CHECK(ct_mapping_obtain(&small, small.bytes, &spares, NULL) == CT_OK);
-    CHECK(is_all(&small, 1) && spares.first == NULL);
-    ct_mapping_release(&other, &spares);
-    CHECK(ct_mapping_obtain(&large, large.bytes, &spares, NULL) ==
+    CHECK(ct_mapping_obtain(&small, small.bytes, &cache, NULL) == CT_OK);
+    CHECK(is_all(&small, 1) && cache.first == NULL);
+    ct_mapping_release(&other, &cache);
+    CHECK(ct_mapping_obtain(&large, large.bytes, &cache, NULL) ==
           CT_OK); /* none is as long: new pages */
-    CHECK(is_all(&large, 0) && spares.first == NULL);
+    CHECK(is_all(&large, 0) && cache.first == NULL);
     ct_mapping_close(&large);
     ct_mapping_close(&small);
     ct_mapping_close(&other);
@@ -82,15 +82,15 @@ what_lies_ready_goes_back_to_the_system(void)
     enum {
         LONG = 64 * MIB
     };
-    ct_spares spares = {NULL};
+    ct_block_cache cache = {NULL};
     const size_t before = ct_memory_resident();
     ct_mapping map = open_filled(LONG, 1);
-    ct_mapping_release(&map, &spares);
+    ct_mapping_release(&map, &cache);
     const size_t ready = ct_memory_resident();
-    ct_spares_discard(&spares);
+    ct_block_cache_discard(&cache);
     const size_t after = ct_memory_resident();
     CHECK(before > 0 && ready > before + LONG / 2 && after < ready - LONG / 2);
-    CHECK(ct_mapping_obtain(&map, map.bytes, &spares, NULL) == CT_OK);
+    CHECK(ct_mapping_obtain(&map, map.bytes, &cache, NULL) == CT_OK);
     CHECK(is_all(&map, 0));
     ct_mapping_close(&map);
 }
@@ -99,7 +99,7 @@ what_lies_ready_goes_back_to_the_system(void)
 static void
 a_touch_after_the_release_is_told(size_t bytes)
 {
-    ct_spares spares = {NULL};
+    ct_block_cache cache = {NULL};
     ct_mapping a, b;
     CHECK(ct_mapping_open(&a, bytes, false, NULL) == CT_OK);
     CHECK(ct_mapping_open(&b, bytes, false, NULL) == CT_OK);
@@ -107,10 +107,10 @@ a_touch_after_the_release_is_told(size_t bytes)
     ct_mapping_detect(&b);
     CHECK(!ct_mapping_touched(&a) && !ct_mapping_touched(&b));
     for (int turn = 0; turn < 3; turn++) {
-        CHECK(ct_mapping_obtain(&a, a.bytes, &spares, NULL) == CT_OK);
+        CHECK(ct_mapping_obtain(&a, a.bytes, &cache, NULL) == CT_OK);
         memset(a.data, 1, bytes);
         CHECK(!ct_mapping_touched(&b));
-        ct_mapping_release(&a, turn == 1 ? NULL : &spares);
+        ct_mapping_release(&a, turn == 1 ? NULL : &cache);
         CHECK(!ct_mapping_touched(&a));
     }
     CHECK(((volatile unsigned char *)a.data)[bytes - 1] == 0); /* read */
@@ -121,37 +121,37 @@ a_touch_after_the_release_is_told(size_t bytes)
     CHECK(ct_mapping_touched(&b) && !ct_mapping_touched(&a));
     ct_mapping_close(&a);
     ct_mapping_close(&b);
-    ct_spares_close(&spares);
+    ct_block_cache_close(&cache);
 }
 
 static void
 poisoned_pages_are_nan_while_they_are_released(size_t bytes)
 {
-    ct_spares spares = {NULL};
+    ct_block_cache cache = {NULL};
     ct_mapping map;
     CHECK(ct_mapping_open(&map, bytes, false, NULL) == CT_OK);
     ct_mapping_poison(&map);
     ct_mapping_detect(&map);
     CHECK(is_all(&map, 0xFF));
     for (int turn = 0; turn < 2; turn++) {
-        CHECK(ct_mapping_obtain(&map, map.bytes, &spares, NULL) == CT_OK);
+        CHECK(ct_mapping_obtain(&map, map.bytes, &cache, NULL) == CT_OK);
         memset(map.data, turn, bytes);
-        ct_mapping_release(&map, &spares);
+        ct_mapping_release(&map, &cache);
         CHECK(is_all(&map, 0xFF) && !ct_mapping_touched(&map));
     }
     ct_mapping_close(&map);
-    ct_spares_close(&spares);
+    ct_block_cache_close(&cache);
 }
 
 static void
-without_memory_for_a_spare_pages_go_back(void)
+without_memory_for_a_cached_block_pages_go_back(void)
 {
-    ct_spares spares = {NULL};
+    ct_block_cache cache = {NULL};
     ct_mapping map = open_filled(SMALL, 1);
     ct_alloc_fail_after(1);
-    ct_mapping_release(&map, &spares);
+    ct_mapping_release(&map, &cache);
     ct_alloc_fail_after(0);
-    CHECK(spares.first == NULL && is_all(&map, 0));
+    CHECK(cache.first == NULL && is_all(&map, 0));
     ct_mapping_close(&map);
 }
 
@@ -170,9 +170,9 @@ main(void)
 {
     released_pages_are_the_next_mappings(SMALL);
     released_pages_are_the_next_mappings(LARGE);
-    spares_are_as_many_as_were_in_use_at_once();
+    cached_blocks_are_as_many_as_were_in_use_at_once();
     what_lies_ready_goes_back_to_the_system();
-    without_memory_for_a_spare_pages_go_back();
+    without_memory_for_a_cached_block_pages_go_back();
     what_cannot_be_mapped_is_rejected();
     a_touch_after_the_release_is_told(SMALL);
     a_touch_after_the_release_is_told(LARGE);

@@ -31,7 +31,7 @@ model_init(model *m, const int *owners)
     CHECK(ct_reducer_init(&m->reducer, &ct_device_streamed, &ct_the_stream, m->spans, 2,
                           &limits, &of_both, NULL) == CT_OK);
     CHECK(m->reducer.plan.n_buckets == 1);
-    ct_reducer_lend(&m->reducer, 0, m->memory);
+    ct_reducer_set_memory(&m->reducer, 0, m->memory);
 }
 
 /* One pass; the averages are then in place. */

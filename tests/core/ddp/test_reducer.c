@@ -136,7 +136,7 @@ model_init(model *m, const ct_bucket_limits *limits)
                           PARAMS, limits, &m->owners, NULL) == CT_OK);
     for (size_t b = 0; b < m->reducer.plan.n_buckets; b++) {
         if (!m->reducer.plan.buckets[b].alone) {
-            ct_reducer_lend(&m->reducer, b, m->memory[b]);
+            ct_reducer_set_memory(&m->reducer, b, m->memory[b]);
         }
     }
 }

@@ -420,8 +420,8 @@ an_empty_unit_is_fine(void)
     CHECK(ct_fsdp_init(&unit, &ct_device_streamed, NULL, NULL, 0, 3, NULL) == CT_OK);
     CHECK(ct_fsdp_full_bytes(&unit, CT_F32) == 0 && ct_fsdp_grad_bytes(&unit) == 0);
     CHECK(ct_mapping_open(&none, 0, true, NULL) == CT_OK);
-    ct_mapping_release(&none, &ledger.spares);
-    CHECK(ct_mapping_obtain(&none, none.bytes, &ledger.spares, NULL) == CT_OK);
+    ct_mapping_release(&none, &ledger.cache);
+    CHECK(ct_mapping_obtain(&none, none.bytes, &ledger.cache, NULL) == CT_OK);
     unit.ledger = &ledger;
     unit.full = unit.grads = &none;
     ct_fsdp_move_account(&unit, &other);

@@ -1,4 +1,4 @@
-"""TrainingArguments: transformers' face, and nothing silently ignored."""
+"""TrainingArguments: transformers' API, and nothing silently ignored."""
 
 import contextlib
 import copy

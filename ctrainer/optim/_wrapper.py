@@ -1,4 +1,4 @@
-"""What every optimizer's face shares: torch's protocol, driven by the engine."""
+"""What every optimizer's wrapper shares: torch's protocol, driven by the engine."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def shape_of(param: torch.Tensor) -> torch.Size:
     return param.shape if part is None else torch.Size(part.shape)
 
 
-class Face(torch.optim.Optimizer):
+class EngineOptimizer(torch.optim.Optimizer):
     """A mixin in front of torch's class of the same name, or of torch's Optimizer."""
 
     _kind: str
     _native_step = True  # step() is ours, so the trainer may call the engine itself
-    # The options that every face has.
+    # The options that every wrapper has.
     precision_defaults: ClassVar[Mapping[str, Any]] = {
         "master_weights": False,
         "fp32_state": False,
@@ -54,7 +54,7 @@ class Face(torch.optim.Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._native_step = inspect.unwrap(cls.step) is Face.step
+        cls._native_step = inspect.unwrap(cls.step) is EngineOptimizer.step
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         self._engine = OptimEngine(self._kind)
