@@ -74,28 +74,23 @@ FRAMEWORKS = {
     "fairseq": ("fairseq/_guest.py", "fairseq/_install.py"),
     "fairscale": (),
 }
-# Packages and modules of ctrainer that know nothing of a trainer.
-BELOW_TRAINER = (
-    "adapters/",
-    "arguments/",
-    "average.py",
-    "callbacks.py",
-    "checkpoint/",
-    "comm/",
-    "display/",
-    "enums.py",
-    "fsdp/",
-    "integrations/",
-    "introspect.py",
-    "memory_tracker.py",
-    "optim/",
-    "runtime/",
-    "schedules.py",
-    "trainer_state.py",
-    "trainer_utils.py",
-    "training_args.py",
+# Packages and modules of ctrainer, from the lowest: at its import one takes from the
+# rows below alone. Those of TOGETHER take from each other, too.
+PYTHON_LAYERS: tuple[set[str], ...] = (
+    {"checkpoint", "enums", "introspect", "memory_tracker", "runtime"},
+    {"arguments", "trainer_state", "trainer_utils"},
+    {"_rank_options", "callbacks", "deepspeed_schedules", "schedules"},
+    {"display", "optim"},
+    {"adapters", "bmuf", "comm"},
+    {"average", "fsdp", "integrations", "trainer_pt_utils", "training_args"}
+    | {"plotting", "progress"},
+    {"compat", "fairseq", "trainer"},
+    {"__init__", "__main__", "hf", "seq2seq"},
 )
-TRAINERS = re.compile(r"(trainer|seq2seq|hf|fairseq|__main__)$")
+TOGETHER = {"adapters", "bmuf", "comm"}
+# What a function may import, from a row above too, is none of these, but for one.
+TRAINERS = {"__main__", "fairseq", "hf", "seq2seq", "trainer"}
+FAIRSEQ_OF_BMUF = ("bmuf", "fairseq")  # the interface of an optimizer
 
 
 def c_sources() -> list[Path]:
@@ -338,15 +333,68 @@ def own_module(path: Path, name: str, level: int) -> str | None:
     return (*inside, *name.split("."))[0]
 
 
-def test_lower_python_modules_do_not_know_the_trainer() -> None:
-    wrong = []
+def at_import(nodes: list[ast.stmt]) -> Iterator[tuple[str, int]]:
+    """The imports that run when the module is imported, not those of functions."""
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from imports(node)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)]
+            yield from at_import(inner)
+
+
+def python_row(name: str) -> int:
+    return next(i for i, row in enumerate(PYTHON_LAYERS) if name in row)
+
+
+def python_uses(lazily: bool) -> Iterator[tuple[Path, str, str]]:
+    """File, its package, a package that it imports: at its import or at any time."""
+    known = set().union(*PYTHON_LAYERS)
     for path in python_sources():
-        here = path.relative_to(ROOT / "ctrainer").as_posix()
-        for name, level in run_imports(path):
+        user = path.relative_to(ROOT / "ctrainer").parts[0].removesuffix(".py")
+        tree = without_type_checking(ast.parse(path.read_text()))
+        for name, level in imports(tree) if lazily else at_import(tree.body):
             used = own_module(path, name, level)
-            if here.startswith(BELOW_TRAINER) and TRAINERS.match(used or ""):
-                wrong.append(f"ctrainer/{here} imports ctrainer.{used}")
+            if used in known and used != user:
+                yield path, user, used
+
+
+def test_every_python_package_is_in_the_table_and_small() -> None:
+    found = {
+        path.relative_to(ROOT / "ctrainer").parts[0].removesuffix(".py")
+        for path in python_sources()
+    }
+    assert found == set().union(*PYTHON_LAYERS)
+    folders = {path.parent for path in python_sources()}
+    sizes = {folder.name: len(list(folder.glob("*.py"))) for folder in folders}
+    assert {name: n for name, n in sizes.items() if n > 40} == {}
+
+
+def test_python_packages_import_from_below() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports ctrainer.{used}"
+        for path, user, used in python_uses(lazily=False)
+        if python_row(used) >= python_row(user) and not {user, used} <= TOGETHER
+    ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_lower_python_modules_do_not_know_the_trainer() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports ctrainer.{used}"
+        for path, user, used in python_uses(lazily=True)
+        if used in TRAINERS
+        and user not in TRAINERS | {"__init__"}
+        and (user, used) != FAIRSEQ_OF_BMUF
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_trainer_is_of_four_classes() -> None:
+    from ctrainer.trainer import Trainer
+
+    names = [f"{cls.__module__}.{cls.__name__}" for cls in Trainer.__mro__]
+    assert len(names) == 5, names  # with object
 
 
 def test_import_ctrainer_loads_no_framework() -> None:
