@@ -342,7 +342,7 @@ ct_slots_take(const ct_exchange *self, const ct_transfer *t, uint32_t piece, siz
 }
 
 static void
-ct_lanes_reduce(const ct_exchange *self, const ct_request *r)
+ct_peer_buffers_reduce(const ct_exchange *self, const ct_request *r)
 {
     const size_t ranks = (size_t)self->world_size, n = r->in.n;
     const size_t item = ct_dtype_size(r->in.dtype);
@@ -366,7 +366,7 @@ static void
 take_in_place(const ct_exchange *self, ct_transfer *t)
 {
     if (t->request->what == CT_ALL_REDUCE && t->sink == CT_SINK_REDUCE) {
-        ct_lanes_reduce(self, t->request);
+        ct_peer_buffers_reduce(self, t->request);
     }
     else {
         t->piece = t->part;

@@ -1,0 +1,82 @@
+"""The field's words (docs/glossary.md), and none of ours in their senses."""
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXTS = (
+    "README.md CONTRIBUTING.md docs/**/*.md docs/*.py csrc/**/*.[ch] csrc/**/*.def "
+    "cuda/*.c cuda/*.h cuda/*.cu cuda/*.cuh ctrainer/**/*.py ctrainer/**/*.pyi"
+)
+NAMED = TEXTS + " tests/**/*.py tests/**/*.[ch] tests/**/*.cpp"
+# Ours in the sense of theirs: the regular expression, and theirs. A word ends where
+# another begins: `ct_crew` and `crewBytes` are found, `screwed` is not.
+OURS = {
+    r"crews?": "process barrier",
+    r"(ct|join)_lanes?|in lanes|peer lanes?": "peer buffers",
+    r"(ct|comm)_levels": "hierarchical",
+    r"meetings?": "thread barrier, rendezvous",
+    r"bmuf_(meet|depart|arrive|land)|pass_(meet|depart|arrive)": "synchronize, begin, "
+    "finish, abandon",
+    r"ct_stretch\w*|stretch(es)?": "tile",
+    r"ct_cuts\w*": "partition",
+    r"ct_spares?|spares": "cached block, block cache",
+    r"census": "counts",
+    r"company": "dummy batch",
+    r"reducer_lend|eval_lend|lenders?": "set_memory, broadcast, owner",
+    r"faces?": "API, wrapper",
+    r"honour(s|ed)?": "support",
+    r"refus(e|es|ed|ing|al)": "reject",
+}
+# Right where they are: the path, and the words.
+ALLOWED = {
+    "csrc/math/half.h": r"spares",  # a processor time
+    "ctrainer/adapters/*": r"stretch(es)?",  # of sorted batches, as transformers' own
+    "ctrainer/display/html.py": r"stretch",  # of a curve
+    "README.md": r"Face",  # Hugging Face
+    "docs/*": r"Face",
+    "ctrainer/*": r"Face",
+}
+SHARE = 7.0  # per cent of the words of C comments; the aim is 3.5
+SUFFIXES = {".c", ".h", ".cu", ".cuh"}
+POINTING = frozenset("what those these it its they them one which where whose".split())
+
+
+def files(patterns: str) -> list[Path]:
+    found = {p for pattern in patterns.split() for p in ROOT.glob(pattern)}
+    return sorted(p for p in found if p != Path(__file__))
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_ours_are_not_said(ours: str) -> None:
+    pattern = re.compile(rf"(?<![a-z])({ours})(?![a-z])", re.IGNORECASE)
+    found = []
+    for path in files(TEXTS):
+        name = str(path.relative_to(ROOT))
+        allowed = [words for glob, words in ALLOWED.items() if fnmatch(name, glob)]
+        found += [
+            f"{name}:{number}: {line.strip()}"
+            for number, line in enumerate(path.read_text().split("\n"), 1)
+            for hit in pattern.finditer(line)
+            if not any(re.fullmatch(words, hit[0]) for words in allowed)
+        ]
+    named = [p.name for p in files(NAMED) if pattern.search(p.stem)]
+    assert not found + named, f"say {OURS[ours]}:\n" + "\n".join(found + named)
+
+
+def test_the_glossary_has_fifty_nouns_at_most() -> None:
+    rows = (ROOT / "docs/glossary.md").read_text().count("\n| ") - 2
+    assert 30 <= rows <= 50
+
+
+def test_comments_of_c_have_nouns() -> None:
+    """A ratchet: lower SHARE when this share is lower."""
+    text = "".join(p.read_text() for p in files(TEXTS) if p.suffix in SUFFIXES)
+    words = re.findall(
+        r"[a-z']+", " ".join(re.findall(r"/\*.*?\*/", text, re.S)).lower()
+    )
+    share = 100 * sum(word in POINTING for word in words) / len(words)
+    assert share <= SHARE, f"{share:.2f} % of {len(words)} words"
