@@ -43,7 +43,7 @@ class BMUF(_C.BMUF):
     global_sync_iter=50, block_lr=1, block_momentum=0.875, warmup_iterations=500,
     use_nbm=False, average_sync=False (average Adam's moments where workers meet, rather
     than start them anew at the end of the warm-up), delta_bits=32 (8 or 4: distances
-    travel as codes, and what these miss goes with the next block's; block_momentum is
+    travel quantized, and what these miss goes with the next block's; block_momentum is
     above 0), overlap_steps=0 (updates after the end of a block in which its average is
     taken), distributed_world_size. optimizer:
     one of ctrainer.optim or torch.optim, or an object with fairseq's interface of an

@@ -16,6 +16,8 @@ NAMED = TEXTS + " tests/**/*.py tests/**/*.[ch] tests/**/*.cpp"
 # another begins: `ct_crew` and `crewBytes` are found, `screwed` is not.
 OURS = {
     r"crews?": "process barrier",
+    r"ct_codes|fsdp_(gather_|reduce_)?codes|as codes of": "quantized values",
+    r"travel as codes|codes of (8|4|few|so many)": "quantized",
     r"(ct|join)_lanes?|in lanes|peer lanes?": "peer buffers",
     r"(ct|comm)_levels": "hierarchical",
     r"meetings?": "thread barrier, rendezvous",

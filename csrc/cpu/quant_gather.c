@@ -21,7 +21,7 @@ numbers_avx2(const uint8_t *codes, const float *map, float absmax, float *to, si
 
 /* Eight codes, each in 32 bits. */
 __attribute__((target("avx2"))) static inline __m256i
-eight_codes(const int32_t *keys, const uint32_t *entries)
+eight_quantized(const int32_t *keys, const uint32_t *entries)
 {
     const __m256i key = _mm256_loadu_si256((const __m256i *)(const void *)keys);
     const __m256i entry =
@@ -33,15 +33,16 @@ eight_codes(const int32_t *keys, const uint32_t *entries)
 }
 
 __attribute__((target("avx2"))) static size_t
-codes_avx2(const int32_t *keys, const uint32_t *entries, uint8_t *codes, size_t n)
+quantized_avx2(const int32_t *keys, const uint32_t *entries, uint8_t *codes, size_t n)
 {
     const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     size_t i = 0;
     for (; i + 32 <= n; i += 32) {
-        const __m256i low = _mm256_packus_epi32(eight_codes(keys + i, entries),
-                                                eight_codes(keys + i + 8, entries));
-        const __m256i high = _mm256_packus_epi32(eight_codes(keys + i + 16, entries),
-                                                 eight_codes(keys + i + 24, entries));
+        const __m256i low = _mm256_packus_epi32(eight_quantized(keys + i, entries),
+                                                eight_quantized(keys + i + 8, entries));
+        const __m256i high =
+            _mm256_packus_epi32(eight_quantized(keys + i + 16, entries),
+                                eight_quantized(keys + i + 24, entries));
         const __m256i all =
             _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), in_order);
         _mm256_storeu_si256((__m256i *)(void *)(codes + i), all);
@@ -64,12 +65,12 @@ ct_quant_gather_numbers(ct_isa isa, const uint8_t *codes, const float *map,
 }
 
 size_t
-ct_quant_gather_codes(ct_isa isa, const int32_t *keys, const uint32_t *entries,
-                      uint8_t *codes, size_t n)
+ct_quant_gather_quantized(ct_isa isa, const int32_t *keys, const uint32_t *entries,
+                          uint8_t *codes, size_t n)
 {
 #ifdef CT_HAVE_X86_LEVELS
     if (isa != CT_ISA_BASE) {
-        return codes_avx2(keys, entries, codes, n);
+        return quantized_avx2(keys, entries, codes, n);
     }
 #endif
     (void)isa, (void)keys, (void)entries, (void)codes, (void)n;

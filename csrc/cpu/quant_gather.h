@@ -16,7 +16,7 @@ size_t ct_quant_gather_numbers(ct_isa isa, const uint8_t *codes, const float *ma
                                float absmax, float *to, size_t n);
 
 /* codes[i] from keys[i], by the entries of a ct_quant_search. */
-size_t ct_quant_gather_codes(ct_isa isa, const int32_t *keys, const uint32_t *entries,
-                             uint8_t *codes, size_t n);
+size_t ct_quant_gather_quantized(ct_isa isa, const int32_t *keys,
+                                 const uint32_t *entries, uint8_t *codes, size_t n);
 
 #endif

@@ -113,7 +113,7 @@ typedef struct update_job {
 _Static_assert(CT_PARTITION_ALIGN % CT_QUANT_BLOCK == 0, "no block is in two batches");
 
 static bool
-has_codes(const update_job *job, const ct_update_span *span)
+is_quantized(const update_job *job, const ct_update_span *span)
 {
     return job->n_states != 0 && span->state_dtype == CT_U8;
 }
@@ -122,7 +122,7 @@ has_codes(const update_job *job, const ct_update_span *span)
 static const ct_quant_searches *
 searches_for(const update_job *job, const ct_update_span *span, ct_quant_searches *own)
 {
-    if (!has_codes(job, span)) {
+    if (!is_quantized(job, span)) {
         return NULL;
     }
     if (ct_quant_fits(&job->searches, span, job->n_states)) {
@@ -139,7 +139,7 @@ prepare_searches(update_job *job)
     ct_quant_searches_init(&job->searches);
     size_t i = 0;
     while (i < update->n_spans &&
-           !(has_codes(job, &update->spans[i]) && update->spans[i].n != 0)) {
+           !(is_quantized(job, &update->spans[i]) && update->spans[i].n != 0)) {
         i++;
     }
     if (i < update->n_spans) {

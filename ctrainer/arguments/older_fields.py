@@ -355,7 +355,7 @@ class OwnFields(OlderFields):
     )
     delta_bits: Literal[32, 8, 4] = arg(
         32,
-        "Bits in which a block's distances travel: 32, or codes of 8 or 4, of which "
+        "Bits of a block's distances: 32, or quantized to 8 or 4, of which "
         "what they miss goes with the next block's.",
         kw_only=True,
     )

@@ -45,8 +45,8 @@ def _bits(options: Any, name: str) -> int | None:
     return None if bits == 32 else int(bits)
 
 
-def reduces_to_codes(cfg: Any) -> bool:
-    """Do gradients travel as codes, which remember what they miss?"""
+def reduces_quantized(cfg: Any) -> bool:
+    """Do gradients travel quantized, which remember what they miss?"""
     group = getattr(cfg, "distributed_training", None)
     return is_sharded(cfg) and getattr(group, "reduce_bits", 32) != 32
 

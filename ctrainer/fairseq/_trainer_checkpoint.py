@@ -229,7 +229,7 @@ class Checkpoints(Core):
             state["last_optimizer_state"] = self._optimizer_state()
             if self._averages_models:
                 state["extra_state"][_SLOWMO] = self.model.blocks_state_dict()
-            if _sharding.reduces_to_codes(self.cfg):
+            if _sharding.reduces_quantized(self.cfg):
                 missed = collect_residuals(self.model, self._saves_shards)
                 state["extra_state"][RESIDUALS_KEY] = missed
         return state
@@ -339,7 +339,7 @@ class Checkpoints(Core):
                 )
             if wrapper is not None:
                 wrapper.load_blocks_state_dict((extra_state or {}).get(_SLOWMO, {}))
-            if _sharding.reduces_to_codes(self.cfg):
+            if _sharding.reduces_quantized(self.cfg):
                 load_residuals(
                     self.model, extra_state or {}, filename, self._saves_shards
                 )

@@ -163,7 +163,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """How elements travel: whole, `item` bytes each, or as codes of so many bits."""
+    """How elements travel: whole, `item` bytes each, or quantized to so many bits."""
 
     ranks: int
     item: int

@@ -80,7 +80,7 @@ class FullyShardedDataParallel(ShardedModule):
     use_orig_params: parameters() has, in place of shards, a view of the shard for every
     parameter by its own name, for groups with options of their own.
 
-    gather_bits, reduce_bits, 8 or 4: parameters, gradients travel as codes with a scale
+    gather_bits, reduce_bits, 8 or 4: parameters, gradients travel quantized, a scale
     for 256 of them, in 26 or 14 % of float32's bytes. error_feedback: what is lost of a
     gradient is added to the next one; that takes a float32 for every trainable element
     of the whole module on each rank.

@@ -174,7 +174,7 @@ class AdamW8bit(_EightBit):
     params: parameters, or dicts of them with options of their own.
     lr, eps, weight_decay: >= 0; the weight decay is decoupled. betas: in [0, 1).
 
-    A parameter's averages are kept as codes of 8 bits, "state1" and "state2" of
+    A parameter's averages are kept as 8-bit values, "state1" and "state2" of
     uint8, with a float32 scale for each 256 elements, "absmax1" and "absmax2", and what
     the codes mean, "qmap1" and "qmap2": 2 bytes a parameter where AdamW has 8. Each
     step computes in float32 and takes the nearest code. A gradient that is Inf or NaN

@@ -53,7 +53,7 @@ def numbers(state: dict[str, Any], i: int) -> Any:
     return (values * scales).astype(np.float64)  # a product of two floats, rounded
 
 
-def check_codes(state: dict[str, Any], i: int, expected: Any) -> None:
+def check_quantized(state: dict[str, Any], i: int, expected: Any) -> None:
     """Each code is the nearest, as far as float32 can tell: the numbers come from some
     additions and products, and the scale is the largest of its block. 1e-5 of that
     covers them many times, and is below half of the finest step of a map, 7e-3, in all
@@ -129,9 +129,9 @@ def test_every_step_is_that_of_the_formula(cls: Any, dtype: torch.dtype) -> None
             got = param.detach().double().numpy().ravel()
             np.testing.assert_allclose(got, expected, rtol=bound, atol=1e-6)
             if t > 1:
-                check_codes(now, 1, m)
+                check_quantized(now, 1, m)
             if t > 1 and "state2" in now:
-                check_codes(now, 2, v)
+                check_quantized(now, 2, v)
             assert now["step"] == t
 
 
@@ -167,7 +167,7 @@ def test_maps_are_those_of_bitsandbytes(bnb: Any) -> None:
 
 
 # Its kernel for the CPU takes a neighbour of the nearest number for up to 3 elements in
-# 100, where that is nearly as near; ours does not, as check_codes() shows. No two
+# 100, where that is nearly as near; ours does not, as check_quantized() shows. No two
 # neighbours of a map are further apart than 0.9 / 64 of the scale.
 @pytest.mark.parametrize("cls", CLASSES)
 def test_steps_are_those_of_bitsandbytes(cls: Any, bnb: Any) -> None:

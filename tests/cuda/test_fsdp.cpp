@@ -316,7 +316,7 @@ test_wide_gradients_prefetch_and_watching()
 }
 
 static void
-test_codes()
+test_quantized()
 {
     check_equal({CT_F32, CT_F32, 8, 8, false, false, false, false}, false);
     check_equal({CT_BF16, CT_F32, 8, 4, false, false, false, false}, false);
@@ -365,7 +365,7 @@ main()
     in_both_orders([] {
         test_whole_elements_of_every_dtype();
         test_wide_gradients_prefetch_and_watching();
-        test_codes();
+        test_quantized();
         test_shards_in_the_hosts_memory();
         test_replicas();
         test_a_unit_without_memory_is_not_gathered();

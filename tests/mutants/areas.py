@@ -462,8 +462,8 @@ AREAS = {
     "fsdp": Area(
         {
             core("fsdp/unit"):
-                "core/fsdp/test_fsdp.c python/fsdp/test_fsdp_codes.py "
-                "core/fsdp/test_fsdp_codes.c "
+                "core/fsdp/test_fsdp.c python/fsdp/test_fsdp_quantized.py "
+                "core/fsdp/test_fsdp_quantized.c "
                 "python/fsdp/test_fsdp_missing_gradients.py",
             binding("fsdp/unit", "fsdp/passes"):
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py",
@@ -743,9 +743,9 @@ AREAS = {
             "csrc/cpu/body/tile.h csrc/cpu/zero.c csrc/cpu/device.c" + " " +
             math("ema", "philox", "formula/scale"):
                 "core/cpu/test_kernels.c core/cpu/test_copy.c core/cpu/test_half.c",
-            "csrc/cpu/codes.c csrc/cpu/body/codes.h" + " " +
-            math("codes"):
-                "core/cpu/test_codes.c",
+            "csrc/cpu/quantized.c csrc/cpu/body/quantized.h" + " " +
+            math("quantized"):
+                "core/cpu/test_quantized.c",
             "csrc/cpu/partition.c":
                 "core/cpu/test_partition.c",
             "csrc/cpu/isa.c":
@@ -787,8 +787,8 @@ AREAS = {
             "cuda/update.cu cuda/average.cu cuda/copy.cu cuda/scale.cu":
                 "cuda/test_launch.cpp cuda/test_elementwise.cpp "
                 "cuda/test_step.cpp",
-            "cuda/codes.cu":
-                "cuda/test_codes.cpp",
+            "cuda/quantized.cu":
+                "cuda/test_quantized.cpp",
             "cuda/comm_nccl.c cuda/nccl_wait.c cuda/nccl_staging.c":
                 "cuda/test_nccl.cpp",
         },

@@ -903,7 +903,7 @@ static PyMemberDef BMUF_members[] = {
     {"is_away", T_BOOL, offsetof(BMUF, core.is_away), READONLY,
      "Whether a block has ended whose average has not been taken yet."},
     {"delta_bits", T_INT, offsetof(BMUF, config.delta_bits), READONLY,
-     "Bits in which distances travel: 32, or codes of 8 or 4."},
+     "Bits in which distances travel: 32, or quantized to 8 or 4."},
     {"average_sync", T_BOOL, offsetof(BMUF, average_sync), READONLY,
      "Whether the optimizers' moments are averaged where workers meet."},
     {NULL, 0, 0, 0, NULL},

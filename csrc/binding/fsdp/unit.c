@@ -32,7 +32,8 @@ PyDoc_STRVAR(
     "replicas: a group of ranks that have the same shards in other groups, over which\n"
     "gradients are averaged. gather_bits, reduce_bits: parameters and gradients "
     "travel\n"
-    "as codes of so many bits. error_feedback: what these miss of a gradient is added\n"
+    "quantized to so many bits. error_feedback: what these miss of a gradient is "
+    "added\n"
     "to the next, which takes a float32 for each of all ranks' elements. plugin: of a\n"
     "device, in whose memory all of it is, which the communicators have to take.\n"
     "offload: shards and their gradients are in the host's all the same.\n\n"
@@ -215,7 +216,7 @@ map_residual(FSDPUnit *self, PyObject *plugin)
 static int
 check_bits(const char *name, int bits)
 {
-    if (bits == 0 || ct_fsdp_codes_known(bits)) {
+    if (bits == 0 || ct_fsdp_bits_known(bits)) {
         return 0;
     }
     PyErr_Format(PyExc_ValueError, "%s is %d; expected 8 or 4, or 0 for whole elements",

@@ -35,7 +35,7 @@ typedef enum optim_shape {
     OPTIM_COLS,    /* for each column of each matrix */
     OPTIM_ONE,     /* one element */
     OPTIM_PRODUCT, /* one of float32 or float64: the core\'s product */
-    OPTIM_CODED,   /* as the parameter, of a float dtype or of codes of 8 bits */
+    OPTIM_CODED,   /* as the parameter, of a float dtype or quantized to 8 bits */
     OPTIM_SCALES,  /* of codes: a float32 for each block */
     OPTIM_MAP      /* of codes: what they mean */
 } optim_shape;

@@ -475,7 +475,7 @@ use_shares(const reduction *r, const batch *s, ct_error *err)
                              : ct_bmuf_move_model(r->bmuf, r->config, s, err);
 }
 
-/* Distances that travel as codes, all in one. */
+/* Distances that travel quantized, all in one. */
 static ct_status
 reduce_coded(const reduction *r, ct_dtype dtype, ct_error *err)
 {

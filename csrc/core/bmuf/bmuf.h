@@ -31,7 +31,7 @@ typedef struct ct_bmuf_config {
 /* CT_EINVAL names the field at fault. */
 CT_NODISCARD ct_status ct_bmuf_check(const ct_bmuf_config *config, ct_error *err);
 
-/* Whether distances travel as codes. */
+/* Whether distances travel quantized. */
 static inline bool
 ct_bmuf_is_coded(const ct_bmuf_config *config)
 {

@@ -1,6 +1,6 @@
 #include "core/bmuf/quantized.h"
 
-#include "math/codes.h"
+#include "math/quantized.h"
 
 /* The elements are cut into parts of whole blocks, one for each rank, of which the last
  * may be shorter or empty. What travels of a part is its scales, then its codes. */
@@ -24,10 +24,10 @@ static layout
 lay_out(size_t n, int bits, int world_size)
 {
     const size_t ranks = (size_t)world_size;
-    const size_t blocks = (ct_codes_blocks(n) + ranks - 1) / ranks;
-    layout l = {.n = n, .part = blocks * CT_CODES_BLOCK};
+    const size_t blocks = (ct_quantized_blocks(n) + ranks - 1) / ranks;
+    layout l = {.n = n, .part = blocks * CT_QUANTIZED_BLOCK};
     l.codes = blocks * sizeof(float);
-    l.part_bytes = l.codes + ct_codes_bytes(l.part, bits);
+    l.part_bytes = l.codes + ct_quantized_bytes(l.part, bits);
     return l;
 }
 

@@ -1,4 +1,4 @@
-/* Distances that travel as codes of 8 or 4 bits.
+/* Distances that travel quantized to 8 or 4 bits.
  *
  * Every rank sends the codes of a part of the elements to the rank that adds up this
  * part, and that sends codes of the sum to all: 2 (W - 1) / W times the bytes of the
@@ -8,9 +8,9 @@
  *
  * Source: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
  * Double-Pass Error-Compensated Compression", 2019, with one memory for both passes;
- * math/codes.h for the codes. */
-#ifndef CT_BMUF_CODES_H
-#define CT_BMUF_CODES_H
+ * math/quantized.h for the codes. */
+#ifndef CT_BMUF_QUANTIZED_H
+#define CT_BMUF_QUANTIZED_H
 
 #include "core/bmuf/bmuf.h"
 

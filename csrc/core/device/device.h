@@ -110,7 +110,7 @@ typedef struct ct_gemm {
 typedef ct_status
 ct_gemm_fn(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *err);
 
-/* Rounds values to codes of 8 or 4 bits, by math/codes.h; and the sum of what
+/* Quantizes values to 8 or 4 bits, by math/quantized.h; and the sum of what
  * ranks have sent, part by part in float, back to values. A block with Inf or NaN on
  * one rank becomes NaN. */
 typedef ct_status

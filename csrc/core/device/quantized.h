@@ -1,7 +1,7 @@
-/* Values on their way to other ranks: codes of 8 or 4 bits, a scale for each block of
- * them, and what rounding left of every value, which is added to the next. */
-#ifndef CT_CODES_H
-#define CT_CODES_H
+/* Values on their way to other ranks: quantized to 8 or 4 bits, a scale for each block
+ * of them, and what rounding left of every value, which is added to the next. */
+#ifndef CT_DEVICE_QUANTIZED_H
+#define CT_DEVICE_QUANTIZED_H
 
 #include "core/base/span.h"
 
@@ -10,8 +10,8 @@
 typedef struct ct_encoding {
     ct_span values;  /* of a float dtype; read */
     float *residual; /* n: added to the values, then what the codes miss of the sum */
-    int8_t *codes;   /* ct_codes_bytes(n, bits) */
-    float *scales;   /* ct_codes_blocks(n) */
+    int8_t *codes;   /* ct_quantized_bytes(n, bits) */
+    float *scales;   /* ct_quantized_blocks(n) */
     int bits;        /* of a code: 8 or 4 */
 } ct_encoding;
 

@@ -2,7 +2,7 @@
  *
  * The rule computes in fp64 where the parameter is F64 and in fp32 everywhere else.
  * Each array may have a float dtype of its own: 16-bit gradients beside an fp32 master
- * copy, 16-bit parameters with fp32 state; the state may also be codes of 8 bits. In
+ * copy, 16-bit parameters with fp32 state; the state may also be 8-bit values. In
  * the same pass the new parameter goes to a copy of lower precision and into an
  * exponential moving average. */
 #ifndef CT_UPDATE_H

@@ -3,7 +3,7 @@
 #include "core/base/alloc.h"
 #include "core/comm/history.h"
 
-#include "math/codes.h"
+#include "math/quantized.h"
 
 #include <math.h>
 #include <string.h>
@@ -206,7 +206,7 @@ enum {
 static layout
 lay_out(size_t n, int bits)
 {
-    layout l = {.codes = ct_codes_blocks(n) * sizeof(float)};
+    layout l = {.codes = ct_quantized_blocks(n) * sizeof(float)};
     l.bytes = (l.codes + (n * (size_t)bits + 7) / 8 + ALIGN - 1) / ALIGN * ALIGN;
     return l;
 }
@@ -272,8 +272,8 @@ decode(const ct_fsdp_coder *coder, const ct_span *values, const void *from,
 }
 
 ct_status
-ct_fsdp_gather_codes(const ct_fsdp_coder *coder, const ct_span *full,
-                     const ct_span *shard, ct_error *err)
+ct_fsdp_gather_quantized(const ct_fsdp_coder *coder, const ct_span *full,
+                         const ct_span *shard, ct_error *err)
 {
     ct_comm *comm = coder->comm;
     const size_t ranks = (size_t)comm->world_size;
@@ -323,7 +323,7 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
     if (unit->config.gather_bits != 0 && !unit->config.lone_gather) {
         const ct_fsdp_coder coder = {unit->device, unit->stream, comm,
                                      unit->config.gather_bits};
-        return ct_fsdp_gather_codes(&coder, &full, &here, err);
+        return ct_fsdp_gather_quantized(&coder, &full, &here, err);
     }
     const ct_request request = {.what = CT_ALL_GATHER, .in = own, .out = full};
     status = unit->device->copy(unit->stream, &own, &here, 1, err);
@@ -436,7 +436,7 @@ ct_fsdp_begin_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_err
     }
     if (unit->config.gather_bits != 0) {
         return ct_fail(err, CT_EINVAL,
-                       "a unit whose parameters travel as codes of %d bits cannot be "
+                       "a unit whose parameters travel quantized to %d bits cannot be "
                        "gathered ahead; gather it when it is needed",
                        unit->config.gather_bits);
     }
@@ -715,9 +715,9 @@ receive_bits(const ct_fsdp_coder *coder, ct_fsdp_presence *presence,
 }
 
 ct_status
-ct_fsdp_reduce_codes(const ct_fsdp_coder *coder, const ct_span *part,
-                     const ct_span *whole, float *residual, ct_fsdp_presence *presence,
-                     float factor, ct_error *err)
+ct_fsdp_reduce_quantized(const ct_fsdp_coder *coder, const ct_span *part,
+                         const ct_span *whole, float *residual,
+                         ct_fsdp_presence *presence, float factor, ct_error *err)
 {
     ct_comm *comm = coder->comm;
     const size_t ranks = (size_t)comm->world_size, n = part->n;
@@ -764,9 +764,9 @@ ct_fsdp_reduce_codes(const ct_fsdp_coder *coder, const ct_span *part,
 }
 
 static ct_status
-reduce_as_codes(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
-                ct_fsdp_presence *presence, const ct_span *part, ct_reduce_op op,
-                ct_error *err)
+reduce_quantized(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
+                 ct_fsdp_presence *presence, const ct_span *part, ct_reduce_op op,
+                 ct_error *err)
 {
     const ct_fsdp_coder coder = {unit->device, unit->stream, comm,
                                  unit->config.reduce_bits};
@@ -774,7 +774,7 @@ reduce_as_codes(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
     float *residual = unit->residual == NULL ? NULL : unit->residual + g->grad_at;
     const float factor = op == CT_REDUCE_MEAN ? 1.0F / (float)comm->world_size : 1.0F;
     const ct_status status =
-        ct_fsdp_reduce_codes(&coder, part, &whole, residual, presence, factor, err);
+        ct_fsdp_reduce_quantized(&coder, part, &whole, residual, presence, factor, err);
     return status != CT_OK || presence == NULL
                ? status
                : ct_fsdp_mark(unit, presence, part, (size_t)comm->rank * part->n,
@@ -795,7 +795,7 @@ sum_over_ranks(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
     if (status == CT_OK) {
         ct_comm_label(comm, &unit->label, CT_REDUCE_SCATTER);
         status = unit->config.reduce_bits != 0
-                     ? reduce_as_codes(unit, comm, g, presence, part, op, err)
+                     ? reduce_quantized(unit, comm, g, presence, part, op, err)
                      : comm->ops->reduce_scatter(comm, part, &whole, op, err);
         ct_comm_unlabel(comm);
         unit->label.call += status == CT_OK;
@@ -982,7 +982,7 @@ ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device)
  */
 
 bool
-ct_fsdp_codes_known(int bits)
+ct_fsdp_bits_known(int bits)
 {
     return bits == 8 || bits == 4;
 }

@@ -146,7 +146,7 @@ class FairseqBMUFConfig(FairseqDataclass):
     )
     delta_bits: CodeBits = opt(
         32,
-        "Bits in which a block's distances travel: 32, or codes of 8 or 4. Not an "
+        "Bits of a block's distances: 32, or quantized to 8 or 4. Not an "
         "option of fairseq's.",
     )
     distributed_world_size: Count = II("distributed_training.distributed_world_size")

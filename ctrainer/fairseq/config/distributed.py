@@ -131,11 +131,11 @@ class DistributedTrainingConfig(FairseqDataclass):
     )
     gather_bits: CodeBits = opt(
         32,
-        "Bits in which parameters are gathered: 32, or codes of 8 or 4. Not an option "
+        "Bits of gathered parameters: 32, or quantized to 8 or 4. Not an option "
         "of fairseq's.",
     )
     reduce_bits: CodeBits = opt(
         32,
-        "Bits in which gradients are exchanged: 32, or codes of 8 or 4, which remember "
+        "Bits of exchanged gradients: 32, or quantized to 8 or 4, which remember "
         "what they miss. Not an option of fairseq's.",
     )

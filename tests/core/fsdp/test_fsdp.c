@@ -146,7 +146,7 @@ begins_all_groups_or_none(ct_comm *comm, void *arg)
     f.spans[1].n = SHARE;
     f.unit.config.gather_bits = 8;
     CHECK(ct_fsdp_begin_gather(&f.unit, comm, f.spans, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "codes of 8 bits") != NULL);
+    CHECK(strstr(err.message, "quantized to 8 bits") != NULL);
     close_unit(&f);
 }
 

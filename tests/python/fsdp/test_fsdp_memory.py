@@ -55,7 +55,7 @@ def test_what_is_sharded_falls_with_the_ranks_and_the_rest_does_not() -> None:
 
 def test_what_leaves_a_machine_is_counted_once_but_for_codes_of_gradients() -> None:
     """16 ranks of which 8 are a machine, and a group of 16 x 128 elements: a part has
-    128, in codes of 8 bits 4 + 128 bytes. 8 parts are to leave, and come, gathered
+    128, as 8-bit values 4 + 128 bytes. 8 parts are to leave, and come, gathered
     once as the root is; codes of gradients leave from each of the 8 ranks."""
     units = [UnitSize((16 * 128,), kept=True)]
     whole = memory_plan(units, 16)

@@ -1,11 +1,12 @@
-/* Codes of 8 or 4 bits for other ranks, on the CPU. Mirrors cuda/codes.cu. */
+/* Quantized values of 8 or 4 bits for other ranks, on the CPU. Mirrors
+ * cuda/quantized.cu. */
 #include "cpu/partition.h"
 #include "cpu/kernels.h"
 
 #include "core/base/pool.h"
-#include "math/codes.h"
+#include "math/quantized.h"
 
-#define CT_BODY "cpu/body/codes.h"
+#define CT_BODY "cpu/body/quantized.h"
 #include "cpu/expand.h"
 
 typedef void encode_body(const ct_encoding *e, size_t from, size_t n);
@@ -16,20 +17,21 @@ static encode_body *const encode_bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] =
 static decode_body *const decode_bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] =
     CT_BODIES(decode);
 
-_Static_assert(CT_PARTITION_ALIGN % CT_CODES_BLOCK == 0, "a piece has whole blocks");
+_Static_assert(CT_PARTITION_ALIGN % CT_QUANTIZED_BLOCK == 0,
+               "a piece has whole blocks");
 
 /* One of the two. */
-typedef struct codes_job {
+typedef struct quantized_job {
     const ct_encoding *encoding;
     const ct_decoding *decoding;
     ct_isa isa;
     ct_partition partition;
-} codes_job;
+} quantized_job;
 
 static void
 run_batch(void *arg, size_t batch)
 {
-    const codes_job *job = arg;
+    const quantized_job *job = arg;
     ct_piece piece = ct_partition_start(&job->partition, batch);
     while (ct_partition_next(&job->partition, batch, &piece)) {
         if (job->encoding != NULL) {
@@ -44,7 +46,7 @@ run_batch(void *arg, size_t batch)
 }
 
 static ct_status
-run(codes_job *job, const ct_span *values, const char *kernel, ct_error *err)
+run(quantized_job *job, const ct_span *values, const char *kernel, ct_error *err)
 {
     ct_status status = ct_isa_get(&job->isa, err);
     if (status == CT_OK) {
@@ -60,7 +62,7 @@ run(codes_job *job, const ct_span *values, const char *kernel, ct_error *err)
 ct_status
 ct_cpu_encode(void *stream, const ct_encoding *e, ct_error *err)
 {
-    codes_job job = {.encoding = e};
+    quantized_job job = {.encoding = e};
     (void)stream;
     return run(&job, &e->values, "encode", err);
 }
@@ -68,7 +70,7 @@ ct_cpu_encode(void *stream, const ct_encoding *e, ct_error *err)
 ct_status
 ct_cpu_decode(void *stream, const ct_decoding *d, ct_error *err)
 {
-    codes_job job = {.decoding = d};
+    quantized_job job = {.decoding = d};
     (void)stream;
     return run(&job, &d->values, "decode", err);
 }

@@ -38,7 +38,7 @@ gathers_within_half_a_step(ct_comm *comm, void *arg)
         shard[i] = value_of(i, comm->rank);
     }
     const ct_span from = {shard, SHARE, CT_F32}, to = {full, n, CT_F32};
-    CHECK(ct_fsdp_gather_codes(&coder, &to, &from, NULL) == CT_OK);
+    CHECK(ct_fsdp_gather_quantized(&coder, &to, &from, NULL) == CT_OK);
     for (size_t i = 0; i < n; i++) {
         const double exact = value_of(i % SHARE, (int)(i / SHARE));
         CHECK(fabs((double)full[i] - exact) <= half_step(coder.bits) * (1.0 + 1e-6));
@@ -60,7 +60,7 @@ sums_and_remembers(ct_comm *comm, void *arg)
     const ct_span in = {whole, n, CT_F32}, out = {part, SHARE, CT_F32};
     const float mean = 1.0F / (float)comm->world_size;
     for (int round = 0; round < rounds; round++) {
-        CHECK(ct_fsdp_reduce_codes(&coder, &out, &in, residual, NULL, mean, NULL) ==
+        CHECK(ct_fsdp_reduce_quantized(&coder, &out, &in, residual, NULL, mean, NULL) ==
               CT_OK);
         for (size_t i = 0; i < SHARE; i++) {
             total[i] += (double)part[i];
@@ -90,8 +90,8 @@ forgets_without_a_residual(ct_comm *comm, void *arg)
     }
     const ct_span in = {whole, n, CT_F32}, a = {first, SHARE, CT_F32};
     const ct_span b = {second, SHARE, CT_F32};
-    CHECK(ct_fsdp_reduce_codes(&coder, &a, &in, NULL, NULL, 1.0F, NULL) == CT_OK);
-    CHECK(ct_fsdp_reduce_codes(&coder, &b, &in, NULL, NULL, 1.0F, NULL) == CT_OK);
+    CHECK(ct_fsdp_reduce_quantized(&coder, &a, &in, NULL, NULL, 1.0F, NULL) == CT_OK);
+    CHECK(ct_fsdp_reduce_quantized(&coder, &b, &in, NULL, NULL, 1.0F, NULL) == CT_OK);
     CHECK(memcmp(first, second, sizeof first) == 0);
 }
 
@@ -117,8 +117,8 @@ missing_parameters_keep_their_residual(ct_comm *comm, void *arg)
         residual[i] = 0.25F;
     }
     const ct_span in = {whole, n, CT_F32}, out = {part, SHARE, CT_F32};
-    CHECK(ct_fsdp_reduce_codes(&coder, &out, &in, residual, &presence, 1.0F, NULL) ==
-          CT_OK);
+    CHECK(ct_fsdp_reduce_quantized(&coder, &out, &in, residual, &presence, 1.0F,
+                                   NULL) == CT_OK);
     CHECK(params[0].there && !params[1].there && params[2].there);
     size_t kept = 0, changed = 0;
     for (size_t i = 0; i < 2 * third; i++) {
@@ -143,10 +143,10 @@ fails_without_memory(ct_comm *comm, void *arg)
     float values[SHARE] = {0}, result[SHARE];
     const ct_span in = {values, SHARE, CT_F32}, out = {result, SHARE, CT_F32};
     ct_alloc_fail_after(1);
-    CHECK(ct_fsdp_gather_codes(&coder, &out, &in, NULL) == CT_ENOMEM);
+    CHECK(ct_fsdp_gather_quantized(&coder, &out, &in, NULL) == CT_ENOMEM);
     for (size_t nth = 1; nth <= 2; nth++) {
         ct_alloc_fail_after(nth);
-        CHECK(ct_fsdp_reduce_codes(&coder, &out, &in, NULL, NULL, 1.0F, NULL) ==
+        CHECK(ct_fsdp_reduce_quantized(&coder, &out, &in, NULL, NULL, 1.0F, NULL) ==
               CT_ENOMEM);
     }
     ct_alloc_fail_after(0);
@@ -163,8 +163,8 @@ main(void)
             run_ranks(world_size, 30.0, missing_parameters_keep_their_residual, &bits);
         }
         run_ranks(1, 30.0, fails_without_memory, &bits);
-        CHECK(ct_fsdp_codes_known(bits));
+        CHECK(ct_fsdp_bits_known(bits));
     }
-    CHECK(!ct_fsdp_codes_known(5));
+    CHECK(!ct_fsdp_bits_known(5));
     return 0;
 }

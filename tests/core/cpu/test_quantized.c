@@ -3,7 +3,7 @@
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_test.h"
-#include "math/codes.h"
+#include "math/quantized.h"
 
 #include <math.h>
 #include <string.h>
@@ -68,8 +68,10 @@ check_bound(int bits)
     decode(&c);
     for (size_t i = 0; i < N; i++) {
         const float wanted = before.values[i] + before.residual[i];
-        const float largest = c.scales[i / CT_CODES_BLOCK] * ct_codes_most(bits);
-        const float bound = c.scales[i / CT_CODES_BLOCK] / 2.0f + largest * 0x1p-22f;
+        const float largest =
+            c.scales[i / CT_QUANTIZED_BLOCK] * ct_quantized_most(bits);
+        const float bound =
+            c.scales[i / CT_QUANTIZED_BLOCK] / 2.0f + largest * 0x1p-22f;
         CHECK(largest < 2.02f && fabsf(c.decoded[i] - wanted) <= bound);
         CHECK(c.residual[i] == wanted - c.decoded[i]);
     }
@@ -108,16 +110,17 @@ test_two_codes_of_4_bits_share_a_byte(void)
 {
     for (int first = -7; first <= 7; first++) {
         for (int second = -7; second <= 7; second++) {
-            const int8_t pair = ct_codes_pair((int8_t)first, (int8_t)second);
-            CHECK(ct_codes_first(pair) == first && ct_codes_second(pair) == second);
+            const int8_t pair = ct_quantized_pair((int8_t)first, (int8_t)second);
+            CHECK(ct_quantized_first(pair) == first &&
+                  ct_quantized_second(pair) == second);
         }
     }
-    CHECK(ct_codes_bytes(N, 4) == N / 2 + 1 && ct_codes_bytes(N, 8) == N);
+    CHECK(ct_quantized_bytes(N, 4) == N / 2 + 1 && ct_quantized_bytes(N, 8) == N);
     coded c = example(4);
     memset(c.codes, 0x5a, sizeof c.codes);
     encode(&c);
     CHECK(c.codes[N / 2 + 1] == 0x5a); /* nothing behind the last */
-    CHECK(ct_codes_second(c.codes[N / 2]) == 0);
+    CHECK(ct_quantized_second(c.codes[N / 2]) == 0);
 }
 
 static void
@@ -129,8 +132,8 @@ test_a_nan_makes_its_block_nan_and_is_not_remembered(void)
     encode(&c);
     decode(&c);
     for (size_t i = 0; i < N; i++) {
-        CHECK(isnan(c.decoded[i]) == (i / CT_CODES_BLOCK == 1));
-        CHECK(i / CT_CODES_BLOCK != 1 || c.residual[i] == before.residual[i]);
+        CHECK(isnan(c.decoded[i]) == (i / CT_QUANTIZED_BLOCK == 1));
+        CHECK(i / CT_QUANTIZED_BLOCK != 1 || c.residual[i] == before.residual[i]);
     }
 }
 

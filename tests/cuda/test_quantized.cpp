@@ -1,17 +1,18 @@
 /* Codes for other ranks are the CPU's, and so is what is remembered and decoded:
  * equality is memcmp. */
 #include "cuda_test.h"
-#include "math/codes.h"
+#include "math/quantized.h"
 
 /* The arrays of one encoding on both sides. */
-struct codes_fixture {
+struct quantized_fixture {
     twin values, residual, codes, scales;
     int bits;
 
-    codes_fixture(random_numbers *numbers, ct_dtype dtype, size_t n, int bits_of_code)
+    quantized_fixture(random_numbers *numbers, ct_dtype dtype, size_t n,
+                      int bits_of_code)
         : values(dtype, n, 0), residual(CT_F32, n, 0),
-          codes(CT_I8, ct_codes_bytes(n, bits_of_code), 0),
-          scales(CT_F32, ct_codes_blocks(n), 0), bits(bits_of_code)
+          codes(CT_I8, ct_quantized_bytes(n, bits_of_code), 0),
+          scales(CT_F32, ct_quantized_blocks(n), 0), bits(bits_of_code)
     {
         values.fill(numbers, -3.0, 3.0);
         residual.fill(numbers, -0.01, 0.01);
@@ -48,7 +49,7 @@ struct codes_fixture {
 static void
 check_length(random_numbers *numbers, ct_dtype dtype, size_t n, int bits)
 {
-    codes_fixture f(numbers, dtype, n, bits);
+    quantized_fixture f(numbers, dtype, n, bits);
     const ct_encoding host = f.encoding(true), device = f.encoding(false);
     const ct_decoding back = f.decoding(true), device_back = f.decoding(false);
     ct_error err;

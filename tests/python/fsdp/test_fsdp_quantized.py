@@ -1,4 +1,4 @@
-"""Parameters and gradients of sharded modules that travel as codes of few bits."""
+"""Parameters and gradients of sharded modules that travel quantized to few bits."""
 
 from __future__ import annotations
 

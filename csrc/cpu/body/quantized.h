@@ -22,7 +22,7 @@ CT_NAME(code_block)(const float *restrict x, float *restrict residual,
     const bool bad = !(scale == scale);
     const float inverse = ct_quant_scale(scale);
     for (size_t i = 0; i < n; i++) {
-        const int8_t nearest = ct_codes_nearest(x[i], inverse, most);
+        const int8_t nearest = ct_quantized_nearest(x[i], inverse, most);
         codes[i] = (int8_t)(bad ? 0 : nearest);
         residual[i] = bad ? residual[i] : x[i] - (float)codes[i] * scale;
     }
@@ -33,7 +33,7 @@ static void
 CT_NAME(pack)(const int8_t *restrict codes, int8_t *restrict pairs, size_t n)
 {
     for (size_t i = 0; i < n / 2; i++) {
-        pairs[i] = ct_codes_pair(codes[2 * i], codes[2 * i + 1]);
+        pairs[i] = ct_quantized_pair(codes[2 * i], codes[2 * i + 1]);
     }
 }
 
@@ -41,26 +41,26 @@ static void
 CT_NAME(unpack)(const int8_t *restrict pairs, int8_t *restrict codes, size_t n)
 {
     for (size_t i = 0; i < n / 2; i++) {
-        codes[2 * i] = ct_codes_first(pairs[i]);
-        codes[2 * i + 1] = ct_codes_second(pairs[i]);
+        codes[2 * i] = ct_quantized_first(pairs[i]);
+        codes[2 * i + 1] = ct_quantized_second(pairs[i]);
     }
 }
 
 static void
 CT_NAME(encode)(const ct_encoding *e, size_t from, size_t n)
 {
-    const float most = ct_codes_most(e->bits);
-    for (size_t at = from; at < from + n; at += CT_CODES_BLOCK) {
+    const float most = ct_quantized_most(e->bits);
+    for (size_t at = from; at < from + n; at += CT_QUANTIZED_BLOCK) {
         const size_t left = from + n - at;
-        const size_t count = left < CT_CODES_BLOCK ? left : CT_CODES_BLOCK;
-        float x[CT_CODES_BLOCK];
-        int8_t single[CT_CODES_BLOCK] = {0};
-        int8_t *codes = e->codes + ct_codes_bytes(at, e->bits);
-        const float scale =
-            ct_codes_scale(CT_NAME(gather_block)((const ct_elem *)e->values.data + at,
-                                                 e->residual + at, x, count),
-                           most);
-        e->scales[at / CT_CODES_BLOCK] = scale;
+        const size_t count = left < CT_QUANTIZED_BLOCK ? left : CT_QUANTIZED_BLOCK;
+        float x[CT_QUANTIZED_BLOCK];
+        int8_t single[CT_QUANTIZED_BLOCK] = {0};
+        int8_t *codes = e->codes + ct_quantized_bytes(at, e->bits);
+        const float scale = ct_quantized_scale(
+            CT_NAME(gather_block)((const ct_elem *)e->values.data + at,
+                                  e->residual + at, x, count),
+            most);
+        e->scales[at / CT_QUANTIZED_BLOCK] = scale;
         CT_NAME(code_block)
         (x, e->residual + at, e->bits == 4 ? single : codes, count, scale, most);
         if (e->bits == 4) {
@@ -69,7 +69,7 @@ CT_NAME(encode)(const ct_encoding *e, size_t from, size_t n)
     }
 }
 
-/* Adds a part's values to the sum; codes of 4 bits are handed over unpacked. */
+/* Adds a part's values to the sum; 4-bit values are handed over unpacked. */
 static void
 CT_NAME(add_part)(const int8_t *restrict codes, float scale, float *restrict sum,
                   size_t n)
@@ -82,15 +82,16 @@ CT_NAME(add_part)(const int8_t *restrict codes, float scale, float *restrict sum
 static void
 CT_NAME(decode)(const ct_decoding *d, size_t from, size_t n)
 {
-    for (size_t at = from; at < from + n; at += CT_CODES_BLOCK) {
+    for (size_t at = from; at < from + n; at += CT_QUANTIZED_BLOCK) {
         const size_t left = from + n - at;
-        const size_t count = left < CT_CODES_BLOCK ? left : CT_CODES_BLOCK;
-        float sum[CT_CODES_BLOCK] = {0};
+        const size_t count = left < CT_QUANTIZED_BLOCK ? left : CT_QUANTIZED_BLOCK;
+        float sum[CT_QUANTIZED_BLOCK] = {0};
         for (size_t part = 0; part < d->parts; part++) {
             const size_t skip = part * d->part_bytes;
-            const int8_t *codes = d->codes + skip + ct_codes_bytes(at, d->bits);
-            const void *there = (const char *)(d->scales + at / CT_CODES_BLOCK) + skip;
-            int8_t single[CT_CODES_BLOCK];
+            const int8_t *codes = d->codes + skip + ct_quantized_bytes(at, d->bits);
+            const void *there =
+                (const char *)(d->scales + at / CT_QUANTIZED_BLOCK) + skip;
+            int8_t single[CT_QUANTIZED_BLOCK];
             if (d->bits == 4) {
                 CT_NAME(unpack)(codes, single, count + count % 2);
             }

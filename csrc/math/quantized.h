@@ -1,7 +1,7 @@
-/* Codes of 8 or 4 bits, evenly spaced: x is about code * scale, code a whole number
- * from -127 to 127 or from -7 to 7, and scale the largest magnitude of a block over 127
- * or 7. What a code misses is at most half a scale. Two codes of 4 bits share a byte,
- * the first in its low half.
+/* Quantized values of 8 or 4 bits, evenly spaced: x is about code * scale, code a whole
+ * number from -127 to 127 or from -7 to 7, and scale the largest magnitude of a block
+ * over 127 or 7. What a code misses is at most half a scale. Two 4-bit values share a
+ * byte, the first in its low half.
  *
  * Only comparisons and correctly rounded operations, so that every device writes the
  * same codes. Inf or NaN makes a block's scale NaN, and with it all that is decoded
@@ -10,70 +10,70 @@
  * Source: Alistarh et al., "QSGD", 2017 (one scale for a block of values); Karimireddy
  * et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019
  * (what is remembered). */
-#ifndef CT_CODES_MATH_H
-#define CT_CODES_MATH_H
+#ifndef CT_MATH_QUANTIZED_H
+#define CT_MATH_QUANTIZED_H
 
 #include "math/quant.h"
 
 #include <math.h>
 
 enum {
-    CT_CODES_BLOCK = 256 /* values that share a scale */
+    CT_QUANTIZED_BLOCK = 256 /* values that share a scale */
 };
 
 /* The largest code. */
 CT_HD static inline float
-ct_codes_most(int bits)
+ct_quantized_most(int bits)
 {
     return bits == 4 ? 7.0f : 127.0f;
 }
 
 /* Bytes of n codes. */
 CT_HD static inline size_t
-ct_codes_bytes(size_t n, int bits)
+ct_quantized_bytes(size_t n, int bits)
 {
     return bits == 4 ? n / 2 + n % 2 : n;
 }
 
 /* Blocks of n values. */
 CT_HD static inline size_t
-ct_codes_blocks(size_t n)
+ct_quantized_blocks(size_t n)
 {
-    return n / CT_CODES_BLOCK + (n % CT_CODES_BLOCK != 0);
+    return n / CT_QUANTIZED_BLOCK + (n % CT_QUANTIZED_BLOCK != 0);
 }
 
 /* The scale of a block from its largest magnitude. */
 CT_HD static inline float
-ct_codes_scale(uint32_t magnitude, float most)
+ct_quantized_scale(uint32_t magnitude, float most)
 {
     return ct_quant_absmax(magnitude) / most;
 }
 
 /* The code of x, to nearest even; inverse is ct_quant_scale(scale). */
 CT_HD static inline int8_t
-ct_codes_nearest(float x, float inverse, float most)
+ct_quantized_nearest(float x, float inverse, float most)
 {
     const float unit = rintf(x * inverse);
     const float low = unit > -most ? unit : -most; /* -most for a NaN */
     return (int8_t)(low < most ? low : most);
 }
 
-/* Two codes of 4 bits in a byte, and out of it. */
+/* Two 4-bit values in a byte, and out of it. */
 CT_HD static inline int8_t
-ct_codes_pair(int8_t first, int8_t second)
+ct_quantized_pair(int8_t first, int8_t second)
 {
     return (int8_t)(((uint8_t)first & 0x0fu) | (uint8_t)((uint8_t)second << 4));
 }
 
 CT_HD static inline int8_t
-ct_codes_first(int8_t pair)
+ct_quantized_first(int8_t pair)
 {
     const int low = pair & 0x0f;
     return (int8_t)(low < 8 ? low : low - 16);
 }
 
 CT_HD static inline int8_t
-ct_codes_second(int8_t pair)
+ct_quantized_second(int8_t pair)
 {
     return (int8_t)((pair - (pair & 0x0f)) / 16);
 }

@@ -1,11 +1,12 @@
-/* Codes of 8 or 4 bits for other ranks, on a CUDA device. Mirrors csrc/cpu/codes.c. */
+/* Quantized values of 8 or 4 bits for other ranks, on a CUDA device. Mirrors
+ * csrc/cpu/quantized.c. */
 #include "element.cuh"
 #include "kernels.h"
 #include "launch.cuh"
-#include "math/codes.h"
+#include "math/quantized.h"
 #include "quant.cuh"
 
-static_assert(CT_CODES_BLOCK == ct_cuda_block_size, "a thread has one value");
+static_assert(CT_QUANTIZED_BLOCK == ct_cuda_block_size, "a thread has one value");
 
 /* What the code of value i stands for, 0 behind the last one. */
 template <typename Element>
@@ -23,21 +24,23 @@ template <typename Element>
 __device__ static void
 encode(const ct_encoding &e, size_t block)
 {
-    const size_t i = block * CT_CODES_BLOCK + threadIdx.x;
+    const size_t i = block * CT_QUANTIZED_BLOCK + threadIdx.x;
     const float x = wanted<Element>(e, i), next = wanted<Element>(e, i + 1);
-    const float most = ct_codes_most(e.bits);
-    const float scale = ct_codes_scale(ct_block_largest(ct_quant_magnitude(x)), most);
+    const float most = ct_quantized_most(e.bits);
+    const float scale =
+        ct_quantized_scale(ct_block_largest(ct_quant_magnitude(x)), most);
     const bool bad = !(scale == scale);
     const float inverse = ct_quant_scale(scale);
-    const int8_t code = bad ? (int8_t)0 : ct_codes_nearest(x, inverse, most);
+    const int8_t code = bad ? (int8_t)0 : ct_quantized_nearest(x, inverse, most);
 
     if (i < e.values.n && e.bits == 8) {
         e.codes[i] = code;
     }
     if (i < e.values.n && e.bits == 4 && i % 2 == 0) {
         const bool alone = bad || i + 1 == e.values.n;
-        const int8_t other = alone ? (int8_t)0 : ct_codes_nearest(next, inverse, most);
-        e.codes[i / 2] = ct_codes_pair(code, other);
+        const int8_t other =
+            alone ? (int8_t)0 : ct_quantized_nearest(next, inverse, most);
+        e.codes[i / 2] = ct_quantized_pair(code, other);
     }
     if (i < e.values.n) {
         e.residual[i] = bad ? e.residual[i] : x - (float)code * scale;
@@ -53,7 +56,8 @@ code_at(const int8_t *codes, size_t i, int bits)
     if (bits == 8) {
         return codes[i];
     }
-    return i % 2 == 0 ? ct_codes_first(codes[i / 2]) : ct_codes_second(codes[i / 2]);
+    return i % 2 == 0 ? ct_quantized_first(codes[i / 2])
+                      : ct_quantized_second(codes[i / 2]);
 }
 
 template <typename Element>
@@ -61,7 +65,7 @@ __device__ static void
 decode(const ct_decoding &d, size_t block)
 {
     typedef typename ct_tag<Element>::real real;
-    const size_t i = block * CT_CODES_BLOCK + threadIdx.x;
+    const size_t i = block * CT_QUANTIZED_BLOCK + threadIdx.x;
     float sum = 0.0f;
 
     if (i >= d.values.n) {
@@ -79,7 +83,7 @@ decode(const ct_decoding &d, size_t block)
 CT_KERNEL
 encode_kernel(const ct_encoding __grid_constant__ e)
 {
-    for (size_t b = blockIdx.x; b < ct_codes_blocks(e.values.n); b += gridDim.x) {
+    for (size_t b = blockIdx.x; b < ct_quantized_blocks(e.values.n); b += gridDim.x) {
         ct_visit_float(e.values.dtype,
                        [&](auto tag) { encode<typename decltype(tag)::type>(e, b); });
     }
@@ -88,7 +92,7 @@ encode_kernel(const ct_encoding __grid_constant__ e)
 CT_KERNEL
 decode_kernel(const ct_decoding __grid_constant__ d)
 {
-    for (size_t b = blockIdx.x; b < ct_codes_blocks(d.values.n); b += gridDim.x) {
+    for (size_t b = blockIdx.x; b < ct_quantized_blocks(d.values.n); b += gridDim.x) {
         ct_visit_float(d.values.dtype,
                        [&](auto tag) { decode<typename decltype(tag)::type>(d, b); });
     }
@@ -101,7 +105,7 @@ ct_cuda_encode(void *stream, const ct_encoding *e, ct_error *err)
     if (status != CT_OK || e->values.n == 0) {
         return status;
     }
-    CT_LAUNCH(encode_kernel, ct_cuda_grid_size(ct_codes_blocks(e->values.n)),
+    CT_LAUNCH(encode_kernel, ct_cuda_grid_size(ct_quantized_blocks(e->values.n)),
               ct_cuda_block_size, stream, *e);
     return ct_cuda_launched("launch encode", err);
 }
@@ -113,7 +117,7 @@ ct_cuda_decode(void *stream, const ct_decoding *d, ct_error *err)
     if (status != CT_OK || d->values.n == 0) {
         return status;
     }
-    CT_LAUNCH(decode_kernel, ct_cuda_grid_size(ct_codes_blocks(d->values.n)),
+    CT_LAUNCH(decode_kernel, ct_cuda_grid_size(ct_quantized_blocks(d->values.n)),
               ct_cuda_block_size, stream, *d);
     return ct_cuda_launched("launch decode", err);
 }
