@@ -1,8 +1,8 @@
 /* A group of ranks that are threads of one process.
  *
- * For tests of what is written against core/comm/comm.h. Spans are memory that every thread
- * can read and write. All reductions are those of core/comm/reduce.h, so a result depends on
- * nothing but the values.
+ * For tests of what is written against core/comm/comm.h. Spans are memory that every
+ * thread can read and write. All reductions are those of core/comm/reduce.h, so a
+ * result depends on nothing but the values.
  *
  * No collective waits for ever. One fails with CT_ECOMM, whose text names this rank,
  * the collective and the rank that it waited for, when a rank has left the group (its
