@@ -9,8 +9,6 @@
 #include <math.h>
 #include <string.h>
 
-/* The insides of BMUF, for the files that implement it. */
-
 typedef struct BMUF {
     PyObject_HEAD
     PyObject *inner;        /* the optimizer; NULL before __init__ */
@@ -34,19 +32,9 @@ typedef struct bmuf_tensors {
     ct_bmuf_list list;
 } bmuf_tensors;
 
-/* binding/bmuf/bmuf.c: `sources`, and one by one the copies of lower precision, None or
- * a tensor; copies may be NULL. 0, or -1 with an exception that names the one at fault
- * and nothing to release. */
-
 /* What works on a list without the GIL. */
 typedef ct_status
 bmuf_pass(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err);
-
-/* binding/bmuf/bmuf.c: calls the hook of that name, which gives tensors and their
- * copies or None, and runs the pass over them; and decides what a block is computed
- * with. */
-
-/* binding/bmuf/bmuf.c: what a block that is over has to do besides. */
 
 PyDoc_STRVAR(
     BMUF_doc,
@@ -101,9 +89,6 @@ static const char BMUF_start_doc[] =
     "_start($self, /)\n--\n\n"
     "Take the parameters for the global model and begin a block.";
 
-/* binding/bmuf/bmuf.c: a RuntimeError, "what" in it, while a pass is under way; what
- * follows an update; and what the wrapper calls. */
-
 static const char BMUF_save_blocks_doc[] =
     "_save_blocks($self, model, momentum, /)\n--\n\n"
     "Copy the global model and the momentum of blocks into tensors as long as the\n"
@@ -118,8 +103,6 @@ static const char BMUF_save_left_doc[] =
     "_save_left($self, left, /)\n--\n\n"
     "Copy the parameters as they were when the block ended whose average has not been\n"
     "taken yet into tensors like those of _save_blocks().";
-
-/* binding/bmuf/bmuf.c: what is saved besides the inner optimizer's state. */
 
 /* ---- lifetime ----------------------------------------------------------------------
  */
@@ -188,6 +171,8 @@ parse_look(const char *name, ct_block_look *look, bool *slowmo)
     return -1;
 }
 
+/* binding/bmuf/bmuf.c: a RuntimeError, "what" in it, while a pass is under way; what
+ * follows an update; and what the wrapper calls. */
 static int
 bmuf_check_idle(const BMUF *self, const char *what)
 {
@@ -465,6 +450,7 @@ bmuf_settle(BMUF *self, ctpy_state *state)
     return 0;
 }
 
+/* binding/bmuf/bmuf.c: what a block that is over has to do besides. */
 static int
 bmuf_after_block(BMUF *self, ctpy_state *state)
 {
@@ -681,6 +667,7 @@ copy_both(PyObject *op, PyObject *args, const char *format, copy_fn *copy)
     Py_RETURN_NONE;
 }
 
+/* binding/bmuf/bmuf.c: what is saved besides the inner optimizer's state. */
 static PyObject *
 BMUF_save_blocks(PyObject *op, PyObject *args)
 {

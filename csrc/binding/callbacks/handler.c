@@ -7,8 +7,6 @@
 #include <stddef.h>
 #include <string.h>
 
-/* ctrainer._C.CallbackHandler: what its two files share. */
-
 /* What every event passes by keyword, in this order; attributes of the handler. */
 #define CTPY_PASSED(F)                                                                 \
     F(model)                                                                           \
@@ -47,9 +45,6 @@ typedef struct event_call {
     unsigned shadowed; /* bit i: the i-th of CTPY_PASSED comes with the extras */
     PyObject *stack[1 + N_POSITIONAL + N_PASSED + MAX_EXTRA];
 } event_call;
-
-/* Calls every callback that listens. Returns the control that they leave, a new
- * reference, or NULL with the exception of the first that failed. */
 
 /* Flags of the control that an event lowers before the callbacks see it. */
 #define FLAGS(F)                                                                       \

@@ -1,3 +1,5 @@
+/* Named tensors from Python as the entries of a file, and the metadata of files as
+ * Python's objects. The entries borrow from a list that lives as long. */
 #include "binding/checkpoint/tensors.h"
 
 #include "binding/runtime/buffer.h"

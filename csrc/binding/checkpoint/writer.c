@@ -7,23 +7,18 @@
 
 #include <stdbool.h>
 
-/* ctrainer._C.CheckpointWriter, for the two files that implement it. */
-
 typedef struct CheckpointWriter {
     PyObject_HEAD
     ct_writer *core; /* never NULL */
     bool busy;       /* a thread is in the core without the GIL */
 } CheckpointWriter;
 
-/* Claims the core for the calling thread, which may then release the GIL; NULL with a
- * RuntimeError when another one has it. */
-
-/* Gives it back; None, or NULL with the exception of the call that ended so. */
-
 PyDoc_STRVAR(CheckpointWriter_doc,
              "CheckpointWriter()\n--\n\n"
              "Saves folders of files in the background, each whole or not at all.");
 
+/* Claims the core for the calling thread, which may then release the GIL; NULL with a
+ * RuntimeError when another one has it. */
 static ct_writer *
 ctpy_writer_enter(PyObject *op)
 {
@@ -41,6 +36,7 @@ ctpy_writer_enter(PyObject *op)
     return self->core;
 }
 
+/* Gives it back; None, or NULL with the exception of the call that ended so. */
 static PyObject *
 ctpy_writer_leave(PyObject *op, ct_status status, const ct_error *err)
 {

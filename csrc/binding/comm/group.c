@@ -1,3 +1,6 @@
+/* What other folders need of a Communicator: its table, and collectives run through it
+ * without the GIL. Apart from the type's methods, so that files which the methods need
+ * can use a group, too. */
 #include "binding/comm/communicator.h"
 
 #include "core/comm/history.h"

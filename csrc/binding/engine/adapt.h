@@ -1,3 +1,4 @@
+/* Hooks of every age: calls with the keywords that a signature accepts. */
 #ifndef BINDING_ENGINE_ADAPT_H
 #define BINDING_ENGINE_ADAPT_H
 

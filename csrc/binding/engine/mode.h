@@ -1,3 +1,5 @@
+/* Train and eval mode of models and optimizers, and the context a loss is computed in.
+ */
 #ifndef BINDING_ENGINE_MODE_H
 #define BINDING_ENGINE_MODE_H
 

@@ -1,3 +1,6 @@
+/* The structures of a run: the trainer's, which lasts as long as the object, and that
+ * of one train(). Training, evaluation and checkpoints share them; whatever Python sees
+ * lives in the instance's __dict__. */
 #ifndef BINDING_ENGINE_RUN_H
 #define BINDING_ENGINE_RUN_H
 

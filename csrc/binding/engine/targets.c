@@ -1,6 +1,10 @@
-#include "binding/runtime/nested.h"
+/* How many targets a batch's loss is a mean over: training weighs micro-batches by the
+ * count, and evaluation weighs batches. */
 #include "binding/engine/targets.h"
+
 #include "binding/runtime/buffer.h"
+#include "binding/runtime/nested.h"
+
 #include "core/data/targets.h"
 
 /* The labels that the loss is a mean over, or NULL where the batch has none. */

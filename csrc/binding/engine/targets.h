@@ -1,3 +1,4 @@
+/* The targets of a batch, for training and evaluation alike. */
 #ifndef BINDING_ENGINE_TARGETS_H
 #define BINDING_ENGINE_TARGETS_H
 

@@ -6,8 +6,6 @@
 #include <math.h>
 #include <stdbool.h>
 
-/* The insides of FairseqOptimizer, for the files that implement it. */
-
 /* What is done about a norm that is not finite, and how the norm is clipped. */
 typedef enum fairseq_rules {
     FAIRSEQ_PLAIN, /* nothing; max / (norm + 1e-6), at most 1 */
@@ -34,12 +32,6 @@ static const char FairseqOptimizer_clip_grad_norm_doc[] =
     "aggregate_norm_fn makes the norm of all processes of that of this one. With\n"
     "fp16's rules an Inf or NaN lowers the loss scale and raises OverflowError, or\n"
     "FloatingPointError where the scale cannot fall any more.";
-
-/* binding/fairseq/optimizer.c: the methods that touch gradients. */
-
-/* What the loss is multiplied by before backward(); 1 without a scaler. */
-
-/* 0, or -1 with a RuntimeError where __init__ was not called. */
 
 PyDoc_STRVAR(
     FairseqOptimizer_doc,
@@ -135,6 +127,7 @@ FairseqOptimizer_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
+/* 0, or -1 with a RuntimeError where __init__ was not called. */
 static int
 fairseq_optimizer_ready(const FairseqOptimizer *self)
 {
@@ -147,6 +140,7 @@ fairseq_optimizer_ready(const FairseqOptimizer *self)
     return -1;
 }
 
+/* What the loss is multiplied by before backward(); 1 without a scaler. */
 static int
 fairseq_loss_scale(FairseqOptimizer *self, double *scale)
 {
@@ -430,6 +424,7 @@ clip(FairseqOptimizer *self, double max_norm)
     return 0;
 }
 
+/* binding/fairseq/optimizer.c: the methods that touch gradients. */
 static PyObject *
 FairseqOptimizer_clip_grad_norm(PyObject *op, PyObject *args, PyObject *kwargs)
 {

@@ -27,19 +27,7 @@ optim_is_half(ct_dtype dtype)
     return dtype == CT_BF16 || dtype == CT_F16;
 }
 
-/* state[param][name of values[i]] as slot->values[i]. */
-
 /* The count of steps in slot->values[0]: a tensor or array of one number, or an int. */
-
-/* Views one array that belongs to a parameter: of its shape and order, and of its dtype
- * or, beside a 16-bit one, of fp32. */
-
-/* Views state that may be codes. */
-
-/* The maps and the scales of state that is codes. */
-
-/* Every array of slot->values that the list keeps, as the core's state. */
-
 static int
 optim_read_step(OptimEngine *self, optim_slot *slot, uint64_t *count)
 {
@@ -127,6 +115,8 @@ optim_check_like(const optim_slot *slot, const ctpy_view *param, const ctpy_view
     return -1;
 }
 
+/* Views one array that belongs to a parameter: of its shape and order, and of its dtype
+ * or, beside a 16-bit one, of fp32. */
 static int
 optim_view_like(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
                 PyObject *op, const char *what, bool fp32, ctpy_view *view)
@@ -224,6 +214,7 @@ check_stacked(const optim_slot *slot, const optim_value *value, const ctpy_view 
     return -1;
 }
 
+/* Views state that may be codes. */
 static int
 optim_view_coded(OptimEngine *self, const optim_slot *slot, const optim_value *value,
                  const ctpy_view *param, PyObject *op, ctpy_view *view)
@@ -259,6 +250,7 @@ view_value(OptimEngine *self, const optim_slot *slot, const optim_value *value,
     }
 }
 
+/* state[param][name of values[i]] as slot->values[i]. */
 static int
 optim_read_value(const ctpy_state *state, optim_slot *slot,
                  const optim_value_list *list, size_t i)
@@ -314,6 +306,7 @@ check_map(const optim_slot *slot, const optim_value *value, const float *map)
     return 0;
 }
 
+/* The maps and the scales of state that is codes. */
 static int
 optim_view_scales(OptimEngine *self, optim_slot *slot, const optim_value_list *list,
                   ct_optim_param *to)
@@ -346,6 +339,7 @@ optim_view_scales(OptimEngine *self, optim_slot *slot, const optim_value_list *l
     return 0;
 }
 
+/* Every array of slot->values that the list keeps, as the core's state. */
 static int
 optim_view_values(OptimEngine *self, optim_slot *slot, const ctpy_view *param,
                   const optim_value_list *list, ct_optim_param *to)

@@ -1,3 +1,5 @@
+/* Agreement between the ranks of a trainer before, in and after an update. With one
+ * rank every function here does nothing and costs nothing. */
 #ifndef BINDING_TRAINER_AGREE_H
 #define BINDING_TRAINER_AGREE_H
 

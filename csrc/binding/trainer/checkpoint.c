@@ -2,25 +2,12 @@
 #include "binding/engine/ranks.h"
 #include "binding/trainer/trainer.h"
 
-/* What the files of Trainer's checkpoints share. */
-
-/* The writer of this trainer, made at its first save; borrowed. NULL with an exception.
- */
-
-/* Calls writer.name() and says whether that went well. */
-
-/* "checkpoint-N" in folder, N being the state's step. */
-
-/* Opens a save on the ranks that write, and tells the others its folder. All ranks call
- * it, and all fail where one does. */
-
-/* Commits the open save when all ranks have come here well, or drops it: then with an
- * exception, this rank's own if one is set. */
-
 typedef PyObject *save_fn(PyObject *op, PyObject *model, PyObject *trial);
 
 static const char saving_doing[] = "saving a checkpoint";
 
+/* The writer of this trainer, made at its first save; borrowed. NULL with an exception.
+ */
 static PyObject *
 ctpy_ckpt_writer_borrow(PyObject *op)
 {
@@ -35,6 +22,7 @@ ctpy_ckpt_writer_borrow(PyObject *op)
     return self->writer;
 }
 
+/* "checkpoint-N" in folder, N being the state's step. */
 static PyObject *
 ctpy_ckpt_path(PyObject *op, PyObject *folder)
 {
@@ -83,6 +71,7 @@ first_folder(PyObject *folders)
     return NULL;
 }
 
+/* Calls writer.name() and says whether that went well. */
 static int
 ctpy_ckpt_tell_writer(PyObject *op, const char *name)
 {
@@ -105,6 +94,8 @@ drop(PyObject *op)
     PyErr_Restore(type, value, trace);
 }
 
+/* Opens a save on the ranks that write, and tells the others its folder. All ranks call
+ * it, and all fail where one does. */
 static int
 ctpy_ckpt_begin(PyObject *op, PyObject *trial)
 {
@@ -156,6 +147,8 @@ commit(PyObject *op, PyObject *files)
     return answer == NULL || ctpy_ckpt_tell_writer(op, "commit") < 0 ? -1 : 0;
 }
 
+/* Commits the open save when all ranks have come here well, or drops it: then with an
+ * exception, this rank's own if one is set. */
 static int
 ctpy_ckpt_end(PyObject *op)
 {

@@ -7,9 +7,6 @@
 
 /* Means of the sums of losses that a trainer keeps. */
 
-/* The mean of n losses that are `sum` on this rank, over the losses of all ranks; NaN
- * where there is none. All ranks call it. 0, or -1 with an exception. */
-
 /* The value of a loss in host memory: a tensor or array of one element. 1 when it is,
  * 0 when it lies elsewhere, -1 with an exception. */
 static int
@@ -96,6 +93,8 @@ set_steal(PyObject *dict, PyObject *key, PyObject *value)
     return result;
 }
 
+/* The mean of n losses that are `sum` on this rank, over the losses of all ranks; NaN
+ * where there is none. All ranks call it. 0, or -1 with an exception. */
 static int
 ctpy_trainer_mean_loss(PyObject *op, double sum, int64_t n, double *mean)
 {

@@ -1,3 +1,7 @@
+/* CRC-32 of ZIP and PNG and CRC-32C of Castagnoli, each by the processor's instructions
+ * where there are any, else by a table of eight bytes at a time; the results are equal,
+ * and tests hold them to it. Sums of parts combine into the sum of the whole, so that a
+ * file is summed by several threads. */
 #include "core/base/crc.h"
 
 #include <pthread.h>
@@ -15,12 +19,6 @@
 typedef struct ct_crc_table {
     uint32_t t[8][256];
 } ct_crc_table;
-
-/* a * b modulo the polynomial; bit 31 is x^0. */
-
-/* x^(8 n) modulo the polynomial: multiplying by it appends n zero bytes. */
-
-/* The checksum of a followed by b, from those of each and b's length. */
 
 static void
 ct_crc_table_init(ct_crc_table *table, uint32_t polynomial)
@@ -68,6 +66,7 @@ ct_crc_table_run(const ct_crc_table *table, uint32_t crc, const void *data, size
     return ~crc;
 }
 
+/* a * b modulo the polynomial; bit 31 is x^0. */
 static uint32_t
 ct_crc_multiply(uint32_t polynomial, uint32_t a, uint32_t b)
 {
@@ -79,6 +78,7 @@ ct_crc_multiply(uint32_t polynomial, uint32_t a, uint32_t b)
     return product;
 }
 
+/* x^(8 n) modulo the polynomial: multiplying by it appends n zero bytes. */
 static uint32_t
 ct_crc_append_zeros(uint32_t polynomial, uint64_t n)
 {
@@ -92,6 +92,7 @@ ct_crc_append_zeros(uint32_t polynomial, uint64_t n)
     return result;
 }
 
+/* The checksum of a followed by b, from those of each and b's length. */
 static uint32_t
 ct_crc_combine(uint32_t polynomial, uint32_t crc_a, uint32_t crc_b, uint64_t n_b)
 {

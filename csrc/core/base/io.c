@@ -1,3 +1,6 @@
+/* Reading, writing, syncing and walking folders. Every call that the system interrupts
+ * is made again, and every short write continued: callers see all bytes or an error
+ * with the path. */
 #define _GNU_SOURCE
 
 #include "core/base/io.h"

@@ -1,3 +1,5 @@
+/* Waiting with a limit: deadlines, and the question whether Ctrl-C has been pressed,
+ * which every long wait of the core asks. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "core/base/wait.h"

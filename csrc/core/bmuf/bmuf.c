@@ -1,3 +1,8 @@
+/* Blocks of local steps: batches of tensors, the passes over them, the averages at the
+ * ends of blocks, and how ranks come to hold one global model.
+ *
+ * The global model and the block momentum change when an average is taken, and alike
+ * on every rank. */
 #include "core/bmuf/bmuf.h"
 
 #include "core/base/alloc.h"
@@ -12,8 +17,6 @@
 
 /* Passes over a batch of a list's tensors, whose pieces are in bmuf->pieces. */
 
-/* Gives the batch memory of bmuf's own for its shares. */
-
 typedef ct_bmuf_batch batch;
 
 static inline ct_span
@@ -21,14 +24,6 @@ ct_bmuf_shares(const ct_bmuf_batch *b)
 {
     return (ct_span){.data = b->shares, .n = b->n, .dtype = b->dtype};
 }
-
-/* The batch's shares of an average over the ranks: by CT_RULE_block_share of the
- * parameters, by CT_RULE_block_delta of their distance from the global model. */
-
-/* Momentum, global model and parameters by the average distance in the shares; of a
- * block that is away the parameters keep what they have learnt since. */
-
-/* The parameters of the batch, to shares or from them; copies follow. */
 
 /* ---- memory ------------------------------------------------------------------------
  */
@@ -366,6 +361,8 @@ run_rule(ct_bmuf *b, ct_rule rule, const ct_rule_coef *coef, const batch *s,
     return b->device->update(b->stream, &update, err);
 }
 
+/* The batch's shares of an average over the ranks: by CT_RULE_block_share of the
+ * parameters, by CT_RULE_block_delta of their distance from the global model. */
 static ct_status
 ct_bmuf_fill_shares(ct_bmuf *b, ct_rule rule, int world_size, const batch *s,
                     ct_error *err)
@@ -389,6 +386,8 @@ ct_bmuf_fill_shares(ct_bmuf *b, ct_rule rule, int world_size, const batch *s,
     return run_rule(b, rule, &coef, s, err);
 }
 
+/* Momentum, global model and parameters by the average distance in the shares; of a
+ * block that is away the parameters keep what they have learnt since. */
 static ct_status
 ct_bmuf_move_model(ct_bmuf *b, const ct_bmuf_config *config, const batch *s,
                    ct_error *err)

@@ -1,3 +1,6 @@
+/* Files about to be written, put together from memory and from parts of other files,
+ * and the set of files that one save consists of. Checksums inside a file are left
+ * blank until a thread has the time to compute them. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "core/checkpoint/plan.h"

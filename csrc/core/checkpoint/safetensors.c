@@ -13,9 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* An open safetensors file, for the two files that implement
- * core/checkpoint/safetensors.h. */
-
 /* An entry of the index of names. */
 typedef struct ct_st_name {
     ct_text name;

@@ -20,21 +20,6 @@ typedef struct ct_note {
     ct_peer_place place;
 } ct_note;
 
-/* Bytes of all slots, which lie behind the barrier. */
-
-/* The note in the slot of that piece. */
-
-/* Elements of each part that a slot holds. */
-
-/* Copies into this rank's slot of `piece` what it gives of each part's elements from
- * `at` on. */
-
-/* Takes from all what this rank needs of the elements from `at` on, up to a piece of
- * the transfer: from exchange->direct, or from slots of `piece` where that is NULL. */
-
-/* Of an all_reduce of which exchange->direct has all: reduces this rank's share of the
- * elements and writes it to all. */
-
 static uint32_t
 count_pieces(const ct_transfer *t)
 {
@@ -54,6 +39,7 @@ slot_of(const ct_exchange *self, int rank, uint32_t piece)
            slot * (NOTE_BYTES + SLOT_BYTES);
 }
 
+/* The note in the slot of that piece. */
 static ct_note *
 ct_slot_note(const ct_exchange *self, int rank, uint32_t piece)
 {
@@ -125,6 +111,8 @@ length_at(const ct_transfer *t, int index, size_t at)
     return in_part < left ? in_part : left;
 }
 
+/* Copies into this rank's slot of `piece` what it gives of each part's elements from
+ * `at` on. */
 static void
 ct_slot_fill(const ct_exchange *self, const ct_transfer *t, uint32_t index, size_t at)
 {
@@ -205,6 +193,7 @@ find_direct(ct_exchange *self, const ct_transfer *t)
     return all;
 }
 
+/* Elements of each part that a slot holds. */
 static size_t
 ct_slot_length(const ct_exchange *self, const ct_transfer *t)
 {
@@ -316,6 +305,8 @@ reduce(const ct_exchange *self, const ct_transfer *t, uint32_t piece, size_t at)
     }
 }
 
+/* Takes from all what this rank needs of the elements from `at` on, up to a piece of
+ * the transfer: from exchange->direct, or from slots of `piece` where that is NULL. */
 static void
 ct_slots_take(const ct_exchange *self, const ct_transfer *t, uint32_t piece, size_t at)
 {
@@ -341,6 +332,8 @@ ct_slots_take(const ct_exchange *self, const ct_transfer *t, uint32_t piece, siz
     }
 }
 
+/* Of an all_reduce of which exchange->direct has all: reduces this rank's share of the
+ * elements and writes it to all. */
 static void
 ct_peer_buffers_reduce(const ct_exchange *self, const ct_request *r)
 {
@@ -463,6 +456,7 @@ ct_exchange_step(ct_exchange *self, ct_transfer *t, bool waits, ct_error *err)
 /* ---- beginning and end -------------------------------------------------------------
  */
 
+/* Bytes of all slots, which lie behind the barrier. */
 static size_t
 ct_slots_bytes(int world_size)
 {

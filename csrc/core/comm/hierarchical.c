@@ -1,3 +1,5 @@
+/* A group over two others: within the machine, then across machines, then within again,
+ * so that each byte crosses between machines once. */
 #include "core/comm/hierarchical.h"
 
 #include "core/base/alloc.h"
@@ -5,8 +7,6 @@
 #include "core/comm/reduce.h"
 
 #include <string.h>
-
-/* The insides of a group over two others, for the files that implement it. */
 
 typedef enum stage {
     WITHIN,
@@ -38,21 +38,6 @@ typedef struct ct_hierarchical {
     ct_work *free_works;   /* to be used again, with their memory */
 } ct_hierarchical;
 
-/* Says in *err where a failure was: "all_reduce on rank 5 of 8, across machines: ...".
- */
-
-/* CT_EINVAL on all ranks unless they ask for the same, where that is compared. */
-
-/* Runs a step of the collective `what` on one of the levels. */
-
-/* n elements of the span from `at` on. */
-
-/* Makes room for as many bytes in the group's own memory; what lies there. */
-
-/* all_gather, named `what` in messages. */
-
-/* all_reduce in one rounding: all ranks' elements on every rank, in their order. */
-
 static void
 ct_hierarchical_free_works(ct_hierarchical *self)
 {
@@ -71,6 +56,8 @@ void ct_hierarchical_free_works(ct_hierarchical *self); /* none is under way */
 /* ---- the two levels ----------------------------------------------------------------
  */
 
+/* Says in *err where a failure was: "all_reduce on rank 5 of 8, across machines: ...".
+ */
 static ct_status
 ct_hierarchical_say(const ct_hierarchical *self, const char *what, const char *where,
                     ct_status status, ct_error *err)
@@ -84,6 +71,7 @@ ct_hierarchical_say(const ct_hierarchical *self, const char *what, const char *w
                    self->base.world_size, where, text);
 }
 
+/* CT_EINVAL on all ranks unless they ask for the same, where that is compared. */
 static ct_status
 ct_hierarchical_compare(const ct_hierarchical *self, const ct_request *r, ct_error *err)
 {
@@ -101,6 +89,7 @@ run_labelled(const ct_hierarchical *self, ct_comm *level, const ct_request *r,
     return status;
 }
 
+/* Runs a step of the collective `what` on one of the levels. */
 static ct_status
 ct_hierarchical_within(ct_hierarchical *self, const char *what, const ct_request *r,
                        ct_error *err)
@@ -117,12 +106,14 @@ ct_hierarchical_across(ct_hierarchical *self, const char *what, const ct_request
                                run_labelled(self, self->outer, r, err), err);
 }
 
+/* Makes room for as many bytes in the group's own memory; what lies there. */
 static ct_status
 ct_hierarchical_make_room(ct_hierarchical *self, size_t bytes, ct_error *err)
 {
     return ct_grow(&self->scratch, &self->room, bytes, 1, err);
 }
 
+/* n elements of the span from `at` on. */
 static ct_span
 ct_hierarchical_part(const ct_span *span, size_t at, size_t n)
 {
@@ -185,6 +176,7 @@ reduce_rows(const char *rows, size_t ranks, const ct_span *span, ct_reduce_op op
     return CT_OK;
 }
 
+/* all_reduce in one rounding: all ranks' elements on every rank, in their order. */
 static ct_status
 ct_hierarchical_reduce_gathered(ct_hierarchical *self, const ct_span *span,
                                 ct_reduce_op op, ct_error *err)

@@ -1,3 +1,5 @@
+/* The group of the processes of one machine, and the queue of collectives that have
+ * begun: one that has begun goes on whenever the rank calls anything of the group. */
 #define _POSIX_C_SOURCE 200809L /* nanosleep */
 
 #include "core/comm/shm.h"
@@ -32,10 +34,6 @@ typedef struct ct_shm_queue {
     bool busy;             /* a thread is in here */
     ct_work *first, *last; /* of those begun that have not ended */
 } ct_shm_queue;
-
-/* As ct_comm_run, ct_comm_start and ct_comm_wait. */
-
-/* As `stream` of ct_comm_ops. */
 
 enum {
     LONGEST_KEY = 255
@@ -211,6 +209,7 @@ result_of(const ct_work *w, ct_error *err)
     return w->status;
 }
 
+/* As ct_comm_run, ct_comm_start and ct_comm_wait. */
 static ct_status
 ct_shm_run(ct_shm_queue *self, const ct_request *request, ct_error *err)
 {

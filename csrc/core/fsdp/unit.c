@@ -1,3 +1,7 @@
+/* One sharded unit: gathering its parameters, releasing them, reducing its gradients;
+ * whole or as quantized values, with shards on the device or in host memory.
+ *
+ * Parameters lie at addresses that never change; pages come and go. */
 #include "core/fsdp/unit.h"
 
 #include "core/base/alloc.h"
@@ -8,46 +12,20 @@
 #include <math.h>
 #include <string.h>
 
-/* How a gather that has begun ends; for core/fsdp/unit.c alone. */
+/* How a gather that has begun ends. */
 
-/* Waits for the collectives of a unit that is `begun`, all of them on failure too: it
- * is gathered then, or released. */
-
-/* Shards in the host's memory of a unit that works on a device; for core/fsdp/unit.c
- * alone.
+/* Shards in the host's memory of a unit that works on a device.
  *
  * They pass through one block of the device's memory, a shard at a time: all units of a
  * ledger have it together. */
 
-/* *here becomes where `shard` is on the device: itself, or where it is offloaded the
- * block, which holds nothing of it yet, or all of it. The next call overwrites it.
- * CT_EDEVICE and what the device says of memory. */
-
-/* Writes what is in the block into a shard that is offloaded, or adds it. CT_ENOMEM
- * too. */
-
 /* Which parameters of a group have a gradient on any rank, told without a message of
- * its own; for core/fsdp/unit.c and core/fsdp/unit.c alone.
+ * its own.
  *
  * It travels in the signs of zeros: a sum of -0 alone is -0. A parameter without a
  * gradient is -0 throughout, and one that has a gradient begins with something else in
  * every rank's part. A sum can only be mistaken where all that is looked at of it
  * underflows to -0. Codes have no -0: their senders add a bit for each parameter. */
-
-/* Whether nothing is missing on this rank; also of NULL, where nothing is told. */
-
-/* What elements [from, from + n) have of a parameter: how many, and *at, where in
- * them they begin. */
-
-/* Marks `row`, elements from `from` on of a group in parts of `part` elements. What is
- * missing is overwritten. CT_ENOMEM and what the device says. */
-
-/* Of what is missing on this rank and has elements in `shard`, reduced, from `from` on:
- * whether any rank has it. */
-
-/* A bit for each parameter, set where it is missing: n_params of them take so many
- * bytes. */
-/* What such bits of some rank have is there. */
 
 enum {
     ALIGNED_ELEMS = 32 /* a group begins on a cache line whatever the dtype */
@@ -163,6 +141,9 @@ bytes_of(const ct_span *span)
     return span->n * ct_dtype_size(span->dtype);
 }
 
+/* *here becomes where `shard` is on the device: itself, or where it is offloaded the
+ * block, which holds nothing of it yet, or all of it. The next call overwrites it.
+ * CT_EDEVICE and what the device says of memory. */
 static ct_status
 ct_fsdp_place(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
 {
@@ -377,6 +358,8 @@ let_go(ct_fsdp *unit)
     unit->ledger->live -= unit->full->bytes;
 }
 
+/* Waits for the collectives of a unit that is `begun`, all of them on failure too: it
+ * is gathered then, or released. */
 static ct_status
 ct_fsdp_end_gather(ct_fsdp *unit, ct_comm *comm, ct_error *err)
 {
@@ -503,6 +486,8 @@ enum {
     LOOKED_AT = 64 /* elements of a parameter */
 };
 
+/* What elements [from, from + n) have of a parameter: how many, and *at, where in
+ * them they begin. */
 static size_t
 ct_fsdp_overlap(const ct_fsdp_param *param, size_t from, size_t n, size_t *at)
 {
@@ -558,6 +543,8 @@ make_there(ct_fsdp *unit, batch *b, ct_error *err)
     return status;
 }
 
+/* Marks `row`, elements from `from` on of a group in parts of `part` elements. What is
+ * missing is overwritten. CT_ENOMEM and what the device says. */
 static ct_status
 ct_fsdp_mark(ct_fsdp *unit, const ct_fsdp_presence *presence, const ct_span *row,
              size_t from, size_t part, ct_error *err)
@@ -585,6 +572,7 @@ ct_fsdp_mark(ct_fsdp *unit, const ct_fsdp_presence *presence, const ct_span *row
     return status != CT_OK || there.n == 0 ? status : make_there(unit, &there, err);
 }
 
+/* Whether nothing is missing on this rank; also of NULL, where nothing is told. */
 static bool
 ct_fsdp_is_complete(const ct_fsdp_presence *presence)
 {
@@ -595,6 +583,9 @@ ct_fsdp_is_complete(const ct_fsdp_presence *presence)
     return all;
 }
 
+/* A bit for each parameter, set where it is missing: n_params of them take so many
+ * bytes. */
+/* What such bits of some rank have is there. */
 static size_t
 ct_fsdp_bits_bytes(const ct_fsdp_presence *presence)
 {
@@ -882,6 +873,8 @@ add_down(const ct_fsdp *unit, const ct_span *shard, const ct_span *here, ct_erro
     return status;
 }
 
+/* Writes what is in the block into a shard that is offloaded, or adds it. CT_ENOMEM
+ * too. */
 static ct_status
 ct_fsdp_bring_down(ct_fsdp *unit, const ct_span *shard, const ct_span *here, bool add,
                    ct_error *err)
@@ -894,6 +887,8 @@ ct_fsdp_bring_down(ct_fsdp *unit, const ct_span *shard, const ct_span *here, boo
                                         bytes_of(shard), err);
 }
 
+/* Of what is missing on this rank and has elements in `shard`, reduced, from `from` on:
+ * whether any rank has it. */
 static ct_status
 ct_fsdp_read_marks(ct_fsdp *unit, ct_fsdp_presence *presence, const ct_span *shard,
                    size_t from, ct_error *err)

@@ -1,3 +1,4 @@
+/* Adagrad's family: hyperparameters, their ranges, and the constants of a step. */
 #include "core/optim/adagrad.h"
 
 #include "core/optim/hyper.h"

@@ -1,3 +1,4 @@
+/* Adam's family: hyperparameters, their ranges, and the constants of a step. */
 #include "core/optim/adam.h"
 
 #include "core/optim/hyper.h"

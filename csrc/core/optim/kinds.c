@@ -1,9 +1,12 @@
+/* The table of optimizers: which rule and which state arrays the options of a group ask
+ * for, and the constants of a step. A kind that works element by element is one entry.
+ */
 #include "core/optim/kinds.h"
 
 #include <math.h>
 #include <string.h>
 
-/* The kinds whose rules look at a whole parameter, for core/optim/kinds.c alone. */
+/* The kinds whose rules look at a whole parameter. */
 
 /* ct_optim_<kind>_rule and the other functions of a ct_optim_ops. */
 #define CT_OPTIM_FUNCTIONS(kind)                                                       \

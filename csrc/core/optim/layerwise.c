@@ -1,3 +1,5 @@
+/* LAMB and LARS, whose learning rates depend on the norms of a whole parameter:
+ * hyperparameters, their ranges, and the constants of a step. */
 #include "core/optim/layerwise.h"
 
 #include "core/base/check.h"

@@ -1,3 +1,6 @@
+/* One rule's part of an update where more than a pass over elements is needed: factored
+ * moments, trust ratios, Muon's matrices, and parameters of which each rank has a part.
+ */
 #include "core/optim/run.h"
 
 #include "core/base/alloc.h"
@@ -6,8 +9,8 @@
 
 #include <math.h>
 
-/* What ranks do together about parameters of which each has a part, for
- * core/optim/run.c. Whole parameters are passed over. */
+/* What ranks do together about parameters of which each has a part. Whole parameters
+ * are passed over. */
 
 /* The group of spans[i]; NULL where the parameter is whole. */
 static inline ct_comm *
@@ -15,8 +18,6 @@ ct_optim_comm_borrow(const ct_optim_share *share, size_t i)
 {
     return share->params[share->owner[i]].part.comm;
 }
-
-/* Is spans[i] the first of its group, or the first that is whole? */
 
 /* A part as a rank tells of it. */
 typedef struct ct_optim_part {
@@ -37,24 +38,8 @@ ct_optim_part_of(const ct_optim_parts *parts, size_t rank, size_t number)
     return &parts->all[rank * parts->n + number];
 }
 
-/* Brings together what the ranks have, a collective of the group. */
-
-/* CT_EINVAL, on all ranks, unless they have parts of the same parameters, which follow
- * each other in rank order and are all of them; and where the group cannot reach the
- * device's memory. Ranks with other numbers of parameters fail as the group's
- * collective does. */
-
-/* sums[i], of CT_F64 and maybe empty, becomes what it is on all ranks of the group of
- * spans[i] together. In the device's memory; room->exchange holds as many. */
-
-/* A sum of one group in the device's memory becomes that of all its ranks. */
-
-/* Muon's share of an update, for core/optim/run.c: momentum, then for each matrix its
+/* Muon's share of an update: momentum, then for each matrix its
  * direction, made orthogonal, then the step. */
-
-/* Bytes of room->matrices that spans[i] takes. */
-
-/* What directions are in: bfloat16 as the original's, but float64 stays. */
 
 /* The three steps of one matrix or part of one, from the momentum on. */
 
@@ -62,10 +47,6 @@ ct_optim_part_of(const ct_optim_parts *parts, size_t rank, size_t number)
 /* Makes the matrix of spans[i] at the beginning of room->matrices orthogonal; *result
  * is where in them it is then. */
 /* Steps spans[i] along what is here of such a matrix. */
-
-/* core/optim/run.c: these steps for the matrices of which the ranks of a group
- * have parts. Each rank makes some of them orthogonal, of which it is sent all parts
- * and sends back all. */
 
 /* ---- room --------------------------------------------------------------------------
  */
@@ -139,6 +120,7 @@ typedef struct needs {
     size_t factors, factor_sums, matrices; /* in bytes */
 } needs;
 
+/* What directions are in: bfloat16 as the original's, but float64 stays. */
 static ct_dtype
 ct_optim_muon_dtype(const ct_update_span *span)
 {
@@ -162,6 +144,7 @@ orthogonal_of(const ct_optim_share *share, size_t i)
     };
 }
 
+/* Bytes of room->matrices that spans[i] takes. */
 static size_t
 ct_optim_muon_bytes(const ct_optim_share *share, size_t i)
 {
@@ -211,6 +194,7 @@ reserve(const ct_optim_share *share, ct_error *err)
     return status;
 }
 
+/* Is spans[i] the first of its group, or the first that is whole? */
 static bool
 ct_optim_is_first(const ct_optim_share *share, size_t i)
 {
@@ -253,6 +237,7 @@ parts_reserve(ct_optim_room *room, size_t ranks, size_t n, ct_error *err)
                            : status;
 }
 
+/* Brings together what the ranks have, a collective of the group. */
 static ct_status
 ct_optim_parts_gather(const ct_optim_share *share, ct_comm *comm, ct_optim_parts *parts,
                       ct_error *err)
@@ -326,6 +311,10 @@ agree(const ct_optim_share *share, ct_comm *comm, ct_error *err)
     return status == CT_OK ? check_reach(share, comm, err) : status;
 }
 
+/* CT_EINVAL, on all ranks, unless they have parts of the same parameters, which follow
+ * each other in rank order and are all of them; and where the group cannot reach the
+ * device's memory. Ranks with other numbers of parameters fail as the group's
+ * collective does. */
 static ct_status
 ct_optim_parts_agree(const ct_optim_share *share, ct_error *err)
 {
@@ -352,6 +341,7 @@ ct_optim_share_prepare(const ct_optim_share *share, ct_error *err)
 /* ---- LAMB: all gradients together are clipped first --------------------------------
  */
 
+/* A sum of one group in the device's memory becomes that of all its ranks. */
 static ct_status
 ct_optim_sum_add(const ct_optim_share *share, void *stream, ct_comm *comm, double *sums,
                  size_t n, ct_error *err)
@@ -495,6 +485,8 @@ add(const ct_optim_share *share, void *stream, ct_comm *comm, const ct_span *sum
     return status == CT_OK ? device->copy(stream, apart, packed, n, err) : status;
 }
 
+/* sums[i], of CT_F64 and maybe empty, becomes what it is on all ranks of the group of
+ * spans[i] together. In the device's memory; room->exchange holds as many. */
 static ct_status
 ct_optim_parts_add(const ct_optim_share *share, void *stream, const ct_span *sums,
                    ct_error *err)
@@ -864,6 +856,9 @@ deal_dtype(deal *d, ct_dtype dtype, ct_error *err)
     return status;
 }
 
+/* core/optim/run.c: these steps for the matrices of which the ranks of a group
+ * have parts. Each rank makes some of them orthogonal, of which it is sent all parts
+ * and sends back all. */
 static ct_status
 ct_optim_muon_deal(ct_optim_share *share, void *stream, ct_comm *comm, ct_error *err)
 {

@@ -1,3 +1,4 @@
+/* SGD's family: hyperparameters, their ranges, and the constants of a step. */
 #include "core/optim/sgd.h"
 
 #include "core/optim/hyper.h"
