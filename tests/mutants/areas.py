@@ -799,7 +799,6 @@ AREAS = {
 NOT_DRAWN = {
     "ctrainer/__init__.py ctrainer/fairseq/__init__.py ctrainer/fsdp/__init__.py":
         "names that are imported when they are asked for",
-    "csrc/core/ct_dtype.c": "the table of dtypes",
     "ctrainer/__main__.py": "the table of commands",
     "ctrainer/arguments/fields.py": "a table of fields and their defaults",
 }  # fmt: skip
