@@ -846,9 +846,6 @@ static const char BMUF_load_left_doc[] =
 
 /* What happens at the ends of blocks. */
 
-/* ---- passes ------------------------------------------------------------------------
- */
-
 /* ---- the ends of blocks ------------------------------------------------------------
  */
 

@@ -328,5 +328,3 @@ ctpy_records_from(ctpy_state *state, PyObject *list, bool may_excerpt)
     }
     return records;
 }
-
-/* Excerpts of files, as Python gives them. */

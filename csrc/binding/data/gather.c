@@ -479,9 +479,6 @@ ctpy_nested_gather(PyObject *module, PyObject *args)
  * Each node of the nest is a head, and what the head announces: an array's bytes, the
  * pickle of an object, or the nodes of a container. */
 
-/* ---- writing -----------------------------------------------------------------------
- */
-
 /* ---- reading -----------------------------------------------------------------------
  */
 

@@ -970,9 +970,6 @@ grad_reducer_read_owners(GradReducer *self, PyObject *given)
     return result;
 }
 
-/* ---- averages that a further pass adds to ------------------------------------------
- */
-
 /* ctrainer._C.GradHook: what autograd calls during a backward pass. */
 
 PyDoc_STRVAR(GradHook_doc, "What autograd calls for a GradReducer, which makes them.");

@@ -76,8 +76,6 @@ const char *grad_reducer_name(const GradReducer *self, Py_ssize_t param);
  * given: times the number of ranks, for that pass's average to be of the sum. */
 int grad_reducer_read_owners(GradReducer *self, PyObject *given);
 
-/* binding/ddp/reducer.c */
-
 /* binding/ddp/pass.c: before a forward pass, what the ranks are about to do; 0 or -1.
  */
 PyObject *GradReducer_join(PyObject *op, PyObject *args);

@@ -35,8 +35,6 @@ int ctpy_trainer_reduce_span(PyObject *op, const ct_span *span, ct_reduce_op how
 int ctpy_trainer_sum(PyObject *op, int64_t *values, size_t n);
 int ctpy_trainer_min(PyObject *op, int64_t *values, size_t n);
 
-/* binding/trainer/agree.c */
-
 /* Steps that all ranks take together, and fail together. */
 
 /* Tells the others how this rank has fared in what it was doing: with an exception set

@@ -673,9 +673,6 @@ Trainer_prediction_loop(PyObject *op, PyObject *args, PyObject *kwargs)
 
 /* Trainer: the batches of an evaluation, one after the other. */
 
-/* ---- several ranks -----------------------------------------------------------------
- */
-
 /* Trainer: prediction_step, one batch without gradients. */
 
 /* What prediction_step knows of its batch. */

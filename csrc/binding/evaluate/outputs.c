@@ -635,9 +635,6 @@ ctpy_eval_sync_round(ctpy_eval_ranks *ranks, ctpy_state *names, bool has_batch,
     return result;
 }
 
-/* ---- values ------------------------------------------------------------------------
- */
-
 /* Trainer: a batch for the ranks of an evaluation that have none at all. */
 
 static PyObject *

@@ -574,12 +574,6 @@ FairseqOptimizer_step(PyObject *op, PyObject *args, PyObject *kwargs)
  * Source of the rules: fairseq, optim/fp16_optimizer.py, amp_optimizer.py and
  * utils.clip_grad_norm_. */
 
-/* ---- the norm ----------------------------------------------------------------------
- */
-
-/* ---- what the rules make of it -----------------------------------------------------
- */
-
 /* ---- the update --------------------------------------------------------------------
  */
 

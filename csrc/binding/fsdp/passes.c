@@ -667,9 +667,6 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
 
 /* A unit's backward: what torch's hooks on outputs, parameters and inputs call. */
 
-/* ---- the beginning -----------------------------------------------------------------
- */
-
 /* ---- when autograd asks for nothing more -------------------------------------------
  *
  * autograd numbers its nodes as they are made, and runs those that are ready by their
@@ -702,9 +699,6 @@ FSDPUnit_input_done(PyObject *op, PyObject *Py_UNUSED(grad))
         freed < 0 || (freed > 0 && fsdp_prefetch(self, &root->backwards) < 0);
     return failed ? NULL : Py_NewRef(Py_None);
 }
-
-/* ---- a unit's turn -----------------------------------------------------------------
- */
 
 /* ---- the gradients -----------------------------------------------------------------
  */

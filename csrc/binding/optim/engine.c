@@ -732,10 +732,6 @@ ctpy_engine_attach(PyObject *engine, PyObject *average)
  * each; every tensor is asked for its address each time, since x.data = y and .to()
  * move memory without a trace. */
 
-/* ---- parameters ------------------------------------------------------------------ */
-
-/* ---- gradients ------------------------------------------------------------------- */
-
 /* ---- operands: parameters and state of every slot with a gradient -----------------
  */
 

@@ -714,18 +714,3 @@ PAIRED(ct_lamb_config);
 PAIRED(ct_lion_config);
 PAIRED(ct_nadam_config);
 PAIRED(ct_schedule_free_config);
-
-/* ---- SGD and NAG ------------------------------------------------------------------
- */
-
-/* ---- Adagrad, Adadelta, RMSprop, Lion ---------------------------------------------
- */
-
-/* ---- schedule-free ----------------------------------------------------------------
- */
-
-/* ---- with state of 8 bits ---------------------------------------------------------
- */
-
-/* ---- those that look at a whole parameter ----------------------------------------
- */

@@ -19,8 +19,6 @@
 
 #include <stdbool.h>
 
-/* binding/engine/mode.c */
-
 /* binding/trainer/loop.c: the next micro-batches and what they weigh. */
 
 /* binding/trainer/update.c: from the summed gradients to the end of the step. 0 or -1.

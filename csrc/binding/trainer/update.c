@@ -806,9 +806,6 @@ ctpy_finish_update(PyObject *op, ctpy_run *run)
  * gradients before the update, they are clipped in place: by us in host memory, by the
  * framework on its devices. */
 
-/* ---- gradients that are not in host memory -----------------------------------------
- */
-
 /* ---- one update --------------------------------------------------------------------
  */
 

@@ -26,8 +26,4 @@ typedef struct ctpy_update {
     ct_step_result result;
 } ctpy_update;
 
-/* binding/trainer/update.c */
-
-/* binding/trainer/update.c */
-
 #endif

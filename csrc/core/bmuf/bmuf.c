@@ -710,9 +710,6 @@ ct_bmuf_take_over(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm,
     return status;
 }
 
-/* ---- whether all go on from the same ------------------------------------------------
- */
-
 /* ---- a new group --------------------------------------------------------------------
  */
 

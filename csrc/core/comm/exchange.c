@@ -505,9 +505,3 @@ ct_exchange_init(ct_exchange *self, const ct_segment *segment, int rank, int wor
 }
 
 _Static_assert(sizeof(ct_note) <= NOTE_BYTES, "a note fits before a slot's data");
-
-/* ---- where things are --------------------------------------------------------------
- */
-
-/* ---- giving and taking -------------------------------------------------------------
- */

@@ -688,12 +688,3 @@ ct_comm_hierarchical_new_steal(ct_comm **comm, ct_comm *inner, ct_comm *outer,
  * each has come to meanwhile. So a step is taken when another collective is started or
  * waited for, never because something has arrived: a start begins the first step and
  * sends those before it across, a wait does the rest. */
-
-/* ---- works and their memory --------------------------------------------------------
- */
-
-/* ---- steps -------------------------------------------------------------------------
- */
-
-/* ---- entries -----------------------------------------------------------------------
- */

@@ -550,15 +550,3 @@ shm_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *er
     return ct_comm_shm_new(made, key, members->index, members->n, self->timeout_seconds,
                            err);
 }
-
-/* ---- the table ---------------------------------------------------------------------
- */
-
-/* ---- making a group ----------------------------------------------------------------
- */
-
-/* ---- what a collective moves -------------------------------------------------------
- */
-
-/* ---- collectives under way ---------------------------------------------------------
- */

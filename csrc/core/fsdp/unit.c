@@ -970,9 +970,6 @@ ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device)
     device->scratch_release(&ledger->zero);
 }
 
-/* ---- marks -------------------------------------------------------------------------
- */
-
 /* ---- bits --------------------------------------------------------------------------
  */
 
@@ -981,6 +978,3 @@ ct_fsdp_bits_known(int bits)
 {
     return bits == 8 || bits == 4;
 }
-
-/* ---- gradients ---------------------------------------------------------------------
- */

@@ -917,24 +917,9 @@ ct_optim_share_run(ct_optim_share *share, void *stream, ct_error *err)
     return status == CT_OK ? measured_run(share, stream, err) : status;
 }
 
-/* ---- who has what ------------------------------------------------------------------
- */
-
-/* ---- sums --------------------------------------------------------------------------
- */
-
 /* Matrices dealt out to the ranks that have parts of them.
  *
  * A hand is a few matrices of one dtype, which go to the ranks in turn. A rank sends
  * each rank one message: its parts of that rank's matrices, one behind the other; and
  * gets them back orthogonal. Messages are as long as the longest. All ranks know where
  * all parts lie, so they deal alike. */
-
-/* ---- which matrices ----------------------------------------------------------------
- */
-
-/* ---- messages ----------------------------------------------------------------------
- */
-
-/* ---- a hand ------------------------------------------------------------------------
- */
